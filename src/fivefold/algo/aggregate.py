@@ -1,0 +1,39 @@
+"""Lengths of the responses of one update -> the weight of each sample's tokens, so that the loss is a plain sum.
+
+The denominators are those of the whole update over all replicas; no cut into micro-batches or ranks can change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Aggregate = Callable[[Tensor, int], Tensor]
+"""response_lengths_N of the whole update, max_response_tokens -> weight_N of every token of the sample."""
+
+
+def token_mean(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
+    """Σ l / Σ tokens: every token counts alike (DAPO, 2503.14476 equation 8)."""
+    lengths_N = response_lengths_N.double()
+    return torch.full_like(lengths_N, 1.0) / lengths_N.sum().clamp(min=1)
+
+
+def seq_mean_token_mean(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
+    """Mean over samples of the mean over their tokens (GRPO, 2402.03300 equation 3)."""
+    lengths_N = response_lengths_N.double()
+    return 1.0 / (lengths_N.clamp(min=1) * max(len(lengths_N), 1))
+
+
+def constant_length(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
+    """Mean over samples of Σ l / longest response allowed (Dr. GRPO, 2503.20783 section 3.2)."""
+    lengths_N = response_lengths_N.double()
+    return torch.full_like(lengths_N, 1.0 / (max_response_tokens * max(len(lengths_N), 1)))
+
+
+AGGREGATES: dict[str, Aggregate] = {
+    "token-mean": token_mean,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "constant-length": constant_length,
+}

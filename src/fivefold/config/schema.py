@@ -1,0 +1,290 @@
+"""The typed configuration tree; every default stands here, once, on its field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fivefold.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str
+    """Hugging Face model directory, or a hub id that is downloaded once a node."""
+    tokenizer: str | None = None
+    """Tokenizer directory or hub id; the model's when left out."""
+    trust_remote_code: bool = False
+    """Let the tokenizer's repository run its own Python code. Models never run theirs."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    """Decoupled (AdamW); not applied to biases and norms."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+    decay_steps: int | None = None
+    """Optimizer step at which `min_lr` is reached, warm-up included; the whole run when left out."""
+    min_lr: float = 0.0
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    transformer_impl: Literal["torch", "transformer_engine", "auto"] = "torch"
+    """`auto` takes Transformer Engine where it is installed and the device is CUDA."""
+    bridge_type: Literal["native", "mbridge", "megatron-bridge"] = "native"
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    backend: str = "megatron:d1"
+    """Layout string."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    sequence_parallel: bool = True
+    """Cut activations of norms and dropouts over the tensor-parallel ranks; acts when t > 1."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """`selective` recomputes core attention in backward, `full` whole layers."""
+    tokens_per_micro_batch: int = 16384
+    """Most packed tokens in one forward-backward of one data-parallel replica."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    path: str | None = None
+    """The policy's starting weights when left out."""
+    backend: str | None = None
+    """The policy's layout when left out; one process group serves both, so it must be the same layout."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 turns it off."""
+    stop: list[str] = field(default_factory=list)
+    """A response ends with the token that completes one of these strings."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    backend: Literal["transformers"] = "transformers"
+    max_sequences: int = 256
+    """Most sequences decoded at once on one rank."""
+    max_logprob_diff: float | None = None
+    """Largest mean difference of rollout and trainer log-probs at the first step; by dtype when left out."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sync_bucket_mb: int = 256
+    """Weights move from trainer to engine in buckets of about this size."""
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    coef: float = 0.001
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    name: Literal["grpo", "dr_grpo", "sft"] = "grpo"
+    group_size: int = 8
+    """Samples drawn for each prompt."""
+    updates_per_step: int = 1
+    """Optimizer steps into which one rollout is cut."""
+    epochs: int = 1
+    """Times each rollout is gone through."""
+    normalize_by_std: bool | None = None
+    """Divide group advantages by their standard deviation; by method when left out."""
+    clip_low: float | None = None
+    clip_high: float | None = None
+    aggregate: Literal["token-mean", "seq-mean-token-mean", "constant-length"] | None = None
+    """How tokens are weighted in the loss; by method when left out."""
+    kl: KLConfig | None = None
+    """KL term against the reference; by method when left out, `{coef: 0}` turns it off."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: list[str] = field(default_factory=list)
+    val: list[str] = field(default_factory=list)
+    prompts_per_step: int = 32
+    max_prompt_tokens: int = 512
+    max_response_tokens: int = 512
+    overlong_prompts: Literal["drop", "refuse"] = "drop"
+    shuffle: bool = True
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    """Column with the completion to imitate (sft)."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    functions: dict[str, float] = field(default_factory=dict)
+    """Reward name (gsm8k, math, format) or `path.py:function` -> weight; empty: chosen by `data_source`."""
+    by_source: dict[str, dict[str, float]] = field(default_factory=dict)
+    """data_source -> its own `functions`."""
+    timeout_seconds: float = 10.0
+    """Time one sample's rewards may take; a sample over it scores 0 and is counted."""
+    workers: int = 1
+    """Reward processes of each rank."""
+    memory_mb: int = 4096
+    """Address space of one reward process."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    samples: int = 0
+    """Sampled responses a prompt for mean@k and pass@k, besides the greedy one; 0 for greedy only."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_prompts: int | None = None
+    """Only the first so many prompts of each file."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    run_dir: str = "runs/default"
+    steps: int | None = None
+    """Steps of the run; when left out, as many as `epochs` passes over the data take."""
+    epochs: int = 1
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = 3
+    """Checkpoints kept, the newest ones."""
+    resume: str = "auto"
+    """auto: the newest whole checkpoint of run_dir; never; or the path of one."""
+    eval_every: int = 0
+    eval_before: bool = True
+    """Evaluate before the first step, when there is validation data."""
+    samples_per_step: int = 4
+    """Samples written to samples.jsonl each step."""
+    loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])  # type: ignore[assignment]
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    timeout_minutes: float = 30.0
+    """Longest wait for another rank in one collective operation."""
+    threads: int | None = None
+    """CPU threads of each rank; the cores shared evenly when left out."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    model: ModelConfig
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout.parse(self.policy.backend)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.trainer.run_dir)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data.prompts_per_step * (1 if self.algorithm.name == "sft" else self.algorithm.group_size)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.data.max_response_tokens
+
+    def problems(self) -> list[str]:
+        """What this configuration alone shows to be impossible, one sentence each."""
+        found: list[str] = []
+
+        def need(holds: bool, message: str) -> None:
+            if not holds:
+                found.append(message)
+
+        try:
+            layout = self.layout
+            if self.reference.backend is not None:
+                other = ParallelLayout.parse(self.reference.backend)
+                need(
+                    other == layout,
+                    f"reference.backend must be the policy's layout: got {other} beside {layout}; leave it out",
+                )
+        except ValueError as error:
+            found.append(f"policy.backend or reference.backend: {error}")
+        data, algorithm, optimizer = self.data, self.algorithm, self.policy.optimizer
+        positive: dict[str, Any] = {
+            "data.prompts_per_step": data.prompts_per_step,
+            "data.max_prompt_tokens": data.max_prompt_tokens,
+            "data.max_response_tokens": data.max_response_tokens,
+            "algorithm.group_size": algorithm.group_size,
+            "algorithm.updates_per_step": algorithm.updates_per_step,
+            "algorithm.epochs": algorithm.epochs,
+            "engine.max_sequences": self.engine.max_sequences,
+            "engine.sync_bucket_mb": self.engine.sync_bucket_mb,
+            "trainer.keep": self.trainer.keep,
+            "trainer.epochs": self.trainer.epochs,
+            "reward.timeout_seconds": self.reward.timeout_seconds,
+            "reward.workers": self.reward.workers,
+        }
+        for name, number in positive.items():
+            need(number > 0, f"{name} must be above 0: got {number}")
+        need(self.trainer.steps is None or self.trainer.steps > 0, f"trainer.steps must be above 0: got {self.trainer.steps}")
+        need(
+            data.prompts_per_step % algorithm.updates_per_step == 0,
+            f"data.prompts_per_step must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
+            f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
+        )
+        need(
+            self.policy.tokens_per_micro_batch >= self.max_sequence_tokens,
+            f"policy.tokens_per_micro_batch must hold the longest sequence (max_prompt_tokens + max_response_tokens = "
+            f"{self.max_sequence_tokens}): got {self.policy.tokens_per_micro_batch}; raise it or shorten the sequences",
+        )
+        need(
+            len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas),
+            f"policy.optimizer.betas must be two numbers in [0, 1): got {optimizer.betas}",
+        )
+        need(optimizer.lr >= 0 and optimizer.min_lr >= 0, "policy.optimizer.lr and min_lr must not be negative")
+        need(optimizer.min_lr <= optimizer.lr, f"policy.optimizer.min_lr must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
+        need(optimizer.clip_grad >= 0, f"policy.optimizer.clip_grad must not be negative: got {optimizer.clip_grad}")
+        if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
+            need(
+                optimizer.warmup_steps < optimizer.decay_steps,
+                f"policy.optimizer.warmup_steps must be below decay_steps: got {optimizer.warmup_steps} and {optimizer.decay_steps}",
+            )
+        sampling = self.engine.sampling
+        need(
+            sampling.temperature > 0,
+            f"engine.sampling.temperature must be above 0 (training needs a distribution): got {sampling.temperature}",
+        )
+        need(0 < sampling.top_p <= 1, f"engine.sampling.top_p must be in (0, 1]: got {sampling.top_p}")
+        need(sampling.top_k >= 0, f"engine.sampling.top_k must not be negative: got {sampling.top_k}")
+        need(self.eval.samples == 0 or self.eval.temperature > 0, "eval.temperature must be above 0 when eval.samples is")
+        need(
+            self.trainer.eval_every == 0 or bool(data.val),
+            "trainer.eval_every needs validation files: name them in data.val or set eval_every to 0",
+        )
+        return found

@@ -1,0 +1,81 @@
+"""Safetensors files -> the parameters of this rank, each rank reading only its own slices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from fivefold.megatron.bridge.cuts import Sliceable
+from fivefold.megatron.bridge.families import EMBEDDING, mapped_names
+from fivefold.model_shape import ModelShape
+
+_NOT_PARAMETERS = ("rotary_emb.inv_freq",)
+
+
+class SafetensorsSource:
+    """Tensors of a Hugging Face directory by name, in one file or many, read slice by slice."""
+
+    def __init__(self, directory: Path) -> None:
+        index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+        if index.is_file():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.is_file():
+            with safe_open(single, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), single.name)
+        else:
+            raise ValueError(
+                f"no model.safetensors or model.safetensors.index.json in {directory}; "
+                "weights in pickle files (*.bin) are not read: convert them to safetensors first"
+            )
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def __getitem__(self, name: str) -> Sliceable:
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self._directory / file, framework="pt")
+        return self._open[file].get_slice(name)  # type: ignore[no-any-return]
+
+
+def check_names(source: SafetensorsSource, shape: ModelShape, directory: Path) -> None:
+    """Raise ValueError where the files lack a tensor of the family or hold one that it does not have."""
+    wanted = {name for item in mapped_names(shape, pp=1) for name in item.hf}
+    # Some tied models store the shared weight a second time.
+    extra = {name for name in source.names - wanted if not name.endswith(_NOT_PARAMETERS)} - {"lm_head.weight"}
+    if missing := sorted(wanted - source.names):
+        raise ValueError(f"{directory} lacks {len(missing)} tensors of a {shape.family} model, the first: {missing[:3]}")
+    if extra:
+        raise ValueError(
+            f"{directory} holds {len(extra)} tensors that a {shape.family} model does not have, the first: {sorted(extra)[:3]}"
+        )
+
+
+@torch.no_grad()
+def load_parameters(
+    parameters: dict[str, torch.nn.Parameter], source: SafetensorsSource, shape: ModelShape, tp_rank: int, tp: int, pp: int
+) -> None:
+    """Fill `parameters` (by Megatron-Core name, layers counted over the whole model) from `source`."""
+    filled = set()
+    for item in mapped_names(shape, pp):
+        if item.mcore in parameters:
+            _fill(parameters[item.mcore], item.cut.shard([source[name] for name in item.hf], tp_rank, tp, shape), item.mcore)
+            filled.add(item.mcore)
+    if shape.tied and (copy := parameters.get("output_layer.weight")) is not None:
+        # The last stage of a pipeline keeps its own copy of the tied embedding.
+        _fill(copy, EMBEDDING.cut.shard([source[EMBEDDING.hf[0]]], tp_rank, tp, shape), "output_layer.weight")
+        filled.add("output_layer.weight")
+    left = sorted(set(parameters) - filled)
+    assert not left, f"parameters that no row of the table fills: {left}"
+
+
+def _fill(parameter: torch.nn.Parameter, value: torch.Tensor, name: str) -> None:
+    assert parameter.shape == value.shape, f"{name}: {tuple(parameter.shape)} in the model, {tuple(value.shape)} in the file"
+    parameter.copy_(value)

@@ -1,0 +1,52 @@
+"""The two surfaces that everything meets: a Model learns, an Engine samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from fivefold.types import Group, LossFn, Prompt, Sampling, StepReport, TokenBatch
+
+
+class Model(Protocol):
+    """Policy or reference, one replica cut over the ranks of a layout. Every method is called on all ranks."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """[T] log-prob of each response token at the batch's temperature, 0 elsewhere, on the CPU of every rank."""
+        ...
+
+    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
+        """One optimizer step over the whole batch."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor), one at a time, on every rank."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write parameters, optimizer and schedule into the directory `path`, free of the layout."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, on any layout."""
+        ...
+
+
+class Engine(Protocol):
+    """Samples responses."""
+
+    def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
+        """`group_size` responses to each prompt."""
+        ...
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights by Hugging Face name."""
+        ...

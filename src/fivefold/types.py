@@ -1,0 +1,157 @@
+"""The nouns that travel between stages.
+
+Shape letters, the same in all modules: T packed tokens, N samples, G samples of one prompt, P prompts, V vocabulary,
+D model width, H heads, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question, tokenized."""
+
+    id: int
+    """Row in the prompt set: part of the key of its random draws."""
+    token_ids: list[int]
+    source: str
+    """`data_source` of the row: chooses the reward and groups the evaluation."""
+    text: str
+    ground_truth: str
+    response: str | None = None
+    """The completion to imitate, when the row has one."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One response to a prompt."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of each token as the engine saw it, at the temperature of sampling."""
+    text: str
+    finished: bool
+    """It ended by itself (EOS or stop string), not at the token limit."""
+    policy_version: int
+    """Optimizer steps taken by the weights that sampled it."""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_failed: bool = False
+    """Its reward function raised or ran out of time."""
+
+
+@dataclass
+class Group:
+    """The responses to one prompt."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine draws tokens; temperature 0 takes the most likely one."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    step: int = 0
+    """Round of sampling: with seed, prompt id, sample index and position it fixes every draw."""
+
+
+@dataclass
+class TokenBatch:
+    """Samples laid end to end in one token dimension, prompt before response, on one data-parallel replica."""
+
+    token_ids_T: Tensor
+    loss_mask_T: Tensor
+    """True on response tokens: those that were sampled and can carry loss."""
+    lengths_N: list[int]
+    """Tokens of each sample, prompt included."""
+    temperature: float = 1.0
+    """Temperature of sampling: it divides the logits of every log-prob."""
+    loss_weights_T: Tensor | None = None
+    """Share of the update's loss that each token carries; 0 on prompts. Over all replicas of an update the
+    shares are what the aggregation asks for, so the loss is a plain sum."""
+    advantages_T: Tensor | None = None
+    rollout_logprobs_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    update_tokens: int = 0
+    """Response tokens of the whole update, over all replicas."""
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids_T) == sum(self.lengths_N) == len(self.loss_mask_T)
+
+    @property
+    def positions_T(self) -> Tensor:
+        """Position of each token in its own sample."""
+        if not self.lengths_N:
+            return torch.zeros(0, dtype=torch.long)
+        return torch.cat([torch.arange(length) for length in self.lengths_N])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields with one number a token."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def select(self, samples: list[int]) -> TokenBatch:
+        """The batch of these samples, in this order."""
+        index_T = self.token_index(samples)
+        cut = {name: value[index_T] for name, value in self.tensors().items()}
+        return replace(self, lengths_N=[self.lengths_N[i] for i in samples], **cut)
+
+    def token_index(self, samples: list[int]) -> Tensor:
+        """Positions in T of all tokens of these samples."""
+        starts = [0]
+        for length in self.lengths_N:
+            starts.append(starts[-1] + length)
+        pieces = [torch.arange(starts[i], starts[i + 1]) for i in samples]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same batch with its tensors on `device`."""
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self.tensors().items()})
+
+
+@dataclass
+class LossOutput:
+    """What a loss function makes of one micro-batch."""
+
+    loss: Tensor
+    """This micro-batch's share of the update's loss."""
+    sums: dict[str, Tensor]
+    """Shares of metrics: their sum over micro-batches and replicas is the metric."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Metrics of which the largest over micro-batches and replicas is the metric."""
+
+
+class LossFn(Protocol):
+    """logprobs_T and entropy_T (0 where the loss mask is False), the micro-batch -> its share of the loss."""
+
+    def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput: ...
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    """Learning rate that this step used."""
+    metrics: dict[str, float]
+    micro_batches: int
+    tokens: int
+    """Tokens processed over all replicas, prompts included."""

@@ -1,0 +1,78 @@
+"""Hugging Face as oracle: log-probs, entropy and export of every family on every kind of cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.config.schema import PolicyConfig
+from fivefold.types import LossOutput, TokenBatch
+from tests.models import VARIANTS, VOCAB
+
+LENGTHS = [9, 17, 5, 30, 12, 2]
+TEMPERATURE = 1.3
+
+
+def sample_batch() -> TokenBatch:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    start = 0
+    for length in LENGTHS:
+        mask[start : start + max(1, length // 3)] = False
+        start += length
+    tokens = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
+    return TokenBatch(tokens, mask, LENGTHS, temperature=TEMPERATURE)
+
+
+def megatron_numbers(mesh, directory: Path):
+    """(log-probs, entropies, exported weights) of one rank."""
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, PolicyConfig(dtype="float32", tokens_per_micro_batch=48), mesh, total_updates=1)
+    batch = sample_batch()
+    logprobs_T = model.forward(batch)
+
+    def record(logprobs_T, entropy_T, micro):
+        return LossOutput(loss=logprobs_T.sum(), sums={"entropy": entropy_T.sum()})
+
+    batch.update_tokens = int(batch.loss_mask_T.sum())
+    report = model.train_step(batch, record)
+    fresh = MegatronModel(directory, PolicyConfig(dtype="float32"), mesh)
+    weights = {name: tensor.clone() for name, tensor in fresh.weights()}
+    return logprobs_T, report.metrics["entropy"] / mesh.layout.dp, weights
+
+
+def hf_numbers(directory: Path):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
+    batch = sample_batch()
+    logprobs_T = torch.zeros(len(batch.token_ids_T))
+    entropy = 0.0
+    start = 0
+    for length in LENGTHS:
+        tokens = batch.token_ids_T[start : start + length]
+        with torch.no_grad():
+            logp = torch.log_softmax(model(tokens[None]).logits[0].float() / TEMPERATURE, -1)
+        own = logp[:-1].gather(1, tokens[1:, None])[:, 0]
+        mask = batch.loss_mask_T[start + 1 : start + length]
+        logprobs_T[start + 1 : start + length] = own * mask
+        entropy += float((-(logp.exp() * logp).sum(-1)[:-1] * mask).sum())
+        start += length
+    return logprobs_T, entropy, model.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:p2", "megatron:t2p2"])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_logprobs_and_export_equal_hugging_face(cluster, models, name, layout):
+    directory = models(name)
+    expected_T, expected_entropy, state = hf_numbers(directory)
+    for logprobs_T, entropy, weights in cluster.run(megatron_numbers, layout, directory):
+        assert (logprobs_T - expected_T).abs().max() <= 2e-5
+        assert entropy == pytest.approx(expected_entropy, rel=1e-5)
+        tied = {"lm_head.weight"} if "tied" in name else set()
+        assert set(weights) == set(state) - tied
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, state[key]), key
