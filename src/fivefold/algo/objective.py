@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fivefold.algo import kl
@@ -96,7 +97,8 @@ class Objective:
             # Samples come from the engine, so k3 of (engine, trainer) estimates KL(engine || trainer).
             sums["rollout/kl"] = (kl.k3(batch.rollout_logprobs_T, old_T) * share_T).sum()
             maxima["rollout/logprob_diff_max"] = difference_T.abs().max() if len(difference_T) else difference_T.sum()
-        loss = -(objective_T * batch.loss_weights_T).sum()
+        # Gains cancel: summed in float64 the reported loss does not depend on how they were cut.
+        loss = -(objective_T * batch.loss_weights_T).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
 

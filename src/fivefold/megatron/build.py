@@ -62,8 +62,11 @@ def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> T
             bf16=dtype == torch.bfloat16,
             # The loss is a sum of shares: step.py says how it is divided.
             calculate_per_token_loss=True,
-            # Weights are loaded, and angles must be the very ones Hugging Face computes.
-            perform_initialization=False,
+            # Weights are loaded, so nothing is drawn; but only initialisation marks a parameter as cut over the
+            # tensor-parallel ranks, and without the mark the gradient norm leaves out all ranks but the first.
+            init_method=_leave,
+            output_layer_init_method=_leave,
+            embedding_init_method=_leave,
             use_cpu_initialization=mesh.device.type == "cpu",
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
@@ -71,6 +74,11 @@ def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> T
             bias_activation_fusion=mesh.device.type == "cuda",
             **recompute,  # type: ignore[arg-type]
         )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """Initialise nothing."""
+    return weight
 
 
 def build_model(config: TransformerConfig, shape: ModelShape, mesh: Mesh) -> PolicyModel:
