@@ -35,12 +35,13 @@ def _rank(function: Callable[..., Any], layout: ParallelLayout, rank: int, port:
     import torch
 
     from fivefold.megatron import mesh as megatron_mesh
+    from fivefold.ranks import Ranks
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = torch.device("cpu")
     megatron_mesh.init_process_group(device, timeout_minutes=2)
-    mesh = megatron_mesh.build_mesh(layout, device, seed=0, timeout_minutes=2)
+    mesh = megatron_mesh.build_mesh(Ranks(layout), device, seed=0, timeout_minutes=2)
     result = function(mesh, *arguments)
     megatron_mesh.destroy()
     return result

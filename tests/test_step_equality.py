@@ -59,7 +59,7 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig):
 
     model = MegatronModel(directory, policy, mesh, total_updates=2)
     batch = whole_batch()
-    own = [i for i in range(len(LENGTHS)) if i % mesh.layout.dp == mesh.dp_rank]
+    own, _ = mesh.ranks.share(range(len(LENGTHS)))
     mine = batch.select(own)
     base = model.forward(mine)
     mine = replace(mine, old_logprobs_T=base + mine.old_logprobs_T, ref_logprobs_T=base + mine.ref_logprobs_T)

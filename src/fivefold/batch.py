@@ -10,8 +10,8 @@ from torch import Tensor
 from fivefold.types import Group, TokenBatch
 
 
-def pack(groups: list[Group], temperature: float) -> TokenBatch:
-    """Lay the samples of `groups` end to end: prompt, then response."""
+def pack(groups: list[Group], temperature: float, sampled: bool) -> TokenBatch:
+    """Lay the samples of `groups` end to end: prompt, then response; `sampled` ones have log-probs of an engine."""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     rollout_logprobs: list[float] = []
@@ -19,12 +19,11 @@ def pack(groups: list[Group], temperature: float) -> TokenBatch:
     for group in groups:
         prompt_ids = group.prompt.token_ids
         for sample in group.samples:
-            assert len(sample.logprobs) in (0, len(sample.token_ids)), "one log-prob a token, or none at all"
+            assert len(sample.logprobs) == (len(sample.token_ids) if sampled else 0)
             token_ids += prompt_ids + sample.token_ids
             loss_mask += [False] * len(prompt_ids) + [True] * len(sample.token_ids)
-            rollout_logprobs += [0.0] * len(prompt_ids) + (sample.logprobs or [0.0] * len(sample.token_ids))
+            rollout_logprobs += [0.0] * len(prompt_ids) + (sample.logprobs if sampled else [0.0] * len(sample.token_ids))
             lengths.append(len(prompt_ids) + len(sample.token_ids))
-    sampled = any(sample.logprobs for group in groups for sample in group.samples)
     return TokenBatch(
         token_ids_T=torch.tensor(token_ids, dtype=torch.long),
         loss_mask_T=torch.tensor(loss_mask, dtype=torch.bool),

@@ -43,6 +43,11 @@ class Model(Protocol):
 class Engine(Protocol):
     """Samples responses."""
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken by the weights that sample now; below 0 before the first weights came."""
+        ...
+
     def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
         """`group_size` responses to each prompt."""
         ...

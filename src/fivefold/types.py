@@ -155,3 +155,4 @@ class StepReport:
     micro_batches: int
     tokens: int
     """Tokens processed over all replicas, prompts included."""
+    sequences: int

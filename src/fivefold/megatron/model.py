@@ -64,10 +64,6 @@ class MegatronModel:
         """Optimizer steps taken."""
         return 0 if self._trainer is None else int(self._trainer.schedule.num_steps)
 
-    @property
-    def mesh(self) -> Mesh:
-        return self._mesh
-
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-prob of each response token, 0 elsewhere, on the host of every rank of the replica."""
         self._model.eval()
@@ -94,6 +90,7 @@ class MegatronModel:
             metrics=gradients.metrics,
             micro_batches=gradients.micro_batches,
             tokens=gradients.tokens,
+            sequences=gradients.sequences,
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

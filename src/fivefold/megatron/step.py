@@ -46,7 +46,7 @@ class MicroBatches:
 
     def __init__(self, batch: TokenBatch, mesh: Mesh, budget: int) -> None:
         needed = torch.tensor(micro_batches_needed(batch.lengths_N, budget))
-        dist.all_reduce(needed, dist.ReduceOp.MAX, group=mesh.dp_host)
+        dist.all_reduce(needed, dist.ReduceOp.MAX, group=mesh.ranks.dp)
         self.count = int(needed)
         self._batch, self._mesh = batch, mesh
         self._plan = plan_micro_batches(batch.lengths_N, self.count)
@@ -129,7 +129,7 @@ def forward_only(model: Any, batch: TokenBatch, mesh: Mesh, budget: int, valid_v
         for micro, values_T in results:
             logprobs_T[micro.token_index_T] = values_T.cpu()
     if mesh.layout.pp > 1:
-        dist.broadcast(logprobs_T, mesh.stage_ranks[-1], group=mesh.pp_host)
+        dist.broadcast(logprobs_T, mesh.stage_ranks[-1], group=mesh.ranks.pp)
     return logprobs_T
 
 
@@ -141,6 +141,7 @@ class Gradients:
     metrics: dict[str, float]
     micro_batches: int
     tokens: int
+    sequences: int
 
 
 def forward_backward(
@@ -172,9 +173,9 @@ def forward_backward(
     )
     assert finalize.calls == calls + 1, f"gradients must be finalized once an update, were {finalize.calls - calls} times"
     loss, metrics = _reduce(outputs, mesh)
-    tokens = torch.tensor(sum(batch.lengths_N))
-    dist.all_reduce(tokens, group=mesh.dp_host)
-    return Gradients(loss, metrics, micro_batches.count, int(tokens))
+    counts = torch.tensor([sum(batch.lengths_N), len(batch.lengths_N)])
+    dist.all_reduce(counts, group=mesh.ranks.dp)
+    return Gradients(loss, metrics, micro_batches.count, int(counts[0]), int(counts[1]))
 
 
 def _reduce(outputs: list[LossOutput], mesh: Mesh) -> tuple[float, dict[str, float]]:
@@ -184,15 +185,15 @@ def _reduce(outputs: list[LossOutput], mesh: Mesh) -> tuple[float, dict[str, flo
         names, highest = sorted(outputs[0].sums), sorted(outputs[0].maxima)
         rows = [torch.stack([output.loss] + [output.sums[name] for name in names]) for output in outputs]
         sums = torch.stack(rows).double().sum(0).cpu()
-        dist.all_reduce(sums, group=mesh.dp_host)
+        dist.all_reduce(sums, group=mesh.ranks.dp)
         metrics = dict(zip(names, sums[1:].tolist(), strict=True))
         if highest:
             maxima = torch.stack([torch.stack([output.maxima[name] for name in highest]) for output in outputs])
             maxima = maxima.double().amax(0).cpu()
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=mesh.dp_host)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=mesh.ranks.dp)
             metrics.update(zip(highest, maxima.tolist(), strict=True))
         report = [(float(sums[0]), metrics)]
     if mesh.layout.pp > 1:
-        dist.broadcast_object_list(report, mesh.stage_ranks[-1], group=mesh.pp_host)
+        dist.broadcast_object_list(report, mesh.stage_ranks[-1], group=mesh.ranks.pp)
     loss, metrics = report[0]
     return loss, metrics

@@ -22,7 +22,7 @@ class WeightStream:
         self._parameters, self._shape, self._mesh, self._dtype = parameters, shape, mesh, dtype
         own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         everywhere: list[dict[str, tuple[int, ...]] | None] = [None] * mesh.layout.pp
-        dist.all_gather_object(everywhere, own, group=mesh.pp_host)
+        dist.all_gather_object(everywhere, own, group=mesh.ranks.pp)
         shapes = {name: size for stage in everywhere for name, size in (stage or {}).items()}
         limit = bucket_mb * 2**20 // dtype.itemsize // mesh.layout.tp
         self._buckets: list[list[tuple[Mapped, torch.Size]]] = []

@@ -1,0 +1,111 @@
+"""Everything about a run that can be known without torch: configuration -> faults and notes, in well under two seconds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fivefold.config import RunConfig
+from fivefold.model_shape import ModelShape, load_shape
+from fivefold.plan.estimate import estimate_memory
+from fivefold.reward.pool import choose_rewards
+
+
+def check(config: RunConfig) -> tuple[list[str], list[str]]:
+    """(what keeps the run from starting, what is worth knowing)."""
+    faults: list[str] = []
+    notes: list[str] = []
+    directory = Path(config.model.path)
+    if directory.is_dir():
+        try:
+            shape = load_shape(directory)
+            shape.check_layout(config.layout)
+            notes += _shape_notes(config, shape)
+            if config.max_sequence_tokens > shape.max_positions:
+                faults.append(
+                    f"data.max_prompt_tokens + data.max_response_tokens = {config.max_sequence_tokens} is more than the "
+                    f"{shape.max_positions} positions of the model"
+                )
+        except ValueError as error:
+            faults.append(f"model.path: {error}")
+        if not any(directory.glob("*.safetensors")):
+            faults.append(f"model.path: no *.safetensors in {directory}")
+        if config.model.tokenizer is None and not any(directory.glob("tokenizer*")):
+            faults.append(f"model.path: no tokenizer in {directory}; name one in model.tokenizer")
+    elif config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") != 1:
+        faults.append(f"model.path: no directory {directory}")
+    else:
+        notes.append(f"model {config.model.path} is not here: it will be taken from the hub, and its sizes are not checked")
+    if config.reference.path and config.reference.path.startswith((".", "/")) and not Path(config.reference.path).is_dir():
+        faults.append(f"reference.path: no directory {config.reference.path}")
+    if not config.data.train:
+        faults.append("data.train names no file")
+    for name in [*config.data.train, *config.data.val]:
+        if not Path(name).is_file():
+            faults.append(f"data: no file at {name}; `fivefold data` writes data sets")
+    for where, names in [("reward.functions", config.reward.functions), *config.reward.by_source.items()]:
+        try:
+            if names:
+                choose_rewards(config.reward, str(where))
+        except ValueError as error:
+            faults.append(f"{where}: {error}")
+    if config.trainer.resume not in ("auto", "never") and not Path(config.trainer.resume).is_dir():
+        faults.append(f"trainer.resume must be auto, never or a checkpoint directory: got {config.trainer.resume!r}")
+    faults += _device_faults(config)
+    notes += [f"{key} has no effect: {reason}" for key, reason in without_effect(config)]
+    return faults, notes
+
+
+def without_effect(config: RunConfig) -> list[tuple[str, str]]:
+    """(key, reason) of each key that was set to something and changes nothing in this run."""
+    found = []
+    optimizer = config.policy.optimizer
+    if optimizer.schedule == "constant" and (optimizer.decay_steps is not None or optimizer.min_lr):
+        found.append(("policy.optimizer.decay_steps and min_lr", "the schedule is constant"))
+    if config.algorithm.name == "sft":
+        if config.engine.max_logprob_diff is not None:
+            found.append(("engine.max_logprob_diff", "sft does not sample for training"))
+        if (config.reward.functions or config.reward.by_source) and not config.data.val:
+            found.append(("reward", "sft without validation files scores nothing"))
+    kl = config.algorithm.kl
+    if config.reference.path and (kl is not None and kl.coef == 0):
+        found.append(("reference.path", "the KL coefficient is 0"))
+    if not config.data.val and config.eval.samples:
+        found.append(("eval.samples", "there are no validation files"))
+    return found
+
+
+def _shape_notes(config: RunConfig, shape: ModelShape) -> list[str]:
+    algorithm = config.algorithm
+    memory = estimate_memory(
+        shape,
+        config.layout,
+        dtype=config.policy.dtype,
+        recompute=config.policy.recompute,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        reference=algorithm.name == "grpo" if algorithm.kl is None else algorithm.kl.coef != 0,
+        engine_sequences=0 if algorithm.name == "sft" and not config.data.val else config.engine.max_sequences,
+        max_sequence_tokens=config.max_sequence_tokens,
+    )
+    return [
+        f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters on {config.layout}: {config.layout.world_size} ranks",
+        f"{config.samples_per_step} samples a step, {algorithm.updates_per_step * algorithm.epochs} optimizer steps each",
+        f"memory about {memory.describe()} on the fullest rank",
+    ]
+
+
+def _device_faults(config: RunConfig) -> list[str]:
+    """More ranks than GPUs; under torchrun the ranks of other machines count too, so only its own world size is checked."""
+    world = config.layout.world_size
+    if "WORLD_SIZE" in os.environ:
+        given = int(os.environ["WORLD_SIZE"])
+        return [] if given == world else [f"layout {config.layout} needs {world} ranks: WORLD_SIZE is {given}"]
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if Path("/proc/driver/nvidia/gpus").is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = min(gpus, len([item for item in visible.split(",") if item.strip()]))
+    if config.trainer.device == "cuda" and gpus < world:
+        return [f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"]
+    if config.trainer.device == "auto" and 0 < gpus < world:
+        return [f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"]
+    return []

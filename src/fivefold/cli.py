@@ -1,0 +1,175 @@
+"""The command line: parse, call, exit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fivefold import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `fivefold` command; the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.call(options) or 0)
+    except ValueError as error:
+        print(f"fivefold: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fivefold", description="RL post-training of language models on Megatron-Core")
+    parser.add_argument("--version", action="version", version=f"fivefold {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, call: object, summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary)
+        added.set_defaults(call=call)
+        return added
+
+    def configured(added: argparse.ArgumentParser) -> None:
+        added.add_argument("config", help="YAML file of the run")
+        added.add_argument("overrides", nargs="*", metavar="key=value", help="change a key, for example trainer.steps=10")
+
+    configured(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
+    configured(command("check", _check, "say whether a run can start: keys, types, layout, files"))
+    added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
+    added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
+    configured(added)
+    added = command("export", _export, "write a checkpoint as a Hugging Face directory")
+    added.add_argument("checkpoint", type=Path)
+    added.add_argument("out", type=Path)
+    added.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (default 5)")
+    added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
+    added.add_argument("run", type=Path)
+    added.add_argument("--plot", metavar="METRIC", help="also draw this metric in the terminal")
+    added = command("data", _data, "write a data set as train and test parquet")
+    added.add_argument("name", choices=["gsm8k", "math", "deepscaler", "arithmetic"])
+    added.add_argument("--source", type=Path, nargs="*", default=[], help="local files instead of the hub")
+    added.add_argument("--out", type=Path, required=True)
+    added.add_argument("--limit", type=int, help="at most so many rows of each split (arithmetic: training problems)")
+    added.add_argument("--seed", type=int, default=0)
+    added = command("tokenizer", _tokenizer, "train a small tokenizer on the texts of data files")
+    added.add_argument("kind", choices=["char", "bpe"])
+    added.add_argument("--data", nargs="+", required=True, help="parquet or jsonl files with prompt and response")
+    added.add_argument("--out", type=Path, required=True)
+    added.add_argument("--vocabulary", type=int, default=1024, help="size of a bpe vocabulary")
+    added = command("model", _model, "make a small model with random weights, in a Hugging Face directory")
+    added.add_argument("family", choices=["llama", "mistral", "qwen2", "qwen3"])
+    added.add_argument("--tokenizer", required=True, help="directory whose tokenizer it takes over")
+    added.add_argument("--out", type=Path, required=True)
+    for name, default in [("hidden", 64), ("layers", 4), ("heads", 4), ("kv-heads", 2), ("ffn", 192), ("positions", 512)]:
+        added.add_argument(f"--{name}", type=int, default=default)
+    added.add_argument("--untied", action="store_true", help="give the output layer its own weight")
+    added.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from fivefold.config import load_config
+    from fivefold.launch import local
+
+    config = load_config(options.config, options.overrides)
+    if not _show_check(config, quiet=local.joined() and os.environ["RANK"] != "0"):
+        return 2
+    return _start(["train", options.config, *options.overrides], config.layout.world_size, config.run_dir, config.launch.threads)
+
+
+def _start(arguments: list[str], world_size: int, run_dir: Path, threads: int | None) -> int:
+    """Join the ranks that are there, or start them."""
+    from fivefold.launch import local
+
+    if local.joined():
+        from fivefold.launch.worker import main as rank_main
+
+        rank_main(arguments)
+    return local.spawn(arguments, world_size, run_dir / "logs", threads)
+
+
+def _show_check(config: object, quiet: bool = False) -> bool:
+    from fivefold.check import check
+    from fivefold.config import RunConfig
+
+    assert isinstance(config, RunConfig)
+    faults, notes = check(config)
+    if not quiet:
+        for note in notes:
+            print(f"note     {note}")
+    for fault in faults:
+        print(f"error    {fault}", file=sys.stderr)
+    return not faults
+
+
+def _check(options: argparse.Namespace) -> int:
+    from fivefold.config import load_config
+
+    good = _show_check(load_config(options.config, options.overrides))
+    print("this run can start" if good else "this run cannot start")
+    return 0 if good else 2
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from fivefold.checkpoint import Checkpoints, damage
+    from fivefold.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).newest(print)
+    if found is None:
+        raise ValueError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
+    if faults := damage(found):
+        raise ValueError(f"checkpoint {found} cannot be used: {faults}")
+    if not _show_check(config, quiet=True):
+        return 2
+    arguments = ["eval", options.config, str(found), *options.overrides]
+    return _start(arguments, config.layout.world_size, config.run_dir, config.launch.threads)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from fivefold.export import export
+
+    print(export(options.checkpoint, options.out, options.shard_gb))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fivefold.observe.report import plot, write_report
+
+    print(f"report: {write_report(options.run)}")
+    if options.plot:
+        print(plot(options.run, options.plot))
+    return 0
+
+
+def _data(options: argparse.Namespace) -> int:
+    from fivefold.data.prepare import prepare
+
+    for split, rows in prepare(options.name, options.out, options.source, options.limit, options.seed).items():
+        print(f"{options.out / split}.parquet: {rows} rows")
+    return 0
+
+
+def _tokenizer(options: argparse.Namespace) -> int:
+    from fivefold.data.prompts import read_rows
+    from fivefold.data.making import texts_of, train_tokenizer
+
+    texts = [text for name in options.data for row in read_rows(Path(name)) for text in texts_of(row)]
+    size = train_tokenizer(options.kind, texts, options.out, options.vocabulary)
+    print(f"{options.out}: {options.kind} tokenizer with {size} tokens")
+    return 0
+
+
+def _model(options: argparse.Namespace) -> int:
+    from fivefold.data.making import make_model
+
+    sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "positions")}
+    count = make_model(options.family, options.tokenizer, options.out, tied=not options.untied, seed=options.seed, **sizes)
+    print(f"{options.out}: {options.family} with {count:,} parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

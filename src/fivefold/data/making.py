@@ -1,0 +1,101 @@
+"""Tokenizers and small models: loaded, or made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unknown|>"
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a directory or of a hub id."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def train_tokenizer(kind: Literal["char", "bpe"], texts: list[str], out: Path, vocabulary: int = 1024) -> int:
+    """Train a tokenizer on `texts` and write it to `out` as transformers reads it; its size.
+
+    `char` has one token a character; `bpe` is byte-level and can write every text.
+    """
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if kind == "char":
+        alphabet = sorted(set("".join(texts)))
+        names = [PAD, END, UNKNOWN, *alphabet]
+        tokenizer = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens([PAD, END, UNKNOWN])
+    else:
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=vocabulary,
+                special_tokens=[PAD, END],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            ),
+        )
+    unknown = {"unk_token": UNKNOWN} if kind == "char" else {}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, **unknown)
+    out.mkdir(parents=True, exist_ok=True)
+    fast.save_pretrained(out)
+    return len(fast)
+
+
+def texts_of(row: dict[str, Any]) -> list[str]:
+    """The texts of a data row that a model will read or write, line breaks as the plain template sets them."""
+    prompt = row.get("prompt", "")
+    contents = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    return [content + "\n" for content in contents] + ([row["response"]] if isinstance(row.get("response"), str) else [])
+
+
+def make_model(
+    family: str,
+    tokenizer: str,
+    out: Path,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    positions: int,
+    tied: bool,
+    seed: int,
+) -> int:
+    """Write a Hugging Face directory with random weights and the tokenizer's vocabulary; its number of parameters."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    words = load_tokenizer(tokenizer)
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=len(words),
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+        **({"sliding_window": None} if family == "mistral" else {}),
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    words.save_pretrained(out)
+    return int(model.num_parameters())

@@ -1,0 +1,127 @@
+"""Data sets in the schema that verl, siiRL and SkyRL users have: source files -> train and test parquet.
+
+Columns: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info, and `response`, the
+worked solution, where the source has one (for sft).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+HUB = {
+    "gsm8k": ("openai/gsm8k", {"train": "main/train-00000-of-00001.parquet", "test": "main/test-00000-of-00001.parquet"}),
+    "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", {"train": "deepscaler.json"}),
+    "math": ("HuggingFaceH4/MATH-500", {"test": "test.jsonl"}),
+}
+TEST_SHARE = 0.05
+
+
+def prepare(name: str, out: Path, source: list[Path], limit: int | None = None, seed: int = 0) -> dict[str, int]:
+    """Write `out`/train.parquet and `out`/test.parquet; rows written of each.
+
+    `source` are local files; one with "test" in its name makes the test split, otherwise the last 5 % of the rows do.
+    Without `source` the files come from the hub; `arithmetic` needs none.
+    """
+    if name == "arithmetic":
+        splits = arithmetic(limit or 4096, seed)
+    else:
+        splits = {"train": [], "test": []}
+        for split, path in _files(name, source):
+            for raw in _raw_rows(path):
+                splits[split].append(_row(name, raw, split, len(splits[split])))
+        if not splits["test"]:
+            held = max(1, int(len(splits["train"]) * TEST_SHARE))
+            splits["test"], splits["train"] = splits["train"][-held:], splits["train"][:-held]
+        if limit:
+            splits = {split: rows[:limit] for split, rows in splits.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for split, rows in splits.items():
+        if rows:
+            _write(rows, out / f"{split}.parquet")
+            written[split] = len(rows)
+    return written
+
+
+def arithmetic(count: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Sums of two numbers below 100, every problem once; the test split has none of the training problems."""
+    problems = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(seed).shuffle(problems)  # noqa: S311 - not for secrets
+    held = max(64, count // 16)
+    if count + held > len(problems):
+        raise ValueError(f"arithmetic has {len(problems)} problems: --limit must be at most {len(problems) * 16 // 17}, got {count}")
+
+    def row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
+        return {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"split": split, "index": index},
+            "response": f"#### {a + b}",
+        }
+
+    return {
+        "train": [row(a, b, "train", i) for i, (a, b) in enumerate(problems[:count])],
+        "test": [row(a, b, "test", i) for i, (a, b) in enumerate(problems[-held:])],
+    }
+
+
+def _files(name: str, source: list[Path]) -> Iterator[tuple[str, Path]]:
+    if source:
+        for path in source:
+            if not path.is_file():
+                raise ValueError(f"no source file at {path}")
+            yield ("test" if "test" in path.stem else "train"), path
+        return
+    from huggingface_hub import hf_hub_download
+
+    repository, files = HUB[name]
+    for split, file in files.items():
+        yield split, Path(hf_hub_download(repository, file, repo_type="dataset"))
+
+
+def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        from fivefold.data.prompts import read_rows
+
+        yield from read_rows(path)
+        return
+    text = path.read_text()
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{path} must hold objects")
+        yield row
+
+
+def _row(name: str, raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """One row of our schema from one row of the source."""
+    if name == "gsm8k":
+        question, solution = raw["question"], raw["answer"]
+        truth = solution.rsplit("####", 1)[-1].strip().replace(",", "")
+        instruction = GSM8K_INSTRUCTION
+    else:
+        question, solution = raw["problem"], raw.get("solution") or ""
+        truth, instruction = str(raw["answer"]), MATH_INSTRUCTION
+    return {
+        "data_source": name,
+        "prompt": [{"role": "user", "content": f"{question} {instruction}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, "question": question},
+        "response": solution,
+    }
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(arrow.Table.from_pylist(rows), path)

@@ -1,0 +1,1 @@
+"""Rewards: rules on texts, run in processes of their own. No torch in those processes."""

@@ -1,0 +1,153 @@
+"""Samples -> rewards, in worker processes with a time limit a sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from fivefold.config.schema import RewardConfig
+from fivefold.reward.rules import SOURCES, check_name
+
+if TYPE_CHECKING:
+    from fivefold.types import Group, Prompt, Sample
+
+
+class RewardPool:
+    """Scores samples; a function that hangs, raises or dies costs its sample the reward, not the run."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._weights: dict[str, dict[str, float]] = {}
+        self._workers = [_Worker(config.memory_mb, config.timeout_seconds) for _ in range(config.workers)]
+        self.last_error: str | None = None
+
+    def weights(self, source: str) -> dict[str, float]:
+        """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
+        if source not in self._weights:
+            self._weights[source] = choose_rewards(self._config, source)
+        return self._weights[source]
+
+    def score(self, groups: list[Group]) -> None:
+        """Set reward, reward_parts and reward_failed of every sample."""
+        tasks: queue.SimpleQueue[tuple[Prompt, Sample]] = queue.SimpleQueue()
+        for group in groups:
+            for sample in group.samples:
+                tasks.put((group.prompt, sample))
+
+        def work(worker: _Worker) -> None:
+            while True:
+                try:
+                    prompt, sample = tasks.get_nowait()
+                except queue.Empty:
+                    return
+                self._score_one(worker, prompt, sample)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in self._workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    def _score_one(self, worker: _Worker, prompt: Prompt, sample: Sample) -> None:
+        weights = self.weights(prompt.source)
+        offered = {
+            "response": sample.text,
+            "solution_str": sample.text,
+            "ground_truth": prompt.ground_truth,
+            "prompt": prompt.text,
+            "data_source": prompt.source,
+            "extra_info": prompt.extra,
+        }
+        answer = worker.ask({"rewards": list(weights), "sample": offered})
+        if "values" in answer:
+            sample.reward_parts = answer["values"]
+            sample.reward = sum(weights[name] * value for name, value in sample.reward_parts.items())
+            sample.reward_failed = sample.reward != sample.reward
+        else:
+            sample.reward_failed = True
+            self.last_error = answer["error"]
+        if sample.reward_failed:
+            sample.reward_parts = dict.fromkeys(weights, 0.0)
+            sample.reward = 0.0
+
+
+def choose_rewards(config: RewardConfig, source: str) -> dict[str, float]:
+    """Reward name -> weight for a data_source: its own, the common ones, or the built-in one that fits."""
+    weights = config.by_source.get(source) or config.functions
+    if not weights:
+        if source not in SOURCES:
+            raise ValueError(
+                f"no reward is known for data_source {source!r}: name one in reward.functions or reward.by_source; "
+                f"chosen by themselves: {', '.join(SOURCES)}"
+            )
+        weights = {SOURCES[source]: 1.0}
+    for name in weights:
+        check_name(name)
+    return weights
+
+
+class _Worker:
+    """One reward process, started when first asked and again after it was killed."""
+
+    def __init__(self, memory_mb: int, timeout_seconds: float) -> None:
+        self._memory_mb, self._timeout = memory_mb, timeout_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._fresh = True
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The worker's answer, or {"error": ...} when it gave none in time."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._start()
+            self._fresh = True
+        assert process.stdin is not None and process.stdout is not None
+        # A fresh process also imports; that is not the sample's time.
+        deadline = time.monotonic() + self._timeout + (30.0 if self._fresh else 0.0)
+        try:
+            process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            process.stdin.flush()
+            line = b""
+            while not line.endswith(b"\n"):
+                ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    self.kill()
+                    return {"error": f"no reward within {self._timeout} s"}
+                piece = os.read(process.stdout.fileno(), 1 << 16)
+                if not piece:
+                    self.kill()
+                    return {"error": "the reward process died"}
+                line += piece
+        except BrokenPipeError:
+            self.kill()
+            return {"error": "the reward process died"}
+        self._fresh = False
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fivefold.reward.worker", str(self._memory_mb), str(self._timeout)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
