@@ -9,8 +9,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.cluster import Cluster  # noqa: E402
-from tests.models import make_model  # noqa: E402
+from tests.cluster import Cluster
+from tests.models import make_model
 
 
 @pytest.fixture(scope="session")

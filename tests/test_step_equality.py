@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,9 +215,6 @@ def step_with_a_factor_of_dp(mesh, directory: Path, policy: PolicyConfig):
 
 
 def step_without_norm_reduction(mesh, directory: Path, policy: PolicyConfig):
-    from megatron.core.distributed import finalize_model_grads as module_function  # noqa: F401
-    import sys
-
     module = sys.modules["megatron.core.distributed.finalize_model_grads"]
     original = module._allreduce_non_tensor_model_parallel_grads
     module._allreduce_non_tensor_model_parallel_grads = lambda *args, **kwargs: None
@@ -227,8 +225,6 @@ def step_without_norm_reduction(mesh, directory: Path, policy: PolicyConfig):
 
 
 def step_without_tied_reduction(mesh, directory: Path, policy: PolicyConfig):
-    import sys
-
     module = sys.modules["megatron.core.distributed.finalize_model_grads"]
     original = module._allreduce_word_embedding_grads
     module._allreduce_word_embedding_grads = lambda *args, **kwargs: None

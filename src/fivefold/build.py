@@ -206,8 +206,8 @@ def describe(
         f"data     {len(training.prompts)} prompts{dropped}"
         + (f"; {len(validation.prompts)} for validation" if validation else ""),
         f"batch    {data.prompts_per_step} prompts x {group} samples = {samples} samples a step; {updates} optimizer "
-        f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches of "
-        f"{config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
+        f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches "
+        f"of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
         f"steps    {steps}",
         f"memory   about {memory.describe()} on the fullest rank",
     ]

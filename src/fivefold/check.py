@@ -8,7 +8,7 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.model_shape import ModelShape, load_shape
 from fivefold.plan.estimate import estimate_memory
-from fivefold.reward.pool import choose_rewards
+from fivefold.reward.choose import choose_rewards
 
 
 def check(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -88,7 +88,8 @@ def _shape_notes(config: RunConfig, shape: ModelShape) -> list[str]:
         max_sequence_tokens=config.max_sequence_tokens,
     )
     return [
-        f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters on {config.layout}: {config.layout.world_size} ranks",
+        f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters",
+        f"layout {config.layout}: {config.layout.world_size} ranks",
         f"{config.samples_per_step} samples a step, {algorithm.updates_per_step * algorithm.epochs} optimizer steps each",
         f"memory about {memory.describe()} on the fullest rank",
     ]
@@ -105,7 +106,11 @@ def _device_faults(config: RunConfig) -> list[str]:
     if visible is not None:
         gpus = min(gpus, len([item for item in visible.split(",") if item.strip()]))
     if config.trainer.device == "cuda" and gpus < world:
-        return [f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"]
+        return [
+            f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"
+        ]
     if config.trainer.device == "auto" and 0 < gpus < world:
-        return [f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"]
+        return [
+            f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"
+        ]
     return []

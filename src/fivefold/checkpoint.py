@@ -1,7 +1,7 @@
 """Checkpoints of a run: written beside and renamed, `latest` last; a damaged one is named and skipped.
 
-    checkpoints/step-000030/   policy/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
-    checkpoints/latest         the name of the newest one
+checkpoints/step-000030/   policy/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
+checkpoints/latest         the name of the newest one
 """
 
 from __future__ import annotations

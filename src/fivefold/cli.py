@@ -76,7 +76,9 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if not _show_check(config, quiet=local.joined() and os.environ["RANK"] != "0"):
         return 2
-    return _start(["train", options.config, *options.overrides], config.layout.world_size, config.run_dir, config.launch.threads)
+    return _start(
+        ["train", options.config, *options.overrides], config.layout.world_size, config.run_dir, config.launch.threads
+    )
 
 
 def _start(arguments: list[str], world_size: int, run_dir: Path, threads: int | None) -> int:
@@ -84,10 +86,10 @@ def _start(arguments: list[str], world_size: int, run_dir: Path, threads: int | 
     from fivefold.launch import local
 
     if local.joined():
-        from fivefold.launch.worker import main as rank_main
+        from fivefold.worker import main as rank_main
 
         rank_main(arguments)
-    return local.spawn(arguments, world_size, run_dir / "logs", threads)
+    return local.spawn(["fivefold.worker", *arguments], world_size, run_dir / "logs", threads)
 
 
 def _show_check(config: object, quiet: bool = False) -> bool:
@@ -153,8 +155,8 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> int:
-    from fivefold.data.prompts import read_rows
     from fivefold.data.making import texts_of, train_tokenizer
+    from fivefold.data.prompts import read_rows
 
     texts = [text for name in options.data for row in read_rows(Path(name)) for text in texts_of(row)]
     size = train_tokenizer(options.kind, texts, options.out, options.vocabulary)

@@ -71,5 +71,3 @@ def _by_source(ranks: Ranks, groups: list[Group]) -> dict[str, list[_Row]]:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-

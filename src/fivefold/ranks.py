@@ -81,9 +81,9 @@ class Ranks:
 
     def _group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """This rank's Gloo group among `groups`, which cover all ranks."""
-        own = None
+        own: dist.ProcessGroup | None = None
         for members in groups:
-            group = dist.new_group(members, backend="gloo")
+            group: dist.ProcessGroup = dist.new_group(members, backend="gloo")
             if self.rank in members:
                 own = group
         assert own is not None

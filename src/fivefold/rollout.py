@@ -35,7 +35,9 @@ def given_groups(ranks: Ranks, prompts: list[Prompt], encode: Callable[[str], li
     for prompt in own:
         assert prompt.response is not None
         token_ids = encode(prompt.response)
-        sample = Sample(token_ids[:limit], [], prompt.response, finished=len(token_ids) <= limit, policy_version=0, reward=1.0)
+        sample = Sample(
+            token_ids[:limit], [], prompt.response, finished=len(token_ids) <= limit, policy_version=0, reward=1.0
+        )
         groups.append(Group(prompt, [sample]))
     return groups
 

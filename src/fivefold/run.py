@@ -103,7 +103,9 @@ class Run:
             return
         state = RunState.read(found)
         if state.seed != self.seed:
-            raise ValueError(f"trainer.seed must be that of the checkpoint to go on with the same samples: {self.seed} != {state.seed}")
+            raise ValueError(
+                f"trainer.seed must be that of the checkpoint to go on with the same samples: {self.seed} != {state.seed}"
+            )
         with self.observer.stage("load"):
             self.policy.load(found / "policy")
         assert self.policy.version == state.version, "the checkpoint's optimizer steps and its schedule differ"
@@ -156,7 +158,7 @@ class Run:
         if not mean <= self.max_logprob_diff:
             raise RuntimeError(
                 f"the engine's log-probs differ from the trainer's by {mean:.3g} a token on average, more than "
-                f"engine.max_logprob_diff = {self.max_logprob_diff:.3g}: training on them would be off-policy from the start. "
+                f"engine.max_logprob_diff = {self.max_logprob_diff:.3g}: training would be off-policy from the start. "
                 "Look at: the model's weights and RoPE settings (do both read the same config.json?), the dtype of both, "
                 "the chat template and special tokens, and tied embeddings. Raise the bound only if you know the reason."
             )

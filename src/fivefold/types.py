@@ -105,11 +105,14 @@ class TokenBatch:
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
+    def _with(self, tensors: dict[str, Any], lengths_N: list[int]) -> TokenBatch:
+        return replace(self, lengths_N=lengths_N, **tensors)
+
     def select(self, samples: list[int]) -> TokenBatch:
         """The batch of these samples, in this order."""
         index_T = self.token_index(samples)
         cut = {name: value[index_T] for name, value in self.tensors().items()}
-        return replace(self, lengths_N=[self.lengths_N[i] for i in samples], **cut)
+        return self._with(cut, [self.lengths_N[i] for i in samples])
 
     def token_index(self, samples: list[int]) -> Tensor:
         """Positions in T of all tokens of these samples."""
@@ -121,7 +124,8 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch with its tensors on `device`."""
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self.tensors().items()})
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.tensors().items()}
+        return self._with(moved, self.lengths_N)
 
 
 @dataclass

@@ -19,8 +19,8 @@ from fivefold.types import LossOutput, TokenBatch
 class Objective:
     """What is maximised: Σ weights · (surrogate - coef · KL)."""
 
-    advantage: Advantage = GroupNorm()
-    surrogate: Surrogate = PPOClip()
+    advantage: Advantage
+    surrogate: Surrogate
     aggregate: str = "seq-mean-token-mean"
     kl_estimator: str = "k3"
     kl_coef: float = 0.0
@@ -39,7 +39,7 @@ class Objective:
         kl_estimator: str | None = None,
         kl_coef: float | None = None,
     ) -> Objective:
-        """This objective with the choices that are given; raises ValueError for one that the method does not have."""
+        """This objective with the given choices; raises ValueError for one that the method does not have."""
         advantage, surrogate = self.advantage, self.surrogate
         if by_std is not None:
             if not isinstance(advantage, GroupNorm):
@@ -55,7 +55,7 @@ class Objective:
             )
             if not (0 <= surrogate.clip_low <= 1 and surrogate.clip_high >= 0):
                 raise ValueError(
-                    f"clip_low must be in [0, 1] and clip_high at least 0: got {surrogate.clip_low} and {surrogate.clip_high}"
+                    f"clip_low must be in [0, 1] and clip_high at least 0: got {surrogate.clip_low}, {surrogate.clip_high}"
                 )
         return Objective(
             advantage=advantage,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 
 class Surrogate(Protocol):
-    needs_old_logprobs: bool
-    """It compares with the log-probs before the update."""
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """It compares with the log-probs before the update."""
+        ...
 
     def __call__(self, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor: ...
 

@@ -176,7 +176,7 @@ class TrainerConfig:
     """Evaluate before the first step, when there is validation data."""
     samples_per_step: int = 4
     """Samples written to samples.jsonl each step."""
-    loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])  # type: ignore[assignment]
+    loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
@@ -252,7 +252,9 @@ class RunConfig:
         }
         for name, number in positive.items():
             need(number > 0, f"{name} must be above 0: got {number}")
-        need(self.trainer.steps is None or self.trainer.steps > 0, f"trainer.steps must be above 0: got {self.trainer.steps}")
+        need(
+            self.trainer.steps is None or self.trainer.steps > 0, f"trainer.steps must be above 0: got {self.trainer.steps}"
+        )
         need(
             data.prompts_per_step % algorithm.updates_per_step == 0,
             f"data.prompts_per_step must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
@@ -268,12 +270,16 @@ class RunConfig:
             f"policy.optimizer.betas must be two numbers in [0, 1): got {optimizer.betas}",
         )
         need(optimizer.lr >= 0 and optimizer.min_lr >= 0, "policy.optimizer.lr and min_lr must not be negative")
-        need(optimizer.min_lr <= optimizer.lr, f"policy.optimizer.min_lr must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
+        need(
+            optimizer.min_lr <= optimizer.lr,
+            f"policy.optimizer.min_lr must be at most lr: {optimizer.min_lr} > {optimizer.lr}",
+        )
         need(optimizer.clip_grad >= 0, f"policy.optimizer.clip_grad must not be negative: got {optimizer.clip_grad}")
         if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
             need(
                 optimizer.warmup_steps < optimizer.decay_steps,
-                f"policy.optimizer.warmup_steps must be below decay_steps: got {optimizer.warmup_steps} and {optimizer.decay_steps}",
+                "policy.optimizer.warmup_steps must be below decay_steps: "
+                f"got {optimizer.warmup_steps} and {optimizer.decay_steps}",
             )
         sampling = self.engine.sampling
         need(

@@ -55,7 +55,9 @@ def arithmetic(count: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     random.Random(seed).shuffle(problems)  # noqa: S311 - not for secrets
     held = max(64, count // 16)
     if count + held > len(problems):
-        raise ValueError(f"arithmetic has {len(problems)} problems: --limit must be at most {len(problems) * 16 // 17}, got {count}")
+        raise ValueError(
+            f"arithmetic has {len(problems)} problems: --limit must be at most {len(problems) * 16 // 17}, got {count}"
+        )
 
     def row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
         return {
@@ -94,7 +96,11 @@ def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from read_rows(path)
         return
     text = path.read_text()
-    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = (
+        json.loads(text)
+        if text.lstrip().startswith("[")
+        else [json.loads(line) for line in text.splitlines() if line.strip()]
+    )
     for row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{path} must hold objects")

@@ -49,7 +49,9 @@ class TransformersEngine:
                 parameters[name].copy_(tensor)
                 missing.discard(name)
         if missing:
-            raise RuntimeError(f"the engine got no new weights for {len(missing)} parameters, the first: {sorted(missing)[:3]}")
+            raise RuntimeError(
+                f"the engine got no new weights for {len(missing)} parameters, the first: {sorted(missing)[:3]}"
+            )
         self.version = version
 
     @torch.inference_mode()
@@ -57,7 +59,9 @@ class TransformersEngine:
         """`group_size` responses to each prompt, in the order of the prompts."""
         assert self.version >= 0, "the engine has no weights yet"
         groups = [Group(prompt, []) for prompt in prompts]
-        rows = [(group, index) for group in sorted(groups, key=lambda g: len(g.prompt.token_ids)) for index in range(group_size)]
+        rows = [
+            (group, index) for group in sorted(groups, key=lambda g: len(g.prompt.token_ids)) for index in range(group_size)
+        ]
         done = 0
         for begin in range(0, len(rows), self._max_sequences):
             chunk = rows[begin : begin + self._max_sequences]

@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int | None) -> int:
-    """Run `python -m fivefold.launch.worker ARGUMENTS` once a rank; the exit code of the run.
+    """Run `python -m ARGUMENTS` once a rank; the exit code of the run.
 
     Rank 0 speaks on this terminal, the others into `log_dir`. When one rank fails, its traceback is shown and the
     others are ended. SIGINT and SIGTERM are handed on, so that the ranks save and end; a second one ends them at once.
@@ -73,7 +73,7 @@ def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int
             output = None if rank == 0 else (log_dir / f"rank-{rank}.log").open("wb")
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "fivefold.launch.worker", *arguments],
+                    [sys.executable, "-m", *arguments],
                     env=environment,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,

@@ -81,9 +81,7 @@ class ParallelLayout:
         """Coordinates of `rank`, in Megatron-Core's order: tensor fastest, then data, then pipeline."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}) for layout {self}: got {rank}")
-        return Coordinates(
-            tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp)
-        )
+        return Coordinates(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
 
     def describe_ranks(self) -> list[str]:
         """One line a rank: `rank 3: dp 1 tp 1 pp 0`."""

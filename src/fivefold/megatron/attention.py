@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-
 _GROUPED_QUERY = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """This release of torch's varlen_attn takes fewer key/value heads than query heads."""
 
@@ -109,7 +108,8 @@ class PackedAttention(MegatronModule):
         options: dict[str, Any] = {"enable_gqa": True} if _GROUPED_QUERY else {}
         left = -1 if self.window is None else self.window - 1
         longest = int(packing.max_seqlen_q)
-        return varlen_attn(  # type: ignore[no-any-return]
+        assert packing.cu_seqlens is not None
+        output = varlen_attn(
             query,
             key,
             value,
@@ -121,6 +121,8 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             **options,
         )
+        assert isinstance(output, Tensor)
+        return output
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
         """SDPA over sequences of similar length, padded on the right: causality hides the padding from every token."""
@@ -139,5 +141,3 @@ class PackedAttention(MegatronModule):
             )
             output = output.index_put((index[inside],), attended.transpose(1, 2)[inside])
         return output
-
-

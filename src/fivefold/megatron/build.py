@@ -55,7 +55,7 @@ def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> T
             sequence_parallel=policy.sequence_parallel and layout.tp > 1,
             # Micro-batches are packed to different lengths.
             variable_seq_lengths=layout.pp > 1,
-            moe_token_dispatcher_type="alltoall",
+            moe_token_dispatcher_type="alltoall",  # noqa: S106
             deallocate_pipeline_outputs=layout.pp > 1,
             params_dtype=dtype,
             pipeline_dtype=dtype,
@@ -72,7 +72,7 @@ def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> T
             masked_softmax_fusion=False,
             bias_dropout_fusion=False,
             bias_activation_fusion=mesh.device.type == "cuda",
-            **recompute,  # type: ignore[arg-type]
+            **recompute,
         )
 
 
@@ -83,7 +83,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 def build_model(config: TransformerConfig, shape: ModelShape, mesh: Mesh) -> PolicyModel:
     """This rank's part of the model, on its device, weights not yet set."""
-    return PolicyModel(
+    model: PolicyModel = PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config),
         vocab_size=shape.padded_vocab,
@@ -92,11 +92,12 @@ def build_model(config: TransformerConfig, shape: ModelShape, mesh: Mesh) -> Pol
         post_process=mesh.is_last_stage,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+        rotary_base=shape.rope_theta,
         rope_scaling=shape.rope_llama3_factor is not None,
         rope_scaling_factor=shape.rope_llama3_factor or 1.0,
         seq_len_interpolation_factor=shape.rope_linear_factor,
     ).to(mesh.device)
+    return model
 
 
 def global_parameters(model: PolicyModel, config: TransformerConfig) -> dict[str, torch.nn.Parameter]:

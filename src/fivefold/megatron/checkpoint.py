@@ -53,7 +53,7 @@ def _state(module: PolicyModel, trainer: Trainer | None, mesh: Mesh, loading: bo
 
 def _adams(trainer: Trainer) -> list[Any]:
     """Megatron-Core's optimizers, each around one torch Adam."""
-    return list(trainer.optimizer.chained_optimizers)  # type: ignore[attr-defined]
+    return list(trainer.optimizer.chained_optimizers)
 
 
 def _ensure_moments(trainer: Trainer) -> None:
@@ -78,8 +78,8 @@ def _load_optimizer(trainer: Trainer, loaded: dict[str, Any]) -> None:
     loaded, and each parameter gets its own.
     """
     adams = _adams(trainer)
-    states = [loaded] if len(adams) == 1 else [loaded[i] for i in range(len(adams))]
-    for outer, state in zip(adams, states, strict=True):
+    assert len(adams) == 1, "one optimizer a rank"
+    for outer, state in zip(adams, [loaded], strict=True):
         groups = {key: value for key, value in state.items() if not key.startswith("param_state")}
         outer.load_state_dict(groups)
         adam = outer.optimizer

@@ -77,8 +77,9 @@ def install() -> None:
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
-    torch.Tensor.type = type_as_megatron_reads_it  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    tensor: Any = torch.Tensor
+    tensor.type = type_as_megatron_reads_it
+    tensor.cuda = lambda self, *args, **kwargs: self
 
     import megatron.core.optimizer.clip_grads
     import megatron.core.optimizer.optimizer
@@ -92,6 +93,6 @@ def install() -> None:
         megatron.core.pipeline_parallel.schedules,
         megatron.core.utils,
     ):
-        module.torch = _TorchOnCpu()  # type: ignore[attr-defined]
+        module.torch = _TorchOnCpu()
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = 1 << 26
 class LogProbHead(ColumnParallelLinear):
     """The output layer as a function of the tokens that are to be predicted."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden: Tensor,
         weight: Tensor | None,
@@ -41,9 +41,7 @@ class LogProbHead(ColumnParallelLinear):
         hidden_SD = hidden.squeeze(1)[before_S]
         start = self.tp_group.rank() * weight.shape[0]
         valid = max(0, min(valid_vocab - start, weight.shape[0]))
-        logprobs_S, entropy_S = _LogProbs.apply(
-            hidden_SD, weight, targets_S, start, valid, 1.0 / temperature, self.tp_group
-        )
+        logprobs_S, entropy_S = _LogProbs.apply(hidden_SD, weight, targets_S, start, valid, 1.0 / temperature, self.tp_group)
         return logprobs_S, entropy_S
 
 
@@ -103,9 +101,7 @@ class _LogProbs(torch.autograd.Function):
         return sums[2] - log_sum_S, entropy_S
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_logprob_S: Tensor | None, grad_entropy_S: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprob_S: Tensor | None, grad_entropy_S: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_SD, weight_VD, local_S, here_S, log_sum_S, entropy_S = ctx.saved_tensors
         if grad_logprob_S is None:
             grad_logprob_S = torch.zeros_like(log_sum_S)

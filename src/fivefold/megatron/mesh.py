@@ -28,16 +28,19 @@ class Mesh:
 
     @property
     def tp(self) -> dist.ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        return group
 
     @property
     def pp(self) -> dist.ProcessGroup:
-        return parallel_state.get_pipeline_model_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+        return group
 
     @property
     def dp(self) -> dist.ProcessGroup:
         """Ranks that hold the same parameters and see other samples."""
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return group
 
     @property
     def is_first_stage(self) -> bool:

@@ -82,7 +82,7 @@ class PolicyModel(GPTModel):
             # Same parameter, same checkpoint key; only what it computes is ours.
             self.output_layer.__class__ = LogProbHead
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, token_ids_T: Tensor, packing: Packing, predicted_S: Tensor, valid_vocab: int, temperature: float
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Last stage: [S] log-prob and [S] entropy of the predicted tokens; other stages: hidden states.
@@ -96,7 +96,7 @@ class PolicyModel(GPTModel):
             packed_seq_params=packing,
         )
         if not self.post_process:
-            return hidden
+            return cast(Tensor, hidden)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         head = cast(LogProbHead, self.output_layer)
         result: tuple[Tensor, Tensor] = head(
@@ -114,5 +114,5 @@ class PolicyModel(GPTModel):
         # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
         return (first, angles[packed_seq_params.positions_T, 0], *rest)
 
-    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return hidden_states

@@ -60,7 +60,9 @@ class MicroBatches:
             padding = -tokens % multiple if tokens else multiple
             packing = make_packing(cut.lengths_N + ([padding] if padding else []), device)
             yield MicroBatch(
-                token_ids_T=torch.cat([cut.token_ids_T, torch.zeros(padding, dtype=torch.long)]).to(device, non_blocking=True),
+                token_ids_T=torch.cat([cut.token_ids_T, torch.zeros(padding, dtype=torch.long)]).to(
+                    device, non_blocking=True
+                ),
                 packing=packing,
                 predicted_S=cut.loss_mask_T.nonzero()[:, 0].to(device, non_blocking=True),
                 batch=cut.to(device),

@@ -96,7 +96,9 @@ class Observer:
                     self._board.add_scalar(name, value, step)
                 self._board.flush()
             shown = [f"{label} {metrics[name]:.4g}" for name, label in LINE.items() if name in metrics]
-            shown += [f"{name} {metrics[name]:.3g}" for name in sorted(metrics) if name.startswith("val/") and "accuracy" in name]
+            shown += [
+                f"{name} {metrics[name]:.3g}" for name in sorted(metrics) if name.startswith("val/") and "accuracy" in name
+            ]
             self.say(f"step {step} | {' | '.join(shown)} | {metrics.get('time/step', 0):.1f} s")
             if self._progress is not None:
                 self._progress.update(self._steps_task, completed=step)

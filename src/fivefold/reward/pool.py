@@ -13,10 +13,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import RewardConfig
-from fivefold.reward.rules import SOURCES, check_name
+from fivefold.reward.choose import choose_rewards
 
 if TYPE_CHECKING:
     from fivefold.types import Group, Prompt, Sample
+
+
+_START_SECONDS = 60.0
 
 
 class RewardPool:
@@ -82,56 +85,41 @@ class RewardPool:
             sample.reward = 0.0
 
 
-def choose_rewards(config: RewardConfig, source: str) -> dict[str, float]:
-    """Reward name -> weight for a data_source: its own, the common ones, or the built-in one that fits."""
-    weights = config.by_source.get(source) or config.functions
-    if not weights:
-        if source not in SOURCES:
-            raise ValueError(
-                f"no reward is known for data_source {source!r}: name one in reward.functions or reward.by_source; "
-                f"chosen by themselves: {', '.join(SOURCES)}"
-            )
-        weights = {SOURCES[source]: 1.0}
-    for name in weights:
-        check_name(name)
-    return weights
-
-
 class _Worker:
     """One reward process, started when first asked and again after it was killed."""
 
     def __init__(self, memory_mb: int, timeout_seconds: float) -> None:
         self._memory_mb, self._timeout = memory_mb, timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
-        self._fresh = True
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The worker's answer, or {"error": ...} when it gave none in time."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = self._start()
-            self._fresh = True
-        assert process.stdin is not None and process.stdout is not None
-        # A fresh process also imports; that is not the sample's time.
-        deadline = time.monotonic() + self._timeout + (30.0 if self._fresh else 0.0)
         try:
-            process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
-            process.stdin.flush()
-            line = b""
-            while not line.endswith(b"\n"):
-                ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    self.kill()
-                    return {"error": f"no reward within {self._timeout} s"}
-                piece = os.read(process.stdout.fileno(), 1 << 16)
-                if not piece:
-                    self.kill()
-                    return {"error": "the reward process died"}
-                line += piece
-        except BrokenPipeError:
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
+                # Starting is not the sample's time.
+                self._read(_START_SECONDS)
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+            return self._read(self._timeout)
+        except (TimeoutError, BrokenPipeError) as error:
             self.kill()
-            return {"error": "the reward process died"}
-        self._fresh = False
+            return {"error": str(error) or "the reward process died"}
+
+    def _read(self, seconds: float) -> dict[str, Any]:
+        """The next line of the worker; TimeoutError or BrokenPipeError when there is none."""
+        assert self._process is not None and self._process.stdout is not None
+        deadline = time.monotonic() + seconds
+        line = b""
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"no reward within {seconds} s")
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise BrokenPipeError("the reward process died")
+            line += piece
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -30,7 +30,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _number(text: str) -> Decimal | None:
-    plain = text.strip().strip("$").replace(",", "").replace("\\", "").strip().rstrip(".")
+    plain = re.sub(r"[\\$,\s]", "", text).rstrip(".")
     try:
         value = Decimal(plain)
     except InvalidOperation:
@@ -83,10 +83,14 @@ def check_name(name: str) -> None:
         return
     path, colon, function = name.rpartition(":")
     if not colon:
-        raise ValueError(f"unknown reward {name!r}; built in: {', '.join(BUILT_IN)}; your own is written path/to/file.py:function")
+        raise ValueError(
+            f"unknown reward {name!r}; built in: {', '.join(BUILT_IN)}; your own is written path/to/file.py:function"
+        )
     if not Path(path).is_file():
         raise ValueError(f"reward {name!r}: no file at {path}")
-    if not re.search(rf"^\s*(?:def|async def)\s+{re.escape(function)}\b|^{re.escape(function)}\s*=", Path(path).read_text(), re.M):
+    if not re.search(
+        rf"^\s*(?:def|async def)\s+{re.escape(function)}\b|^{re.escape(function)}\s*=", Path(path).read_text(), re.M
+    ):
         raise ValueError(f"reward {name!r}: {path} defines no {function}")
 
 

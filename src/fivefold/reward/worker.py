@@ -13,7 +13,7 @@ from fivefold.reward.rules import RewardFunction, call, resolve
 
 
 def main() -> None:
-    """Answer requests `{"rewards": [name, ...], "sample": {...}}` until the input ends."""
+    """Say that it is there, then answer requests `{"rewards": [name, ...], "sample": {...}}` until the input ends."""
     limit, seconds = int(sys.argv[1]) * 2**20, float(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -21,6 +21,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     functions: dict[str, RewardFunction] = {}
+    answers.write("{}\n")
+    answers.flush()
     for line in sys.stdin:
         request = json.loads(line)
         # If the trainer is killed while a function hangs here, nobody ends this process: the kernel then does.

@@ -54,7 +54,8 @@ def check_names(source: SafetensorsSource, shape: ModelShape, directory: Path) -
         raise ValueError(f"{directory} lacks {len(missing)} tensors of a {shape.family} model, the first: {missing[:3]}")
     if extra:
         raise ValueError(
-            f"{directory} holds {len(extra)} tensors that a {shape.family} model does not have, the first: {sorted(extra)[:3]}"
+            f"{directory} holds {len(extra)} tensors that a {shape.family} model does not have, "
+            f"the first: {sorted(extra)[:3]}"
         )
 
 

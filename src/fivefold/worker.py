@@ -1,4 +1,4 @@
-"""One rank: joins the others, builds its parts, does its command. `python -m fivefold.launch.worker COMMAND ...`."""
+"""One rank: joins the others, builds its parts, does its command. `python -m fivefold.worker COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= found:
-        raise ValueError(f"local rank {local_rank} needs a GPU of its own: found {found}; lower the layout or set trainer.device=cpu")
+        raise ValueError(
+            f"local rank {local_rank} needs a GPU of its own: found {found}; lower the layout or set trainer.device=cpu"
+        )
     return torch.device("cuda", local_rank)
 
 

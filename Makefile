@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all a newcomer needs; both set up .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup check test demo gsm8k gpu-test clean
+
+setup: $(READY)
+
+# torch first and alone: the pinned version has a CPU build, an unpinned one would bring gigabytes of CUDA.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest -n 2
+
+demo: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
+
+gsm8k: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/gsm8k_tiny.sh
+
+gpu-test:
+	$(PYTHON) benchmarks/gpu_check.py
+
+clean:
+	rm -rf $(VENV) demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

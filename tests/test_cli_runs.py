@@ -1,0 +1,353 @@
+"""Whole runs from the command line: layouts, resume, kills, faults, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4, warmup_steps: 2}}}}
+algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.1}}}}
+data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+eval: {{samples: 2, max_prompts: 6}}
+trainer: {{run_dir: {root}/runs/base, steps: 5, eval_every: 2, loggers: [console]}}
+"""
+REWARD = """
+def digits(response):
+    return sum(c.isdigit() for c in response) / 12
+"""
+TIMES = ("time/", "throughput/", "memory/", "wall")
+
+
+def fivefold(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold.cli", *map(str, arguments)],
+        capture_output=True, text=True, timeout=240, env=environment, stdin=subprocess.DEVNULL, **options,
+    )  # fmt: skip
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fivefold.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    for command in (
+        ["data", "arithmetic", "--out", root / "data", "--limit", 64],
+        ["tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
+        [
+            "model",
+            "qwen3",
+            "--tokenizer",
+            root / "tokenizer",
+            "--out",
+            root / "model",
+            "--hidden",
+            32,
+            "--layers",
+            2,
+            "--ffn",
+            64,
+        ],
+    ):
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root))
+    return root
+
+
+def train(root: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+
+
+def metrics(root: Path, name: str) -> list[dict[str, float]]:
+    lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]], rel: float = 2e-5) -> None:
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for got, want in zip(found, expected, strict=True):
+        assert set(got) == set(want)
+        for key, value in want.items():
+            # Differences of log-probs of engine and trainer are rounding itself (1e-7), and have no digits to compare.
+            absolute = 1e-5 if key.startswith("rollout/") else 1e-6
+            assert got[key] == pytest.approx(value, rel=rel, abs=absolute), (got["step"], key)
+
+
+@pytest.fixture(scope="module")
+def base(root: Path) -> list[dict[str, float]]:
+    done = train(root, "base", "trainer.save_every=2", "trainer.keep=10")
+    assert done.returncode == 0, done.stderr
+    return metrics(root, "base")
+
+
+def test_a_run_writes_what_it_promises(root, base):
+    run = root / "runs/base"
+    assert [row["step"] for row in base] == [0, 1, 2, 3, 4, 5]
+    for name in (
+        "reward/mean", "reward/std", "reward/max", "policy/loss", "policy/kl_reference", "policy/entropy", "policy/ratio_mean",
+        "policy/clip_fraction", "policy/grad_norm", "policy/lr", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
+        "rollout/kl", "response/length_mean", "response/truncated_fraction", "prompt/length_mean", "epoch",
+    ):  # fmt: skip
+        assert name in base[-1], name
+    assert base[0].keys() >= {
+        "val/arithmetic/accuracy",
+        "val/arithmetic/reward",
+        "val/arithmetic/mean@2",
+        "val/arithmetic/pass@2",
+    }
+    assert [row["policy/lr"] for row in base[1:]] == pytest.approx([1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
+    raw = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {
+        "time/rollout",
+        "time/reward",
+        "time/train",
+        "time/weight_sync",
+        "throughput/tokens_per_second",
+        "memory/peak_gb",
+    } <= set(raw[-1])
+    assert base[-1]["rollout/logprob_diff_max"] < 1e-5
+    assert (run / "run.yaml").is_file()
+    assert len((run / "samples.jsonl").read_text().splitlines()) >= 20
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-000002", "step-000004", "step-000005"]
+    report = fivefold("report", run, "--plot", "reward/mean")
+    assert report.returncode == 0, report.stderr
+    page = (run / "report.html").read_text()
+    assert "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize("layout", ["megatron:d2", "megatron:t2", "megatron:p2"])
+def test_a_whole_run_has_the_same_metrics_on_every_layout(root, base, layout):
+    done = train(root, layout.replace(":", "-"), f"policy.backend={layout}")
+    assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, layout.replace(":", "-")), base)
+
+
+def test_a_run_resumed_on_other_layouts_goes_on_as_if_never_stopped(root, base):
+    for steps, layout in [(2, "megatron:t2"), (3, "megatron:p2"), (5, "megatron:d2")]:
+        # The schedule's length must not depend on where this piece of the run stops.
+        done = train(root, "moved", f"policy.backend={layout}", f"trainer.steps={steps}", "policy.optimizer.decay_steps=10")
+        assert done.returncode == 0, done.stderr
+    found = {row["step"]: row for row in metrics(root, "moved")}
+    for row in base[1:]:
+        shared = {k: v for k, v in row.items() if not k.startswith("val/")}
+        assert_same([{k: found[row["step"]][k] for k in shared}], [shared])
+
+
+def exported(root: Path, name: str, step: int, out: str) -> dict[str, torch.Tensor]:
+    done = fivefold("export", root / f"runs/{name}/checkpoints/step-{step:06d}", root / out)
+    assert done.returncode == 0, done.stderr
+    return load_file(root / out / "model.safetensors")
+
+
+def test_parameters_after_resuming_elsewhere_equal_those_of_one_run(root, base):
+    """Moments and Adam's step came along: otherwise the updates after the resume would differ."""
+    one, moved = exported(root, "base", 5, "out-base"), exported(root, "moved", 5, "out-moved")
+    for name, tensor in one.items():
+        assert torch.allclose(moved[name], tensor, atol=2e-6), name
+
+
+def test_an_exported_model_loads_in_transformers_with_its_tokenizer(root, base):
+    import transformers
+
+    exported(root, "base", 4, "out-hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "out-hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "out-hf")
+    assert model.config.vocab_size == len(tokenizer)
+    again = fivefold("export", root / "runs/base/checkpoints/step-000004", root / "out-hf")
+    assert again.returncode == 2
+    assert "is not empty" in again.stderr
+
+
+@pytest.mark.parametrize("moment", ["between saves", "during a save"])
+def test_a_killed_run_resumes_with_the_same_metrics(root, base, moment):
+    name = moment.replace(" ", "-")
+    overrides = [f"trainer.run_dir={root}/runs/{name}", "trainer.save_every=2", "policy.backend=megatron:d2"]
+    process = start("train", root / "run.yaml", *overrides)
+    checkpoints = root / "runs" / name / "checkpoints"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if moment == "between saves" and (checkpoints / "latest").is_file():
+            break
+        if moment == "during a save" and (checkpoints / ".step-000004.partial").is_dir():
+            break
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = train(root, name, "trainer.save_every=2", "policy.backend=megatron:d2")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 2" in done.stdout or "resumed after step 4" in done.stdout, done.stdout
+    assert_same(metrics(root, name), base)
+
+
+def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(root, base):
+    import shutil
+
+    run = root / "runs/damaged"
+    shutil.copytree(root / "runs/base", run)
+    part = max((run / "checkpoints/step-000005/policy").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(bytes(content))
+    (run / "checkpoints/step-000004/manifest.json").unlink()
+    done = train(root, "damaged")
+    assert done.returncode == 0, done.stderr
+    assert f"{part.parent.name}/{part.name} has other content" in done.stdout
+    assert "step-000004 is damaged and skipped: manifest.json cannot be read" in done.stdout
+    assert "resumed after step 2" in done.stdout
+    assert_same(metrics(root, "damaged"), base)
+    named = train(root, "damaged-2", f"trainer.resume={run}/checkpoints/step-000003")
+    assert named.returncode == 2
+    assert "trainer.resume must be auto, never or a checkpoint directory" in named.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids: list[int]) -> bool:
+    import psutil
+
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_ranks_after_a_checkpoint(root, base, number, code):
+    name = f"signal-{number.name}"
+    process = start(
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", "policy.backend=megatron:d2", "trainer.steps=500"
+    )
+    path = root / "runs" / name / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (path.is_file() and '"step": 2,' in path.read_text()):
+        time.sleep(0.05)
+    everyone = children_of(process.pid)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    assert "saved" in output
+    last = json.loads(path.read_text().splitlines()[-1])["step"]
+    assert (root / "runs" / name / f"checkpoints/step-{last:06d}/manifest.json").is_file()
+    time.sleep(0.5)
+    assert gone(everyone)
+
+
+def test_an_exception_in_one_rank_ends_the_run_with_its_traceback(root, base, tmp_path):
+    """Rank 1 alone cannot write its profile: a file lies where its directory should be."""
+    hook = tmp_path / "sitecustomize.py"
+    hook.write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import fivefold.batch\n"
+        "    def fail(*a, **k): raise RuntimeError('planted in rank 1')\n"
+        "    fivefold.batch.spread = fail\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold.cli", "train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", "policy.backend=megatron:d2", "trainer.eval_before=false"],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr
+    assert "RuntimeError: planted in rank 1" in done.stderr
+    error = next((tmp_path / "run/logs").glob("rank-1.error"))
+    assert time.time() - error.stat().st_mtime < 12
+    assert time.monotonic() - begin < 100
+
+
+def test_killing_the_launcher_leaves_no_process_behind(root, base):
+    process = start(
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/orphans", "policy.backend=megatron:d2", "trainer.steps=500"
+    )
+    path = root / "runs/orphans/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (path.is_file() and '"step": 1,' in path.read_text()):
+        time.sleep(0.05)
+    everyone = children_of(process.pid)
+    assert len(everyone) >= 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while not gone(everyone) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert gone(everyone)
+
+
+def test_torchrun_joins_the_ranks_that_are_there(root, base):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "fivefold.cli",
+         "train", root / "run.yaml", f"trainer.run_dir={root}/runs/torchrun", "policy.backend=megatron:t2"],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, "torchrun"), base)
+
+
+def test_an_engine_that_differs_from_the_trainer_stops_the_run_at_the_first_step(root):
+    done = train(root, "gate", "engine.max_logprob_diff=1e-12")
+    assert done.returncode == 1
+    assert "engine's log-probs differ from the trainer's" in done.stderr
+    assert "RoPE" in done.stderr
+    assert not (root / "runs/gate/checkpoints").exists()
+
+
+def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(root, base):
+    done = fivefold(
+        "eval",
+        root / "run.yaml",
+        "--checkpoint",
+        root / "runs/base/checkpoints/step-000004",
+        f"trainer.run_dir={root}/runs/base",
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    for key in ("val/arithmetic/accuracy", "val/arithmetic/mean@2", "val/arithmetic/reward"):
+        assert found[key] == pytest.approx(base[4][key])
+
+
+def test_profile_writes_a_trace_of_the_steps_and_ranks_that_were_named(root):
+    done = train(
+        root,
+        "profiled",
+        "trainer.steps=2",
+        "policy.backend=megatron:d2",
+        "trainer.profile.steps=[2]",
+        "trainer.profile.ranks=[1]",
+    )
+    assert done.returncode == 0, done.stderr
+    traces = sorted(path.name for path in (root / "runs/profiled/trace").glob("*rank*"))
+    assert traces == ["step-000002-rank-1.json"]
+    assert json.loads((root / "runs/profiled/trace" / traces[0]).read_text())["traceEvents"]
+
+
+def test_bad_input_is_told_before_any_rank_starts(root):
+    begin = time.monotonic()
+    done = train(root, "bad", "data.train=nowhere.parquet", "policy.backend=megatron:t3")
+    assert done.returncode == 2
+    assert "no file at nowhere.parquet" in done.stderr
+    assert "attention heads must be divisible by tp" in done.stderr
+    assert time.monotonic() - begin < 5
+    assert not (root / "runs/bad/logs").exists()

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fivefold.config import ConfigError, dump_yaml, load_config
+
+GOOD = """
+model: {path: m}
+policy: {backend: "megatron:d2t2", dtype: float32, tokens_per_micro_batch: 2048, optimizer: {lr: 1e-6}}
+data: {train: a.parquet, prompts_per_step: 8}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_configuration_reads_back_what_it_dumps(tmp_path):
+    config = load_config(write(tmp_path, GOOD))
+    assert config.policy.optimizer.lr == 1e-6
+    assert config.data.train == ["a.parquet"]
+    again = load_config(write(tmp_path, dump_yaml(config)))
+    assert again == config
+
+
+def test_overrides_change_one_key(tmp_path):
+    config = load_config(
+        write(tmp_path, GOOD), ["policy.optimizer.lr=3e-4", "trainer.steps=7", "data.val=[x.jsonl,y.jsonl]"]
+    )
+    assert (config.policy.optimizer.lr, config.trainer.steps, config.data.val) == (3e-4, 7, ["x.jsonl", "y.jsonl"])
+    assert config.data.prompts_per_step == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("policy.optimiser.lr=1", r"unknown key 'policy.optimiser': did you mean 'policy.optimizer'\?"),
+        ("algorithm.groupsize=4", r"did you mean 'algorithm.group_size'\?"),
+        ("nonsense=1", "unknown key 'nonsense'; known here: model"),
+        ("policy.optimizer.lr=fast", "policy.optimizer.lr must be a number, got 'fast'"),
+        ("trainer.steps=1.5", "trainer.steps must be a whole number"),
+        ("trainer.steps=true", "trainer.steps must be a whole number"),
+        ("data.shuffle=1", "data.shuffle must be true or false"),
+        ("algorithm.name=gpro", r"one of grpo, dr_grpo, sft; got 'gpro': did you mean 'grpo'\?"),
+        ("policy.backend=megatron:d2d2", "given twice"),
+        ("reference.backend=megatron:d4", "must be the policy's layout"),
+        ("algorithm.updates_per_step=3", "multiple of algorithm.updates_per_step"),
+        ("policy.tokens_per_micro_batch=100", "must hold the longest sequence"),
+        ("engine.sampling.temperature=0", "must be above 0"),
+        ("engine.sampling.top_p=1.5", r"must be in \(0, 1\]"),
+        ("policy.optimizer.betas=[0.9]", "two numbers"),
+        ("policy.optimizer.min_lr=1", "at most lr"),
+        ("trainer.eval_every=5", "needs validation files"),
+        ("model=3", "model must be a mapping"),
+        ("trainer.keep=0", "must be above 0"),
+        ("noequals", "written key=value"),
+    ],
+)
+def test_a_bad_key_or_value_is_refused_with_what_to_write(tmp_path, override, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, GOOD), [override])
+
+
+def test_all_faults_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, GOOD), ["trainer.stepz=1", "policy.dtype=float8"])
+    assert len(caught.value.faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: {path: a}\nmodel: {path: b}", "given twice"),
+        ("- a", "mapping of keys"),
+        ("a: [", "not valid YAML"),
+        ("{}", "model is required"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no configuration file at"):
+        load_config(tmp_path / "none.yaml")
+
+
+def check(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold.cli", "check", *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_check_names_what_is_not_there_and_what_does_not_fit(tmp_path, models):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\npolicy: {{backend: 'megatron:t16'}}\n"
+        f"data: {{train: [{data}, none.parquet], max_prompt_tokens: 300, max_response_tokens: 20}}\n"
+        "reward: {functions: {gsm9k: 1.0}}\n",
+    )
+    result = check(path)
+    assert result.returncode == 2
+    for says in (
+        "attention heads must be divisible by tp: got 8 for tp=16",
+        "no file at none.parquet",
+        "unknown reward 'gsm9k'",
+    ):
+        assert says in result.stderr
+    assert "Traceback" not in result.stderr
+    fits = check(
+        path, "policy.backend=megatron:t2p2", f"data.train={data}", "reward.functions={}", "data.max_prompt_tokens=200"
+    )
+    assert fits.returncode == 0, fits.stderr
+    assert "this run can start" in fits.stdout
+    deep = check(path, "policy.backend=megatron:p3", f"data.train={data}")
+    assert "layers must be divisible by pp: got 4 layers for pp=3" in deep.stderr
+
+
+def test_a_key_without_effect_is_reported(tmp_path, models):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\npolicy: {{optimizer: {{min_lr: 1e-7}}}}\n"
+        f"data: {{train: {data}, max_prompt_tokens: 100, max_response_tokens: 20}}\neval: {{samples: 4}}\n",
+    )
+    result = check(path)
+    assert "policy.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in result.stdout
+    assert "eval.samples has no effect" in result.stdout
+
+
+def test_check_answers_in_two_seconds_and_without_torch(tmp_path, models):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1="}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\ndata: {{train: {data}, max_prompt_tokens: 10, max_response_tokens: 10}}\n",
+    )
+    begin = time.perf_counter()
+    assert check(path).returncode == 0
+    assert time.perf_counter() - begin < 2
+    code = (
+        "import sys; import fivefold.check, fivefold.layout, fivefold.plan.estimate, fivefold.config, fivefold.reward.worker\n"
+        "from fivefold.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

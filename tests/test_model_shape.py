@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fivefold.layout import ParallelLayout
+from fivefold.model_shape import load_shape, shape_from_config
+from tests.models import VARIANTS
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_parameters_are_counted_as_transformers_counts_them(models, name):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(models(name))
+    assert load_shape(models(name)).parameters == model.num_parameters()
+
+
+def test_both_spellings_of_rope_are_read():
+    old = shape_from_config(QWEN3 | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    new = shape_from_config(QWEN3 | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}})
+    assert old == new
+    assert (old.rope_theta, old.rope_linear_factor) == (5e5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "gpt2"}, "unknown model family 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias: true is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE variant 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE variant 'dynamic' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
+            "low_freq_factor=1 only: got 2.0",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "mixture of attention kinds"),
+        ({"num_key_value_heads": None}, "must have num_key_value_heads"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, says):
+    with pytest.raises(ValueError, match=says):
+        shape_from_config(QWEN3 | change)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("megatron:t16", "attention heads must be divisible by tp"),
+        ("megatron:t8", "key/value heads must be divisible by tp"),
+        ("megatron:p3", "layers must be divisible by pp"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, says):
+    with pytest.raises(ValueError, match=says):
+        shape_from_config(QWEN3).check_layout(ParallelLayout.parse(layout))
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.json in"):
+        load_shape(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        load_shape(tmp_path)

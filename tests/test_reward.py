@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fivefold.config.schema import RewardConfig
+from fivefold.reward import rules
+from fivefold.reward.choose import choose_rewards
+from fivefold.reward.pool import RewardPool
+from fivefold.types import Group, Prompt, Sample
+
+GSM8K = [
+    ("so it is 18.\n#### 18", "18", 1),
+    ("#### 1,234", "1234", 1),
+    ("#### $1,234.00", "1234", 1),
+    ("#### -3", "-3", 1),
+    ("#### 18.0", "18", 1),
+    ("#### .5", "0.5", 1),
+    ("####18", "18", 1),
+    ("first #### 4 then #### 5", "5", 1),
+    ("first #### 5 then #### 4", "5", 0),
+    (r"thus \boxed{42}", "42", 1),
+    (r"thus \boxed{42}. #### 41", "42", 0),
+    (r"\boxed{\$7}", "7", 1),
+    (r"\boxed{1} and \boxed{2}", "2", 1),
+    (r"\boxed{3", "3", 0),
+    ("the answer is 18", "18", 0),
+    ("#### eighteen", "18", 0),
+    ("####", "18", 0),
+    ("", "18", 0),
+    ("#### 180", "18", 0),
+    ("#### 18", "18.5", 0),
+    ("#### 1e1000", "1", 1),
+    ("#### " + "9" * 5000, "9", 0),
+]
+
+
+@pytest.mark.parametrize(("response", "truth", "expected"), GSM8K)
+def test_gsm8k_reads_the_stated_number(response, truth, expected):
+    assert rules.gsm8k(response, truth) == expected
+
+
+MATH = [
+    (r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+    (r"so \boxed{0.5}", r"\frac{1}{2}", 1),
+    (r"so \boxed{\dfrac12}", r"\frac{1}{2}", 1),
+    (r"\boxed{\left( 3, \frac{\pi}{2} \right)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
+    (r"\boxed{x^2+2x+1}", r"(x+1)^2", 1),
+    (r"\boxed{2} no, \boxed{3}", "3", 1),
+    (r"\boxed{3} no, \boxed{2}", "3", 0),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
+    ("no answer at all", "3", 0),
+    (r"\boxed{}", "3", 0),
+    (r"\boxed{\frac{1}{", "3", 0),
+]
+
+
+@pytest.mark.parametrize(("response", "truth", "expected"), MATH)
+def test_math_compares_mathematically(response, truth, expected):
+    assert rules.math(response, truth) == expected
+
+
+def test_format_asks_for_a_stated_answer_only():
+    assert [rules.format(text, "") for text in ("#### 3", r"\boxed{x}", "3", r"\boxed{ }")] == [1, 1, 0, 0]
+
+
+USER = """
+import os, time
+def shout(response, ground_truth):
+    print("noise on stdout")
+    if "hang" in response:
+        while True: pass
+    if "raise" in response: raise RuntimeError("as asked")
+    if "exit" in response: os._exit(3)
+    if "memory" in response: bytearray(1 << 40)
+    if "nan" in response: return float("nan")
+    return 0.25 * len(response)
+def like_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0 if extra_info["index"] == 7 and data_source == "mine" else 0.0}
+"""
+
+
+def group(*texts: str) -> Group:
+    prompt = Prompt(0, [1], "mine", "q", "t", extra={"index": 7})
+    return Group(prompt, [Sample([1], [0.0], text, True, 0) for text in texts])
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(USER)
+    return path
+
+
+def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(user_file):
+    pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 2.0}, timeout_seconds=1.0, workers=2))
+    scored = group("ok", "hang", "raise", "exit", "memory", "nan", "fine")
+    begin = time.monotonic()
+    pool.score([scored])
+    pool.close()
+    assert time.monotonic() - begin < 30
+    assert [sample.reward for sample in scored.samples] == [1.0, 0, 0, 0, 0, 0, 2.0]
+    assert [sample.reward_failed for sample in scored.samples] == [False, True, True, True, True, True, False]
+
+
+def test_several_rewards_are_weighted_and_verl_s_signature_is_understood(user_file):
+    pool = RewardPool(RewardConfig(by_source={"mine": {f"{user_file}:like_verl": 1.0, "format": 0.5}}))
+    scored = group("#### 1", "nothing")
+    pool.score([scored])
+    pool.close()
+    assert [sample.reward for sample in scored.samples] == [1.5, 1.0]
+    assert scored.samples[0].reward_parts == {f"{user_file}:like_verl": 1.0, "format": 1.0}
+
+
+def test_reward_processes_end_when_the_trainer_is_gone(user_file):
+    pool = RewardPool(RewardConfig(functions={"gsm8k": 1.0}))
+    pool.score([group("#### 1")])
+    process = pool._workers[0]._process
+    process.stdin.close()
+    assert process.wait(timeout=10) == 0
+    assert not os.path.exists(f"/proc/{process.pid}")
+
+
+@pytest.mark.parametrize(
+    ("functions", "says"),
+    [
+        ({}, "no reward is known for data_source 'mine'"),
+        ({"gsm9k": 1.0}, "unknown reward 'gsm9k'; built in: gsm8k, math, format"),
+        ({"none.py:f": 1.0}, "no file at none.py"),
+    ],
+)
+def test_a_reward_that_cannot_be_found_is_refused(functions, says):
+    with pytest.raises(ValueError, match=says):
+        choose_rewards(RewardConfig(functions=functions), "mine")
+
+
+def test_a_file_without_the_function_is_refused_before_it_runs(user_file):
+    with pytest.raises(ValueError, match="defines no nothing"):
+        choose_rewards(RewardConfig(functions={f"{user_file}:nothing": 1.0}), "mine")
