@@ -298,7 +298,7 @@ def test_killing_the_launcher_leaves_no_process_behind(root, base):
 
 def test_torchrun_joins_the_ranks_that_are_there(root, base):
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "fivefold.cli",
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "fivefold.cli",
          "train", root / "run.yaml", f"trainer.run_dir={root}/runs/torchrun", "policy.backend=megatron:t2"],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip

@@ -13,7 +13,13 @@ from fivefold import __version__
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `fivefold` command; the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse does not take key=value arguments that stand behind an option.
+    if rest and (not hasattr(options, "overrides") or any(item.startswith("-") or "=" not in item for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
     try:
         return int(options.call(options) or 0)
     except ValueError as error:

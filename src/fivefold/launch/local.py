@@ -101,21 +101,21 @@ def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int
 def _watch(processes: list[subprocess.Popen[bytes]], log_dir: Path, signals: list[int]) -> int:
     while True:
         codes = [process.poll() for process in processes]
-        bad = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
-        if bad and len(signals) < 2 and not all(code == 128 + signals[0] for _, code in bad if signals):
+        # Ranks that were asked to end say so in their exit code.
+        good = (None, 0, 128 + signal.SIGTERM) if signals else (None, 0)
+        bad = [(rank, code) for rank, code in enumerate(codes) if code not in good]
+        if bad and len(signals) < 2:
             # Ranks that lose their partner fail too, a moment later: the first to fail has the reason.
             time.sleep(0.3)
-            _report(processes, log_dir, bad[0])
+            _report(log_dir, bad[0])
             _end(processes)
             return FAILED
         if all(code is not None for code in codes):
-            if signals:
-                return 128 + signals[0]
-            return max(code or 0 for code in codes)
+            return 128 + signals[0] if signals else 0
         time.sleep(0.1)
 
 
-def _report(processes: list[subprocess.Popen[bytes]], log_dir: Path, seen: tuple[int, int | None]) -> None:
+def _report(log_dir: Path, seen: tuple[int, int | None]) -> None:
     """Show the traceback of the rank that failed first."""
     errors = sorted(log_dir.glob("rank-*.error"), key=lambda path: path.stat().st_mtime_ns)
     if errors:
