@@ -41,7 +41,13 @@ BIG = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-SMALL = BIG | {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = BIG | {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16}
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, clip_grad=1.0, weight_decay=0.1)
 OBJECTIVE = replace(METHODS["grpo"](), kl_coef=0.5)
@@ -257,7 +263,10 @@ def main() -> int:
     theirs = (rounded - exact).abs()
     mask = exact != 0
     ours32 = (run("logprobs", "megatron:d1", directory, "float32") - exact).abs()
-    claim(f"float32 log-probs equal transformers': mean {ours32[mask].mean():.2e}, max {ours32.max():.2e} <= 1e-3", bool(ours32.max() <= 1e-3))
+    claim(
+        f"float32 log-probs equal transformers': mean {ours32[mask].mean():.2e}, max {ours32.max():.2e} <= 1e-3",
+        bool(ours32.max() <= 1e-3),
+    )
     ours = (run("logprobs", "megatron:d1", directory, "bfloat16") - exact).abs()
     # transformers in bfloat16 shows what rounding alone does to this model; we may be at most half as far off again.
     claim(
@@ -278,8 +287,14 @@ def main() -> int:
             other = run("step", layout, directory, dtype)
             differences = [abs(other[0] - loss) / abs(loss), abs(other[1] - norm) / norm]
             differences.append(max(float((other[2][key] - weights[key]).abs().max()) for key in weights))
-            text = ", ".join(f"{what} {value:.1e} <= {bound:.0e}" for what, value, bound in zip(("loss", "norm", "parameters"), differences, bounds))
-            claim(f"{dtype} {layout} takes the step of d1: {text}", all(d <= b for d, b in zip(differences, bounds)))
+            text = ", ".join(
+                f"{what} {value:.1e} <= {bound:.0e}"
+                for what, value, bound in zip(("loss", "norm", "parameters"), differences, bounds, strict=True)
+            )
+            claim(
+                f"{dtype} {layout} takes the step of d1: {text}",
+                all(d <= b for d, b in zip(differences, bounds, strict=True)),
+            )
 
     for layout in ["megatron:d1", *layouts]:
         speed = run("speed", layout, directory, "bfloat16")

@@ -76,3 +76,50 @@ def test_logprobs_and_export_equal_hugging_face(cluster, models, name, layout):
         assert set(weights) == set(state) - tied
         for key, tensor in weights.items():
             assert torch.equal(tensor, state[key]), key
+
+
+def through_mbridge(mesh, directory: Path):
+    from fivefold.config.schema import MegatronConfig
+    from fivefold.megatron.model import MegatronModel
+
+    policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=48, megatron=MegatronConfig(bridge_type="mbridge"))
+    model = MegatronModel(directory, policy, mesh)
+    return model.forward(sample_batch()), {name: tensor.clone() for name, tensor in model.weights()}
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2p2"])
+@pytest.mark.parametrize("name", ["llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3"])
+def test_mbridge_loads_and_streams_the_same_weights(cluster, models, name, layout):
+    directory = models(name)
+    expected_T, _, state = hf_numbers(directory)
+    for logprobs_T, weights in cluster.run(through_mbridge, layout, directory):
+        assert (logprobs_T - expected_T).abs().max() <= 2e-5
+        assert set(state) - set(weights) <= {"lm_head.weight"}
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, state[key]), key
+
+
+def through_megatron_bridge(mesh, directory: Path):
+    from fivefold.config.schema import MegatronConfig
+    from fivefold.megatron.model import MegatronModel
+
+    MegatronModel(directory, PolicyConfig(dtype="float32", megatron=MegatronConfig(bridge_type="megatron-bridge")), mesh)
+
+
+def test_a_bridge_that_is_not_installed_is_named_with_what_it_lacks(cluster, models):
+    with pytest.raises(RuntimeError, match=r"megatron-bridge needs the packages .*transformer_engine.* use native"):
+        cluster.run(through_megatron_bridge, "megatron:d1", models("qwen3"))
+
+
+def with_transformer_engine(mesh, directory: Path):
+    from fivefold.config.schema import MegatronConfig
+    from fivefold.megatron.model import MegatronModel
+
+    MegatronModel(
+        directory, PolicyConfig(dtype="float32", megatron=MegatronConfig(transformer_impl="transformer_engine")), mesh
+    )
+
+
+def test_transformer_engine_is_asked_for_by_name_where_it_cannot_be_had(cluster, models):
+    with pytest.raises(RuntimeError, match=r"transformer_engine needs the package transformer_engine.*use torch"):
+        cluster.run(with_transformer_engine, "megatron:d1", models("qwen3"))

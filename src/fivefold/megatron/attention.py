@@ -24,8 +24,8 @@ _GROUPED_QUERY = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class Packing(PackedSeqParams):
     """Where the sequences of a micro-batch lie.
 
-    `cu_seqlens_q` stays None: rotary angles are gathered by position before the layers, so that no layer needs to
-    look at sequence lengths on the host.
+    With layers of plain PyTorch `cu_seqlens_q` stays None: rotary angles are gathered by position before the layers,
+    so that no layer needs to look at sequence lengths on the host. Transformer Engine's attention wants it.
     """
 
     lengths: tuple[int, ...] = ()
@@ -36,8 +36,8 @@ class Packing(PackedSeqParams):
     """Sequences of similar length: (index [sequences, longest] into T, -1 behind the end; longest)."""
 
 
-def make_packing(lengths: list[int], device: torch.device) -> Packing:
-    """Packing of sequences of these lengths, on `device`."""
+def make_packing(lengths: list[int], device: torch.device, fused: bool) -> Packing:
+    """Packing of sequences of these lengths, on `device`; `fused` for layers of Transformer Engine."""
     positions = torch.cat([torch.arange(length) for length in lengths])
     starts = [0]
     for length in lengths:
@@ -53,13 +53,16 @@ def make_packing(lengths: list[int], device: torch.device) -> Packing:
         starts_S = torch.tensor([starts[i] for i in members])
         index = torch.where(offsets < lengths_S[:, None], starts_S[:, None] + offsets, -1)
         buckets.append((index.to(device, non_blocking=True), longest))
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
     return Packing(
         qkv_format="thd",
+        cu_seqlens_q=cu_seqlens if fused else None,
+        cu_seqlens_kv=cu_seqlens if fused else None,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         lengths=tuple(lengths),
         positions_T=positions.to(device, non_blocking=True),
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+        cu_seqlens=cu_seqlens,
         buckets=tuple(buckets),
     )
 

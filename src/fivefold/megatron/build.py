@@ -17,8 +17,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fivefold.config.schema import OptimizerConfig, PolicyConfig
 from fivefold.megatron.mesh import Mesh
-from fivefold.megatron.spec import PolicyModel, block_spec
+from fivefold.megatron.spec import PolicyModel, block_spec, use_transformer_engine
 from fivefold.model_shape import ModelShape
+
+FUSED_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine's layers keep a norm's weight in the product that follows it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,6 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> TransformerConfig:
     """Megatron-Core's configuration of this model."""
     layout, dtype = mesh.layout, DTYPES[policy.dtype]
+    fused = use_transformer_engine(policy.megatron.transformer_impl, mesh.device)
     recompute: dict[str, object] = {}
     if policy.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -56,6 +63,7 @@ def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> T
             # Micro-batches are packed to different lengths.
             variable_seq_lengths=layout.pp > 1,
             moe_token_dispatcher_type="alltoall",  # noqa: S106
+            transformer_impl="transformer_engine" if fused else "local",
             deallocate_pipeline_outputs=layout.pp > 1,
             params_dtype=dtype,
             pipeline_dtype=dtype,
@@ -107,6 +115,7 @@ def global_parameters(model: PolicyModel, config: TransformerConfig) -> dict[str
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.layers."):
             _, _, layer, rest = name.split(".", 3)
+            rest = FUSED_NAMES.get(rest, rest)
             name = f"decoder.layers.{int(layer) + offset}.{rest}"
         found[name] = parameter
     return found

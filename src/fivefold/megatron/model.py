@@ -11,6 +11,7 @@ from torch import Tensor
 from fivefold.config.schema import PolicyConfig
 from fivefold.megatron import checkpoint, step
 from fivefold.megatron.bridge import SafetensorsSource, WeightStream, load_parameters
+from fivefold.megatron.bridge.foreign import foreign_bridge
 from fivefold.megatron.bridge.load import check_names
 from fivefold.megatron.build import DTYPES, build_model, build_trainer, global_parameters, transformer_config
 from fivefold.megatron.mesh import Mesh
@@ -38,15 +39,22 @@ class MegatronModel:
         """
         self.shape: ModelShape = load_shape(directory)
         self.shape.check_layout(mesh.layout)
-        self._mesh, self._budget = mesh, policy.tokens_per_micro_batch
+        self._mesh = mesh
         config = transformer_config(self.shape, mesh, policy)
         self._module = build_model(config, self.shape, mesh)
+        fused = config.transformer_impl == "transformer_engine"
+        self._terms = step.Terms(mesh, policy.tokens_per_micro_batch, self.shape.vocab, fused)
         parameters = global_parameters(self._module, config)
-        if read_weights:
+        kind = policy.megatron.bridge_type
+        foreign = None if kind == "native" else foreign_bridge(kind, self._module, directory, self.shape)
+        if read_weights and foreign is not None:
+            foreign.load(directory)
+        elif read_weights:
             source = SafetensorsSource(directory)
             check_names(source, self.shape, directory)
             load_parameters(parameters, source, self.shape, mesh.tp.rank(), mesh.layout.tp, mesh.layout.pp)
-        self._stream = WeightStream(parameters, self.shape, mesh, DTYPES[policy.dtype], bucket_mb)
+        stream = WeightStream(parameters, self.shape, mesh, DTYPES[policy.dtype], bucket_mb)
+        self._stream = stream if foreign is None else foreign.weights
         self._trainer = None
         self._finalize = step.FinalizeOnce()
         if total_updates is None:
@@ -66,7 +74,7 @@ class MegatronModel:
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-prob of each response token, 0 elsewhere, on the host of every rank of the replica."""
         self._model.eval()
-        return step.forward_only(self._model, batch, self._mesh, self._budget, self.shape.vocab)
+        return step.forward_only(self._model, batch, self._terms)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
         """One optimizer step over the whole batch."""
@@ -75,9 +83,7 @@ class MegatronModel:
         self._model.train()
         trainer.ddp.zero_grad_buffer()
         trainer.optimizer.zero_grad()
-        gradients = step.forward_backward(
-            self._model, self._finalize, batch, loss_fn, self._mesh, self._budget, self.shape.vocab
-        )
+        gradients = step.forward_backward(self._model, self._finalize, batch, loss_fn, self._terms)
         trainer.schedule.step(1)
         lr = max(group["lr"] for group in trainer.optimizer.param_groups)
         updated, grad_norm, _ = trainer.optimizer.step()

@@ -38,12 +38,26 @@ class RMSNorm(MegatronModule):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def transformer_engine_installed() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def use_transformer_engine(choice: str, device: torch.device) -> bool:
+    """Whether layers come from Transformer Engine; raises ValueError where it was asked for and cannot be had."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if choice == "transformer_engine" and not (installed and device.type == "cuda"):
+        lacking = "a CUDA device" if installed else "the package transformer_engine, which is not installed"
+        raise ValueError(
+            f"megatron.transformer_impl: transformer_engine needs {lacking}: use torch, which needs nothing, or auto"
+        )
+    return choice != "torch" and installed and device.type == "cuda"
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage."""
+    """The layers of this pipeline stage, in plain PyTorch or Transformer Engine's."""
+    count = get_num_layers_to_build(config, vp_stage=None)
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        fused = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return TransformerBlockSubmodules(layer_specs=[fused] * count, layer_norm=TENorm)
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -66,11 +80,14 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
                 module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
             ),
             mlp_bda=get_bias_dropout_add,
+            # Checkpoints name norms as fused layers do, so that either kind of layer reads the other's.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
         ),
     )
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=None), layer_norm=RMSNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
 class PolicyModel(GPTModel):
@@ -111,6 +128,8 @@ class PolicyModel(GPTModel):
 
     def _preprocess(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
         first, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params.cu_seqlens_q is not None:
+            return (first, angles, *rest)
         # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
         return (first, angles[packed_seq_params.positions_T, 0], *rest)
 

@@ -41,14 +41,27 @@ class MicroBatch:
     """Where its tokens lie in the batch it was cut from."""
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What every step of one model has in common."""
+
+    mesh: Mesh
+    budget: int
+    """Most tokens of a micro-batch."""
+    vocab: int
+    """Vocabulary without padding."""
+    fused: bool
+    """Layers are Transformer Engine's."""
+
+
 class MicroBatches:
     """The micro-batches of a batch: the same number on every data-parallel replica."""
 
-    def __init__(self, batch: TokenBatch, mesh: Mesh, budget: int) -> None:
-        needed = torch.tensor(micro_batches_needed(batch.lengths_N, budget))
-        dist.all_reduce(needed, dist.ReduceOp.MAX, group=mesh.ranks.dp)
+    def __init__(self, batch: TokenBatch, terms: Terms) -> None:
+        needed = torch.tensor(micro_batches_needed(batch.lengths_N, terms.budget))
+        dist.all_reduce(needed, dist.ReduceOp.MAX, group=terms.mesh.ranks.dp)
         self.count = int(needed)
-        self._batch, self._mesh = batch, mesh
+        self._batch, self._mesh, self._fused = batch, terms.mesh, terms.fused
         self._plan = plan_micro_batches(batch.lengths_N, self.count)
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -58,7 +71,7 @@ class MicroBatches:
             tokens = sum(cut.lengths_N)
             # A replica without samples takes part with padding only, or the others would wait for it for ever.
             padding = -tokens % multiple if tokens else multiple
-            packing = make_packing(cut.lengths_N + ([padding] if padding else []), device)
+            packing = make_packing(cut.lengths_N + ([padding] if padding else []), device, self._fused)
             yield MicroBatch(
                 token_ids_T=torch.cat([cut.token_ids_T, torch.zeros(padding, dtype=torch.long)]).to(
                     device, non_blocking=True
@@ -104,12 +117,12 @@ def _forward(iterator: Iterator[MicroBatch], model: Any, valid_vocab: int) -> tu
 
 
 @torch.no_grad()
-def forward_only(model: Any, batch: TokenBatch, mesh: Mesh, budget: int, valid_vocab: int) -> Tensor:
+def forward_only(model: Any, batch: TokenBatch, terms: Terms) -> Tensor:
     """[T] log-probs of the response tokens, on the host of every rank of the replica."""
-    micro_batches = MicroBatches(batch, mesh, budget)
+    mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, output = _forward(iterator, model, valid_vocab)
+        micro, output = _forward(iterator, model, terms.vocab)
 
         def collect(output: tuple[Tensor, Tensor], non_loss_data: bool = True) -> tuple[MicroBatch, Tensor]:
             return micro, _spread(output[0], micro)
@@ -146,14 +159,12 @@ class Gradients:
     sequences: int
 
 
-def forward_backward(
-    model: Any, finalize: FinalizeOnce, batch: TokenBatch, loss_fn: LossFn, mesh: Mesh, budget: int, valid_vocab: int
-) -> Gradients:
+def forward_backward(model: Any, finalize: FinalizeOnce, batch: TokenBatch, loss_fn: LossFn, terms: Terms) -> Gradients:
     """Gradients of the whole update on every rank, reduced and finalized."""
-    micro_batches = MicroBatches(batch, mesh, budget)
+    mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, output = _forward(iterator, model, valid_vocab)
+        micro, output = _forward(iterator, model, terms.vocab)
 
         def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, LossOutput]:
             logprobs_S, entropy_S = output
