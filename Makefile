@@ -28,7 +28,7 @@ demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
 
 gsm8k: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/gsm8k_tiny.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/gsm8k_tiny.sh $(SOURCE)
 
 gpu-test:
 	$(PYTHON) benchmarks/gpu_check.py

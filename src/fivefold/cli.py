@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--out", type=Path, required=True)
     added.add_argument("--limit", type=int, help="at most so many rows of each split (arithmetic: training problems)")
     added.add_argument("--seed", type=int, default=0)
+    added.add_argument("--below", type=int, default=100, help="arithmetic: sums of two numbers below this")
     added = command("tokenizer", _tokenizer, "train a small tokenizer on the texts of data files")
     added.add_argument("kind", choices=["char", "bpe"])
     added.add_argument("--data", nargs="+", required=True, help="parquet or jsonl files with prompt and response")
@@ -155,7 +156,9 @@ def _report(options: argparse.Namespace) -> int:
 def _data(options: argparse.Namespace) -> int:
     from fivefold.data.prepare import prepare
 
-    for split, rows in prepare(options.name, options.out, options.source, options.limit, options.seed).items():
+    for split, rows in prepare(
+        options.name, options.out, options.source, options.limit, options.seed, options.below
+    ).items():
         print(f"{options.out / split}.parquet: {rows} rows")
     return 0
 

@@ -22,14 +22,16 @@ HUB = {
 TEST_SHARE = 0.05
 
 
-def prepare(name: str, out: Path, source: list[Path], limit: int | None = None, seed: int = 0) -> dict[str, int]:
+def prepare(
+    name: str, out: Path, source: list[Path], limit: int | None = None, seed: int = 0, below: int = 100
+) -> dict[str, int]:
     """Write `out`/train.parquet and `out`/test.parquet; rows written of each.
 
     `source` are local files; one with "test" in its name makes the test split, otherwise the last 5 % of the rows do.
     Without `source` the files come from the hub; `arithmetic` needs none.
     """
     if name == "arithmetic":
-        splits = arithmetic(limit or 4096, seed)
+        splits = arithmetic(limit or below * below * 3 // 4, seed, below)
     else:
         splits = {"train": [], "test": []}
         for split, path in _files(name, source):
@@ -49,14 +51,15 @@ def prepare(name: str, out: Path, source: list[Path], limit: int | None = None, 
     return written
 
 
-def arithmetic(count: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Sums of two numbers below 100, every problem once; the test split has none of the training problems."""
-    problems = [(a, b) for a in range(100) for b in range(100)]
+def arithmetic(count: int, seed: int, below: int) -> dict[str, list[dict[str, Any]]]:
+    """Sums of two numbers, every problem once; the test split has none of the training problems."""
+    problems = [(a, b) for a in range(below) for b in range(below)]
     random.Random(seed).shuffle(problems)  # noqa: S311 - not for secrets
-    held = max(64, count // 16)
-    if count + held > len(problems):
+    held = max(1, len(problems) // 16)
+    if not 0 < count <= len(problems) - held:
         raise ValueError(
-            f"arithmetic has {len(problems)} problems: --limit must be at most {len(problems) * 16 // 17}, got {count}"
+            f"sums of two numbers below {below} have {len(problems)} problems, {held} of them for the test: "
+            f"--limit must be at most {len(problems) - held}, got {count}"
         )
 
     def row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
