@@ -75,7 +75,10 @@ def test_gsm8k_and_math_have_the_schema_that_verl_users_have(tmp_path):
 def test_the_real_gsm8k_is_read_whole_and_its_solutions_earn_their_reward(tmp_path):
     from fivefold.reward.rules import gsm8k
 
-    assert prepare("gsm8k", tmp_path, [SHARED / "gsm8k/train.jsonl", SHARED / "gsm8k/test.jsonl"]) == {"train": 7473, "test": 1319}
+    assert prepare("gsm8k", tmp_path, [SHARED / "gsm8k/train.jsonl", SHARED / "gsm8k/test.jsonl"]) == {
+        "train": 7473,
+        "test": 1319,
+    }
     for row in read_rows(tmp_path / "test.parquet"):
         assert gsm8k(row["response"], row["reward_model"]["ground_truth"]) == 1
 
@@ -111,7 +114,13 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, says):
 
 def test_sft_without_completions_is_refused(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="needs a text in column 'response'"):
-        load_prompts([write(tmp_path / "a.jsonl", {"prompt": "1"})], tokenizer, max_prompt_tokens=9, overlong="drop", need_response=True)
+        load_prompts(
+            [write(tmp_path / "a.jsonl", {"prompt": "1"})],
+            tokenizer,
+            max_prompt_tokens=9,
+            overlong="drop",
+            need_response=True,
+        )
 
 
 def test_a_chat_template_is_used_where_there_is_one(tokenizer):
@@ -120,7 +129,9 @@ def test_a_chat_template_is_used_where_there_is_one(tokenizer):
     plain = render([{"role": "user", "content": "1+1="}], tokenizer, "")
     assert plain[1] == "1+1=\n"
     templated = copy.deepcopy(tokenizer)
-    templated.chat_template = "{% for m in messages %}#{{ m.content }}#{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    templated.chat_template = (
+        "{% for m in messages %}#{{ m.content }}#{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
     assert render([{"role": "user", "content": "1+1="}], templated, "")[1] == "#1+1=#="
 
 

@@ -136,6 +136,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         save_every=config.trainer.save_every,
         eval_every=config.trainer.eval_every,
         eval_before=config.trainer.eval_before,
+        stop_at=config.trainer.stop_at,
         samples_per_step=config.trainer.samples_per_step,
         resume=config.trainer.resume,
         flops=partial(training_flops, shape),

@@ -63,6 +63,7 @@ class Run:
     save_every: int
     eval_every: int
     eval_before: bool
+    stop_at: dict[str, float]
     samples_per_step: int
     resume: str
     flops: Callable[[int, float], float]
@@ -209,7 +210,10 @@ class Run:
         self.observer.samples([_sample_row(self.step, groups, i) for i in range(min(self.samples_per_step, len(groups)))])
         last = self.step == self.steps
         if self.evaluation is not None and ((self.eval_every and self.step % self.eval_every == 0) or last):
-            self.evaluate()
+            found = self.evaluate()
+            if self.stop_at and all(found.get(name, -math.inf) >= value for name, value in self.stop_at.items()):
+                self.observer.say(f"reached {self.stop_at} after step {self.step}")
+                self.steps, last = self.step, True
         self._last_metrics = self.observer.end_step(self.step)
         self.interrupted = self.ranks.any(self.stop_requested())
         if last or self.interrupted or (self.save_every and self.step % self.save_every == 0):

@@ -13,7 +13,8 @@ def train(run: Run) -> None:
     """Train from where the run stands to its last step."""
     stage, ranks, policy, objective = run.observer.stage, run.ranks, run.policy, run.objective
     run.start()
-    for step in range(run.step, run.steps):
+    while run.step < run.steps:
+        step = run.step
         with run.profiled(step), stage("step"):
             prompts = run.sampler.batch(step)
             with stage("rollout"):

@@ -174,6 +174,8 @@ class TrainerConfig:
     eval_every: int = 0
     eval_before: bool = True
     """Evaluate before the first step, when there is validation data."""
+    stop_at: dict[str, float] = field(default_factory=dict)
+    """End the run when an evaluation finds every one of these metrics at or above its value."""
     samples_per_step: int = 4
     """Samples written to samples.jsonl each step."""
     loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])
@@ -292,5 +294,9 @@ class RunConfig:
         need(
             self.trainer.eval_every == 0 or bool(data.val),
             "trainer.eval_every needs validation files: name them in data.val or set eval_every to 0",
+        )
+        need(
+            not self.trainer.stop_at or (bool(data.val) and self.trainer.eval_every > 0),
+            "trainer.stop_at looks at evaluations: set trainer.eval_every and data.val",
         )
         return found
