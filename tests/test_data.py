@@ -44,7 +44,7 @@ def test_a_step_larger_than_the_set_is_refused():
 
 
 def test_arithmetic_splits_share_no_problem_and_are_right(tmp_path):
-    assert prepare("arithmetic", tmp_path, [], 200, seed=0, below=20) == {"train": 200, "test": 25}
+    assert prepare("arithmetic", tmp_path, [], 200, seed=0, below=20) == {"train": 200, "test": 64}
     rows = {split: list(read_rows(tmp_path / f"{split}.parquet")) for split in ("train", "test")}
     questions = {split: {row["prompt"][0]["content"] for row in part} for split, part in rows.items()}
     assert not questions["train"] & questions["test"]
@@ -52,7 +52,7 @@ def test_arithmetic_splits_share_no_problem_and_are_right(tmp_path):
         a, b = row["prompt"][0]["content"].rstrip("=").split("+")
         assert row["reward_model"] == {"style": "rule", "ground_truth": str(int(a) + int(b))}
         assert row["response"] == f"#### {int(a) + int(b)}"
-    with pytest.raises(ValueError, match="--limit must be at most 375"):
+    with pytest.raises(ValueError, match="--limit must be at most 336"):
         prepare("arithmetic", tmp_path, [], 400, below=20)
 
 

@@ -55,7 +55,7 @@ def arithmetic(count: int, seed: int, below: int) -> dict[str, list[dict[str, An
     """Sums of two numbers, every problem once; the test split has none of the training problems."""
     problems = [(a, b) for a in range(below) for b in range(below)]
     random.Random(seed).shuffle(problems)  # noqa: S311 - not for secrets
-    held = max(1, len(problems) // 16)
+    held = max(min(64, len(problems) // 4), len(problems) // 16)
     if not 0 < count <= len(problems) - held:
         raise ValueError(
             f"sums of two numbers below {below} have {len(problems)} problems, {held} of them for the test: "
