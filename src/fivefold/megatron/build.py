@@ -172,4 +172,6 @@ def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, tota
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

@@ -81,8 +81,12 @@ def _load_optimizer(trainer: Trainer, loaded: dict[str, Any]) -> None:
     assert len(adams) == 1, "one optimizer a rank"
     for outer, state in zip(adams, [loaded], strict=True):
         groups = {key: value for key, value in state.items() if not key.startswith("param_state")}
+        # The configuration of this run decides, not the one that wrote the checkpoint.
+        configured = [{key: value for key, value in group.items() if key != "params"} for group in outer.param_groups]
         outer.load_state_dict(groups)
         adam = outer.optimizer
+        for group, settings in zip(adam.param_groups, configured, strict=True):
+            group.update(settings)
         steps: dict[Tensor, float] = {parameter: float(own.pop("step")) for parameter, own in adam.state.items()}
         outer.load_parameter_state_from_fully_reshardable(state["param_state"])
         for parameter, step in steps.items():

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.checkpoint import Checkpoints, RunState, damage
+
+
+def state(step: int) -> RunState:
+    return RunState(step=step, version=step, seed=0, layout="megatron:d1t1p1")
+
+
+def write(checkpoints: Checkpoints, step: int, content: bytes = b"weights") -> Path:
+    def fill(directory: Path) -> None:
+        (directory / "policy" / "part").write_bytes(content)
+
+    return checkpoints.write(state(step), True, lambda: None, fill)
+
+
+def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        path = write(checkpoints, step)
+    names = sorted(item.name for item in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-000002", "step-000003"]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-000003"
+    assert RunState.read(path) == state(3)
+    assert checkpoints.newest(print) == path
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    good = write(checkpoints, 1)
+
+    def fail(directory: Path) -> None:
+        (directory / "policy" / "half").write_bytes(b"x")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.write(state(2), True, lambda: None, fail)
+    said: list[str] = []
+    assert checkpoints.newest(said.append) == good
+    assert "was not finished" in said[0]
+    assert write(checkpoints, 2).name == "step-000002"
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda d: (d / "policy/part").write_bytes(b"weight"), "has 6 bytes instead of 7"),
+        (lambda d: (d / "policy/part").write_bytes(b"weighty"), "has other content"),
+        (lambda d: (d / "policy/part").unlink(), "policy/part is missing"),
+        (lambda d: (d / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+    ],
+)
+def test_each_kind_of_damage_is_named(tmp_path, harm, says):
+    path = write(Checkpoints(tmp_path, keep=1), 1)
+    assert damage(path) == ""
+    harm(path)
+    assert says in damage(path)
+
+
+def test_large_files_are_checked_at_head_and_tail(tmp_path, monkeypatch):
+    monkeypatch.setattr("fivefold.checkpoint._DIGEST_BYTES", 4)
+    path = write(Checkpoints(tmp_path, keep=1), 1, b"0123456789abcdef")
+    (path / "policy/part").write_bytes(b"0123456789abcdeF")
+    assert "has other content" in damage(path)
