@@ -55,12 +55,21 @@ def fetch_model(path: str, ranks: Ranks) -> Path:
     found: str | None = None
     for turn in (True, False):
         if (local_rank == 0) is turn:
-            from huggingface_hub import snapshot_download
-
-            found = snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*"])
+            found = _download(path)
         ranks.barrier()
     assert found is not None
     return Path(found)
+
+
+def _download(path: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*"]
+    try:
+        return str(snapshot_download(path, allow_patterns=wanted))
+    except Exception as error:
+        # Whatever the hub's client raises (no such model, no network, no access), the user has one thing to look at.
+        raise ValueError(f"{path!r} is neither a directory here nor a model that the hub gives: {error}") from error
 
 
 def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_requested: Callable[[], bool]) -> Run:

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -77,11 +76,6 @@ def _leave_error(text: str) -> None:
 
 
 def _run(arguments: list[str], interrupt: Interrupt) -> None:
-    # Megatron-Core says at import that Transformer Engine and apex are missing; we do not need them.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    # Megatron-Core calls collectives by names that newer torch has renamed.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     import torch
 
     from fivefold.config import load_config

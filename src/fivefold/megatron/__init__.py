@@ -1,1 +1,8 @@
 """The one door to Megatron-Core."""
+
+import warnings
+
+# Megatron-Core says at import that Transformer Engine and apex are missing, which we do not need, and calls collectives
+# by names that newer releases of torch have renamed.
+warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
