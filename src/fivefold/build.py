@@ -119,9 +119,6 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
 
         return given_groups(ranks, prompts, encode, sampling.max_tokens)
 
-    if ranks.is_main:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "run.yaml").write_text(dump_yaml(config))
     return Run(
         ranks=ranks,
         observer=observer,

@@ -84,6 +84,8 @@ class Run:
     def start(self) -> None:
         """Resume where a checkpoint says so; evaluate before the first step."""
         self._resume()
+        if self.ranks.is_main:
+            (self.run_dir / "run.yaml").write_text(self.resolved_config)
         if self.step == 0 and self.eval_before and self.evaluation is not None:
             self.evaluate()
             self._last_metrics = self.observer.end_step(0)

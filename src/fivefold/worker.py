@@ -125,15 +125,13 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device, interrupt: Inte
 
 def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.device, interrupt: Interrupt) -> None:
     from fivefold.build import build_run
-    from fivefold.checkpoint import RunState
 
     run = build_run(config, ranks, device, interrupt.requested)
     try:
         if run.evaluation is None:
             raise ValueError("nothing to evaluate: name validation files in data.val")
         run.policy.load(checkpoint / "policy")
-        run.step = RunState.read(checkpoint).step
-        metrics = run.evaluate()
+        metrics, _ = run.evaluation.run(run.sync_weights(), ranks, run.scorer)
         if ranks.is_main:
             print(json.dumps({"checkpoint": str(checkpoint), **metrics}, indent=1))
     finally:
