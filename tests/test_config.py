@@ -137,6 +137,9 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
     result = check(path)
     assert "policy.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in result.stdout
     assert "eval.samples has no effect" in result.stdout
+    sft = check(path, "algorithm.name=sft", "algorithm.group_size=4", "engine.sampling.temperature=0.5")
+    assert "algorithm.group_size has no effect: sft has one given completion a prompt" in sft.stdout
+    assert "engine.sampling has no effect: sft does not sample" in sft.stdout
 
 
 def test_check_answers_in_two_seconds_and_without_torch(tmp_path, models):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from fivefold.config import RunConfig
+from fivefold.config.schema import AlgorithmConfig, SamplingConfig
 from fivefold.model_shape import ModelShape, load_shape
 from fivefold.plan.estimate import estimate_memory
 from fivefold.reward.choose import choose_rewards
@@ -63,6 +64,11 @@ def without_effect(config: RunConfig) -> list[tuple[str, str]]:
     if optimizer.schedule == "constant" and (optimizer.decay_steps is not None or optimizer.min_lr):
         found.append(("policy.optimizer.decay_steps and min_lr", "the schedule is constant"))
     if config.algorithm.name == "sft":
+        if config.algorithm.group_size != AlgorithmConfig().group_size:
+            found.append(("algorithm.group_size", "sft has one given completion a prompt"))
+        drawn, usual = config.engine.sampling, SamplingConfig()
+        if (drawn.temperature, drawn.top_p, drawn.top_k) != (usual.temperature, usual.top_p, usual.top_k):
+            found.append(("engine.sampling", "sft does not sample for training, and evaluation has its own (eval)"))
         if config.engine.max_logprob_diff is not None:
             found.append(("engine.max_logprob_diff", "sft does not sample for training"))
         if (config.reward.functions or config.reward.by_source) and not config.data.val:
