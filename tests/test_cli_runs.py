@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.xdist_group("cli")
+
 RUN = """
 model: {{path: {root}/model}}
 policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4, warmup_steps: 2}}}}
@@ -143,12 +145,18 @@ def test_a_whole_run_has_the_same_metrics_on_every_layout(root, base, layout):
     assert_same(metrics(root, layout.replace(":", "-")), base)
 
 
-def test_a_run_resumed_on_other_layouts_goes_on_as_if_never_stopped(root, base):
+@pytest.fixture(scope="module")
+def moved(root: Path) -> list[dict[str, float]]:
+    """The run of `base` in three pieces, each on another layout."""
     for steps, layout in [(2, "megatron:t2"), (3, "megatron:p2"), (5, "megatron:d2")]:
         # The schedule's length must not depend on where this piece of the run stops.
         done = train(root, "moved", f"policy.backend={layout}", f"trainer.steps={steps}", "policy.optimizer.decay_steps=10")
         assert done.returncode == 0, done.stderr
-    found = {row["step"]: row for row in metrics(root, "moved")}
+    return metrics(root, "moved")
+
+
+def test_a_run_resumed_on_other_layouts_goes_on_as_if_never_stopped(base, moved):
+    found = {row["step"]: row for row in moved}
     for row in base[1:]:
         shared = {k: v for k, v in row.items() if not k.startswith("val/")}
         assert_same([{k: found[row["step"]][k] for k in shared}], [shared])
@@ -160,11 +168,11 @@ def exported(root: Path, name: str, step: int, out: str) -> dict[str, torch.Tens
     return load_file(root / out / "model.safetensors")
 
 
-def test_parameters_after_resuming_elsewhere_equal_those_of_one_run(root, base):
+def test_parameters_after_resuming_elsewhere_equal_those_of_one_run(root, base, moved):
     """Moments and Adam's step came along: otherwise the updates after the resume would differ."""
-    one, moved = exported(root, "base", 5, "out-base"), exported(root, "moved", 5, "out-moved")
+    one, pieces = exported(root, "base", 5, "out-base"), exported(root, "moved", 5, "out-moved")
     for name, tensor in one.items():
-        assert torch.allclose(moved[name], tensor, atol=2e-6), name
+        assert torch.allclose(pieces[name], tensor, atol=2e-6), name
 
 
 def test_an_exported_model_loads_in_transformers_with_its_tokenizer(root, base):
