@@ -7,6 +7,7 @@ it runs the same on the CPU with a tiny model (for a look at the script itself).
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -124,7 +125,9 @@ def step_job(mesh, directory: Path, dtype: str):
     batch = make_batch(16, 512 if GPU else 24, model.shape.vocab)
     mine = batch.select(mesh.ranks.share(range(16))[0])
     base = model.forward(mine)
-    mine.old_logprobs_T, mine.ref_logprobs_T = base + mine.old_logprobs_T, base + mine.ref_logprobs_T
+    mine.old_logprobs_T = base + mine.old_logprobs_T
+    # A reference that does not come from this model: otherwise the loss would be the same whatever the layout computes.
+    mine.ref_logprobs_T = (mine.ref_logprobs_T - math.log(model.shape.vocab)) * mine.loss_mask_T
     report = model.train_step(mine, OBJECTIVE.loss)
     # Every rank takes part in the stream; one keeps it.
     weights = {name: tensor.float().cpu() for name, tensor in model.weights()}
@@ -278,9 +281,9 @@ def main() -> int:
     layouts = ["megatron:t2", "megatron:p2", "megatron:d2"] if gpus >= 2 or not GPU else []
     layouts += ["megatron:t4", "megatron:d2t2", "megatron:t2p2", "megatron:d2p2"] if gpus >= 4 else []
     # float32: sums in another order, about 1e-6 of each number. bfloat16: each product is rounded to 2^-9 and layouts
-    # round at other places, so losses and norms differ by a fraction of that over ~10^4 tokens; a parameter moves by at
-    # most lr = 1e-3 and is stored with 2^-9 of its size.
-    for dtype, bounds in {"float32": (1e-5, 1e-4, 2e-5), "bfloat16": (5e-3, 2e-2, 2e-3)}.items():
+    # round at other places, so losses and norms differ by a fraction of that over ~10^4 tokens. Parameters are compared in
+    # float32 only: one step moves them by less than two layouts' rounding to bfloat16 can differ.
+    for dtype, bounds in {"float32": (1e-5, 1e-4, 2e-5), "bfloat16": (2e-3, 2e-3)}.items():
         loss, norm, weights = run("step", "megatron:d1", directory, dtype)
         print(f"     {dtype} d1: loss {loss:.6f}, gradient norm {norm:.6f}")
         for layout in layouts:
@@ -289,11 +292,11 @@ def main() -> int:
             differences.append(max(float((other[2][key] - weights[key]).abs().max()) for key in weights))
             text = ", ".join(
                 f"{what} {value:.1e} <= {bound:.0e}"
-                for what, value, bound in zip(("loss", "norm", "parameters"), differences, bounds, strict=True)
+                for what, value, bound in zip(("loss", "norm", "parameters"), differences, bounds, strict=False)
             )
             claim(
                 f"{dtype} {layout} takes the step of d1: {text}",
-                all(d <= b for d, b in zip(differences, bounds, strict=True)),
+                all(d <= b for d, b in zip(differences, bounds, strict=False)),
             )
 
     for layout in ["megatron:d1", *layouts]:
