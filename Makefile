@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test demo gsm8k gpu-test clean
+.PHONY: setup check test test-layouts demo gsm8k gpu-test clean
 
 setup: $(READY)
 
@@ -23,6 +23,10 @@ check: $(READY)
 
 test: check
 	$(BIN)/python -m pytest -n 2
+
+# Every layout of tests/layouts.py for three models and two micro-batch budgets, as a table; about ten minutes on two cores.
+test-layouts: $(READY)
+	$(BIN)/python -m tests.layout_table
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

@@ -23,6 +23,50 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **MOE,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 8,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.0,
+}
+MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {**MOE, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True}),
+    "qwen3_moe_sparse": ("Qwen3Moe", {**MOE, "head_dim": 16, "num_experts": 4, "mlp_only_layers": [2]}),
+    "qwen2_moe": ("Qwen2Moe", {**MOE, "num_experts": 8, "shared_expert_intermediate_size": 48}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3_yarn": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN, "q_lora_rank": None, "rms_norm_eps": 1e-5}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **MOE,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "first_k_dense_replace": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3_rope": ("Llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}),
@@ -41,7 +85,7 @@ def make_model(name: str, directory: Path) -> Path:
     import torch
     import transformers
 
-    prefix, changes = VARIANTS[name]
+    prefix, changes = (VARIANTS | MOE_VARIANTS)[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(7)
@@ -49,5 +93,15 @@ def make_model(name: str, directory: Path) -> Path:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             parameter.copy_(noise + 1 if parameter.ndim == 1 else noise)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(directory)
     return directory
+
+
+def load_tensors(directory: Path) -> dict[str, Any]:
+    """The tensors of a model directory by their names in the file."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.schema import MegatronConfig, PolicyConfig
 from fivefold.types import LossOutput, TokenBatch
-from tests.models import VARIANTS, VOCAB
+from tests.models import MOE_VARIANTS, VARIANTS, VOCAB, load_tensors
 
+PLAIN = MegatronConfig()
 LENGTHS = [9, 17, 5, 30, 12, 2]
 TEMPERATURE = 1.3
 
@@ -26,11 +28,12 @@ def sample_batch() -> TokenBatch:
     return TokenBatch(tokens, mask, LENGTHS, temperature=TEMPERATURE)
 
 
-def megatron_numbers(mesh, directory: Path):
+def megatron_numbers(mesh, directory: Path, options: MegatronConfig = PLAIN):
     """(log-probs, entropies, exported weights) of one rank."""
     from fivefold.megatron.model import MegatronModel
 
-    model = MegatronModel(directory, PolicyConfig(dtype="float32", tokens_per_micro_batch=48), mesh, total_updates=1)
+    policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=48, megatron=options)
+    model = MegatronModel(directory, policy, mesh, total_updates=1)
     batch = sample_batch()
     logprobs_T = model.forward(batch)
 
@@ -39,7 +42,7 @@ def megatron_numbers(mesh, directory: Path):
 
     batch.update_tokens = int(batch.loss_mask_T.sum())
     report = model.train_step(batch, record)
-    fresh = MegatronModel(directory, PolicyConfig(dtype="float32"), mesh)
+    fresh = MegatronModel(directory, replace(policy, tokens_per_micro_batch=16384), mesh)
     weights = {name: tensor.clone() for name, tensor in fresh.weights()}
     return logprobs_T, report.metrics["entropy"] / mesh.layout.dp, weights
 
@@ -61,7 +64,7 @@ def hf_numbers(directory: Path):
         logprobs_T[start + 1 : start + length] = own * mask
         entropy += float((-(logp.exp() * logp).sum(-1)[:-1] * mask).sum())
         start += length
-    return logprobs_T, entropy, model.state_dict()
+    return logprobs_T, entropy, load_tensors(directory)
 
 
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:p2", "megatron:t2p2"])
@@ -78,8 +81,31 @@ def test_logprobs_and_export_equal_hugging_face(cluster, models, name, layout):
             assert torch.equal(tensor, state[key]), key
 
 
+MOE_LAYOUTS = {
+    "d2e2": {},
+    "(attn:t2|ffn:t2)": {},
+    "t2e2": {},
+    "d2p2e2": {},
+    "p2": {"virtual_pipeline_model_parallel_size": 2},
+    "t2c2e2": {},
+}
+
+
+@pytest.mark.parametrize("layout", list(MOE_LAYOUTS))
+@pytest.mark.parametrize("name", list(MOE_VARIANTS))
+def test_logprobs_and_export_of_models_with_experts_equal_hugging_face(cluster, models, name, layout):
+    directory = models(name)
+    expected_T, expected_entropy, state = hf_numbers(directory)
+    options = MegatronConfig(pipeline=MOE_LAYOUTS[layout])
+    for logprobs_T, entropy, weights in cluster.run(megatron_numbers, f"megatron:{layout}", directory, options):
+        assert (logprobs_T - expected_T).abs().max() <= 2e-5
+        assert entropy == pytest.approx(expected_entropy, rel=1e-5)
+        assert set(weights) == set(state)
+        for key, tensor in weights.items():
+            assert tensor.dtype == state[key].dtype and torch.equal(tensor, state[key]), key
+
+
 def through_mbridge(mesh, directory: Path):
-    from fivefold.config.schema import MegatronConfig
     from fivefold.megatron.model import MegatronModel
 
     policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=48, megatron=MegatronConfig(bridge_type="mbridge"))
@@ -100,7 +126,6 @@ def test_mbridge_loads_and_streams_the_same_weights(cluster, models, name, layou
 
 
 def through_megatron_bridge(mesh, directory: Path):
-    from fivefold.config.schema import MegatronConfig
     from fivefold.megatron.model import MegatronModel
 
     MegatronModel(directory, PolicyConfig(dtype="float32", megatron=MegatronConfig(bridge_type="megatron-bridge")), mesh)
@@ -112,7 +137,6 @@ def test_a_bridge_that_is_not_installed_is_named_with_what_it_lacks(cluster, mod
 
 
 def with_transformer_engine(mesh, directory: Path):
-    from fivefold.config.schema import MegatronConfig
     from fivefold.megatron.model import MegatronModel
 
     MegatronModel(

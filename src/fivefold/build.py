@@ -18,6 +18,7 @@ from fivefold.data import PromptSet, Sampler, load_prompts
 from fivefold.data.making import load_tokenizer
 from fivefold.engines.transformers import TransformersEngine
 from fivefold.evaluate import EVALUATION_STREAM, Evaluation
+from fivefold.layout import ParallelLayout
 from fivefold.megatron.build import DTYPES
 from fivefold.megatron.mesh import build_mesh
 from fivefold.megatron.model import MegatronModel
@@ -75,9 +76,13 @@ def _download(path: str) -> str:
 def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_requested: Callable[[], bool]) -> Run:
     """Everything `train` needs, built on this rank; raises ValueError for what cannot work, before any step."""
     torch.manual_seed(config.trainer.seed)
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True)
+        # Nothing reads memory that was never written: filling it would only cost time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     directory = fetch_model(config.model.path, ranks)
     shape = load_shape(directory)
-    shape.check_layout(ranks.layout)
+    shape.check_layout(ranks.layout, config.policy.megatron.stages)
     objective = build_objective(config)
     given = config.algorithm.name == "sft"
     tokenizer = load_tokenizer(config.model.tokenizer or str(directory), config.model.trust_remote_code)
@@ -147,6 +152,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         resume=config.trainer.resume,
         flops=partial(training_flops, shape),
         stop_requested=stop_requested,
+        guard_every=config.trainer.guard.every,
+        max_skipped=config.trainer.guard.max_skipped,
         profile_steps=config.trainer.profile.steps,
         profile_this_rank=ranks.rank in config.trainer.profile.ranks,
         resolved_config=dump_yaml(config),
@@ -197,16 +204,20 @@ def describe(
         reference=objective.needs_reference,
         engine_sequences=0 if algorithm.name == "sft" and validation is None else config.engine.max_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
+        stages=config.policy.megatron.stages,
     )
     kl = f"{objective.kl_estimator} x {objective.kl_coef:g}" if objective.needs_reference else "none"
     dropped = f", {training.dropped} longer than {data.max_prompt_tokens} tokens left out" if training.dropped else ""
     ranks = layout.describe_ranks()
+    virtual = config.policy.megatron.stages.virtual(layout)
     sequence = "with" if config.policy.sequence_parallel and layout.tp > 1 else "without"
     lines = [
         f"model    {config.model.path}: {shape.family}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, "
         f"vocabulary {shape.vocab}, {config.policy.dtype}",
         f"layout   {layout}: {layout.world_size} ranks = {layout.dp} replicas x {layout.tp} tensor ({sequence} sequence "
-        f"parallelism) x {layout.pp} pipeline",
+        f"parallelism) x {layout.cp} context x {layout.pp} pipeline"
+        + (f" of {virtual} virtual stages each" if virtual > 1 else ""),
+        *_describe_experts(shape, layout),
         *(f"         {line}" for line in ranks[:8]),
         *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
         f"method   {algorithm.name}: {objective.aggregate}, KL {kl}",
@@ -219,3 +230,12 @@ def describe(
         f"memory   about {memory.describe()} on the fullest rank",
     ]
     return "\n".join(lines)
+
+
+def _describe_experts(shape: ModelShape, layout: ParallelLayout) -> list[str]:
+    if shape.experts is None:
+        return []
+    return [
+        f"experts  {shape.experts.count} in {sum(shape.experts.layers)} layers, {shape.experts.chosen} a token: "
+        f"{layout.ep} expert x {layout.etp} expert-tensor x {layout.edp} replicas on each stage"
+    ]

@@ -16,12 +16,14 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
     """(what keeps the run from starting, what is worth knowing)."""
     faults: list[str] = []
     notes: list[str] = []
-    directory = Path(config.model.path)
+    directory, experts = Path(config.model.path), True
     if directory.is_dir():
         try:
             shape = load_shape(directory)
-            shape.check_layout(config.layout)
+            shape.check_layout(config.layout, config.policy.megatron.stages)
             notes += _shape_notes(config, shape)
+            faults += _shape_faults(config, shape)
+            experts = shape.experts is not None
             if config.max_sequence_tokens > shape.max_positions:
                 faults.append(
                     f"data.max_prompt_tokens + data.max_response_tokens = {config.max_sequence_tokens} is more than the "
@@ -53,13 +55,40 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
     if config.trainer.resume not in ("auto", "never") and not Path(config.trainer.resume).is_dir():
         faults.append(f"trainer.resume must be auto, never or a checkpoint directory: got {config.trainer.resume!r}")
     faults += _device_faults(config)
-    notes += [f"{key} has no effect: {reason}" for key, reason in without_effect(config)]
+    notes += [f"{key} has no effect: {reason}" for key, reason in without_effect(config, experts)]
     return faults, notes
 
 
-def without_effect(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, reason) of each key that was set to something and changes nothing in this run."""
-    found = []
+def _shape_faults(config: RunConfig, shape: ModelShape) -> list[str]:
+    """What this model cannot do with these settings."""
+    found, policy = [], config.policy
+    if policy.megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
+        found.append(
+            "policy.megatron.optimizer.optimizer_cpu_offload needs a GPU: on the CPU the optimizer is there already"
+        )
+    if shape.experts is not None and config.layout.tp > 1 and not policy.sequence_parallel:
+        found.append(
+            "policy.sequence_parallel must be true for a model with experts and t > 1: Megatron-Core routes each token once"
+        )
+    if policy.megatron.transformer_impl == "transformer_engine" and (shape.experts or shape.latent):
+        found.append(f"policy.megatron.transformer_impl must be torch for {shape.family}")
+    if policy.megatron.bridge_type != "native" and (shape.experts or policy.megatron.stages.virtual(config.layout) > 1):
+        found.append("policy.megatron.bridge_type must be native for models with experts and for virtual stages")
+    modules = policy.megatron.transformer.get("recompute_modules") or []
+    for module, present in (("mla_up_proj", shape.latent), ("moe", shape.experts), ("moe_act", shape.experts),
+                            ("shared_experts", shape.experts and shape.experts.shared_ffn)):  # fmt: skip
+        if module in modules and not present:
+            found.append(f"policy.megatron.transformer.recompute_modules: {shape.family} has no {module}")
+    return found
+
+
+def without_effect(config: RunConfig, experts: bool) -> list[tuple[str, str]]:
+    """(key, reason) of each key that was set and changes nothing in a run of a model with or without experts."""
+    found = list(config.policy.megatron.options.without_effect(experts))
+    if config.trainer.device == "cpu":
+        offload = config.policy.offload
+        named = [name for name in ("parameters", "gradients", "optimizer") if getattr(offload, name)]
+        found += [(f"policy.offload.{name}", "on the CPU everything is in host memory already") for name in named]
     optimizer = config.policy.optimizer
     if optimizer.schedule == "constant" and (optimizer.decay_steps is not None or optimizer.min_lr):
         found.append(("policy.optimizer.decay_steps and min_lr", "the schedule is constant"))
@@ -92,6 +121,7 @@ def _shape_notes(config: RunConfig, shape: ModelShape) -> list[str]:
         reference=algorithm.name == "grpo" if algorithm.kl is None else algorithm.kl.coef != 0,
         engine_sequences=0 if algorithm.name == "sft" and not config.data.val else config.engine.max_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
+        stages=config.policy.megatron.stages,
     )
     return [
         f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters",

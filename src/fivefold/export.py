@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,7 +41,9 @@ def export(checkpoint: Path, out: Path, shard_gb: float) -> str:
     mesh.init_process_group(device, timeout_minutes=10)
     try:
         whole = mesh.build_mesh(Ranks(ParallelLayout()), device, seed=0, timeout_minutes=10)
-        model = MegatronModel(directory, config.policy, whole, read_weights=False)
+        # One process holds the whole model: what cut it into stages does not apply.
+        policy = replace(config.policy, megatron=replace(config.policy.megatron, pipeline={}))
+        model = MegatronModel(directory, policy, whole, read_weights=False)
         model.load(checkpoint / "policy")
         out.mkdir(parents=True, exist_ok=True)
         files, total = write_safetensors(model.weights(), out, int(shard_gb * 2**30))

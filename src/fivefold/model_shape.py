@@ -7,15 +7,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.layout import ParallelLayout
+from fivefold.layout import ParallelLayout, Stages
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MOE_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES = DENSE_FAMILIES + MOE_FAMILIES
 
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this on every layout, so that a checkpoint does not depend on tp."""
 
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron-Core's llama3 RoPE has these numbers built in; a model with others would be computed wrongly."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture-of-experts layers of a model."""
+
+    count: int
+    chosen: int
+    """Experts of a token."""
+    ffn: int
+    layers: tuple[bool, ...]
+    """For each layer whether it has experts; the others are dense."""
+    shared_ffn: int = 0
+    """Size of the shared experts together; 0 without."""
+    shared_gate: bool = False
+    """The shared expert's output is weighted by a sigmoid of its own."""
+    sigmoid: bool = False
+    """Scores are sigmoids, corrected by a bias for the choice (DeepSeek-V3); otherwise a softmax."""
+    normalize: bool = True
+    """The chosen experts' weights sum to 1."""
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0
+    """Factor of the routed experts' weights."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, eq. 9-19)."""
+
+    q_rank: int | None
+    """Width that queries pass through, or None for a plain projection."""
+    kv_rank: int
+    qk_nope: int
+    qk_rope: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN RoPE scaling as DeepSeek-V3 uses it."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
 
 
 @dataclass(frozen=True)
@@ -43,44 +93,86 @@ class ModelShape:
     qk_norm: bool
     tied: bool
     """The output layer shares the embedding's weight."""
+    rotary_fraction: float = 1.0
+    """Share of a head's dimensions that RoPE turns."""
+    experts: Experts | None = None
+    latent: Latent | None = None
+    yarn: Yarn | None = None
 
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one transformer layer."""
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention and its two norms."""
+        norms = 2 * self.hidden
+        if self.latent is not None:
+            part = self.latent
+            q_out, kv_out = self.heads * (part.qk_nope + part.qk_rope), self.heads * (part.qk_nope + part.v_dim)
+            q = self.hidden * q_out if part.q_rank is None else part.q_rank * (self.hidden + 1 + q_out)
+            kv = self.hidden * (part.kv_rank + part.qk_rope) + part.kv_rank * (1 + kv_out)
+            return q + kv + self.heads * part.v_dim * self.hidden + norms
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (q + 2 * kv) + q * self.hidden
         bias = q + 2 * kv if self.qkv_bias else 0
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return attention + bias + 3 * self.hidden * self.ffn + norms
+        return self.hidden * (q + 2 * kv) + q * self.hidden + bias + norms + (2 * self.head_dim if self.qk_norm else 0)
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
+
+    def expert_parameters(self, layer: int) -> int:
+        """Parameters of all routed experts of a layer."""
+        if self.experts is None or not self.experts.layers[layer]:
+            return 0
+        return self.experts.count * 3 * self.hidden * self.experts.ffn
+
+    def shared_parameters(self, layer: int) -> int:
+        """Parameters of a layer that every token passes: all but the routed experts."""
+        if self.experts is None or not self.experts.layers[layer]:
+            return self.attention_parameters + 3 * self.hidden * self.ffn
+        part = self.experts
+        router = part.count * self.hidden
+        return (
+            self.attention_parameters + router + 3 * self.hidden * part.shared_ffn + (self.hidden if part.shared_gate else 0)
+        )
+
+    def active_parameters(self, layer: int) -> int:
+        """Parameters of a layer that take part in one token."""
+        active = self.expert_parameters(layer)
+        return self.shared_parameters(layer) + (active * self.experts.chosen // self.experts.count if self.experts else 0)
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + self.hidden + embeddings
+        layers = sum(self.shared_parameters(layer) + self.expert_parameters(layer) for layer in range(self.layers))
+        return layers + self.hidden + embeddings
 
-    def check_layout(self, layout: ParallelLayout) -> None:
-        """Raise ValueError where this model cannot be cut the way `layout` asks."""
-        for what, size in (("attention heads", self.heads), ("key/value heads", self.kv_heads), ("ffn size", self.ffn)):
-            if size % layout.tp:
+    def check_layout(self, layout: ParallelLayout, stages: Stages | None = None) -> None:
+        """Raise ValueError where this model cannot be cut the way `layout` and `stages` ask."""
+        cuts = [("attention heads", self.heads, "tp", layout.tp), ("ffn size", self.ffn, "tp", layout.tp)]
+        if self.latent is None:
+            cuts.append(("key/value heads", self.kv_heads, "tp", layout.tp))
+        if self.experts is not None:
+            cuts += [
+                ("experts", self.experts.count, "ep", layout.ep),
+                ("expert ffn size", self.experts.ffn, "etp", layout.etp),
+            ]
+            cuts.append(("shared expert ffn size", self.experts.shared_ffn, "tp", layout.tp))
+        for what, size, dimension, parts in cuts:
+            if size % parts:
                 raise ValueError(
-                    f"{what} must be divisible by tp: got {size} for tp={layout.tp} in {layout}; "
-                    f"choose a tp that divides {size}"
+                    f"{what} must be divisible by {dimension}: got {size} for {dimension}={parts} in {layout}; "
+                    f"choose a {dimension} that divides {size}"
                 )
+        if self.experts is None and (layout.ep > 1 or layout.etp > 1):
+            raise ValueError(f"{self.family} has no experts: got ep={layout.ep} etp={layout.etp} in {layout}; leave e out")
         if VOCABULARY_MULTIPLE % layout.tp:
             raise ValueError(
                 f"tp must divide {VOCABULARY_MULTIPLE} (the vocabulary of {self.vocab} is padded to {self.padded_vocab}): "
                 f"got tp={layout.tp} in {layout}; choose a power of two"
             )
-        if self.layers % layout.pp:
-            raise ValueError(
-                f"layers must be divisible by pp: got {self.layers} layers for pp={layout.pp} in {layout}; "
-                f"choose a pp that divides {self.layers}"
-            )
+        (stages or Stages()).cut(self.layers, layout)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -107,65 +199,176 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu' for {family}: got {config['hidden_act']!r}")
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
+        if config.get(key) and not (family == "glm4_moe" and key == "attention_bias"):
             raise ValueError(f"{key}: true is not supported for {family} (the models of the family do not use it)")
     needed = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
-    needed += ["max_position_embeddings"] + ([] if family == "llama" else ["num_key_value_heads"])
+    needed += ["max_position_embeddings"] + ([] if family in ("llama", "deepseek_v3") else ["num_key_value_heads"])
+    if family == "deepseek_v3":
+        needed += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+    if family in MOE_FAMILIES:
+        needed += ["num_experts_per_tok"] + ([] if family == "mixtral" else ["moe_intermediate_size"])
     if absent := [key for key in needed if config.get(key) is None]:
         raise ValueError(f"config.json of a {family} model must have {', '.join(absent)}")
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    theta, linear, llama3 = _rope(config)
+    rope = _Rope.read(config)
     return ModelShape(
         family=str(family),
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         ffn=int(config["intermediate_size"]),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
+        kv_heads=heads if family == "deepseek_v3" else int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
         vocab=int(config["vocab_size"]),
         max_positions=int(config["max_position_embeddings"]),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_linear_factor=linear,
-        rope_llama3_factor=llama3,
+        rope_theta=rope.theta,
+        rope_linear_factor=rope.linear,
+        rope_llama3_factor=rope.llama3,
         sliding_window=_sliding_window(config),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=_qkv_bias(config),
+        qk_norm=family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and bool(config.get("use_qk_norm", False))),
         tied=bool(config.get("tie_word_embeddings", False)),
+        rotary_fraction=rope.fraction,
+        experts=_experts(config) if family in MOE_FAMILIES else None,
+        latent=_latent(config) if family == "deepseek_v3" else None,
+        yarn=rope.yarn,
     )
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, float | None, float | None]:
-    """(theta, linear factor, llama3 factor)."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor must be 1: got {partial}")
-    if kind == "default":
-        return theta, None, None
-    if kind == "linear":
-        return theta, float(rope["factor"]), None
-    if kind == "llama3":
-        for key, fixed in LLAMA3_FIXED.items():
-            if float(rope.get(key, fixed)) != fixed:
-                raise ValueError(f"llama3 RoPE scaling is supported with {key}={fixed:g} only: got {rope[key]}")
-        return theta, None, float(rope["factor"])
-    raise ValueError(f"RoPE variant {kind!r} is not supported; supported: default, linear, llama3")
+def _qkv_bias(config: dict[str, Any]) -> bool:
+    family = config["model_type"]
+    if family == "qwen2_moe":
+        return bool(config.get("qkv_bias", True))
+    return family == "qwen2" or (family == "glm4_moe" and bool(config.get("attention_bias", False)))
+
+
+def _experts(config: dict[str, Any]) -> Experts:
+    family, layers = config["model_type"], int(config["num_hidden_layers"])
+    count = config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts")
+    if count is None:
+        raise ValueError(f"config.json of a {family} model must have the number of experts")
+    chosen = int(config["num_experts_per_tok"])
+    if not 1 <= chosen <= int(count):
+        raise ValueError(f"num_experts_per_tok must lie between 1 and the {count} experts: got {chosen}")
+    if family == "mixtral":
+        if config.get("router_jitter_noise"):
+            raise ValueError(
+                f"router_jitter_noise must be 0: log-probs would be random; got {config['router_jitter_noise']}"
+            )
+        return Experts(int(count), chosen, int(config["intermediate_size"]), (True,) * layers)
+    ffn = int(config["moe_intermediate_size"])
+    if family in ("qwen2_moe", "qwen3_moe"):
+        dense, every = config.get("mlp_only_layers") or [], int(config.get("decoder_sparse_step", 1))
+        which = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers))
+        shared = int(config.get("shared_expert_intermediate_size", 5632)) if family == "qwen2_moe" else 0
+        normalize = bool(config.get("norm_topk_prob", False))
+        return Experts(int(count), chosen, ffn, which, shared, shared_gate=bool(shared), normalize=normalize)
+    default_groups = (8, 4) if family == "deepseek_v3" else (1, 1)
+    groups = int(config.get("n_group") or default_groups[0])
+    groups_chosen = int(config.get("topk_group") or default_groups[1])
+    if int(count) % groups or groups_chosen > groups or (groups > 1 and chosen % groups_chosen):
+        raise ValueError(
+            f"experts must divide into n_group groups of which topk_group are chosen, and num_experts_per_tok must be a "
+            f"multiple of topk_group: got {count} experts, n_group {groups}, topk_group {groups_chosen}, {chosen} of a token"
+        )
+    if groups > 1 and chosen // groups_chosen != 2:
+        raise ValueError(
+            f"groups of experts are scored by their two best (DeepSeek-V3), which Megatron-Core does only where "
+            f"num_experts_per_tok / topk_group is 2: got {chosen} / {groups_chosen}"
+        )
+    if not config.get("norm_topk_prob", True):
+        raise ValueError(
+            f"norm_topk_prob: false is not supported for {family}: Megatron-Core always normalises sigmoid scores"
+        )
+    if not config.get("rope_interleave", True):
+        raise ValueError("rope_interleave: false is not supported: Megatron-Core's latent attention has it built in")
+    first = config.get("first_k_dense_replace")
+    dense_layers = int({"deepseek_v3": 3}.get(family, 1) if first is None else first)
+    return Experts(
+        int(count),
+        chosen,
+        ffn,
+        tuple(layer >= dense_layers for layer in range(layers)),
+        shared_ffn=int(config.get("n_shared_experts", 1) or 0) * ffn,
+        sigmoid=True,
+        groups=groups,
+        groups_chosen=groups_chosen,
+        scale=float(config.get("routed_scaling_factor", 2.5 if family == "deepseek_v3" else 1.0)),
+    )
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    rank = config.get("q_lora_rank", 1536)
+    return Latent(
+        q_rank=None if rank is None else int(rank),
+        kv_rank=int(config["kv_lora_rank"]),
+        qk_nope=int(config["qk_nope_head_dim"]),
+        qk_rope=int(config["qk_rope_head_dim"]),
+        v_dim=int(config["v_head_dim"]),
+    )
+
+
+@dataclass(frozen=True)
+class _Rope:
+    theta: float
+    fraction: float = 1.0
+    linear: float | None = None
+    llama3: float | None = None
+    yarn: Yarn | None = None
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> _Rope:
+        family = config["model_type"]
+        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        usual = 0.5 if family == "glm4_moe" else 1.0
+        fraction = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or usual)
+        if fraction != 1.0 and family != "glm4_moe":
+            raise ValueError(f"partial_rotary_factor must be 1 for {family}: got {fraction}")
+        if kind == "default":
+            return cls(theta, fraction)
+        if kind == "linear" and family != "deepseek_v3":
+            return cls(theta, fraction, linear=float(rope["factor"]))
+        if kind == "llama3" and family != "deepseek_v3":
+            for key, fixed in LLAMA3_FIXED.items():
+                if float(rope.get(key, fixed)) != fixed:
+                    raise ValueError(f"llama3 RoPE scaling is supported with {key}={fixed:g} only: got {rope[key]}")
+            return cls(theta, fraction, llama3=float(rope["factor"]))
+        if kind == "yarn" and family == "deepseek_v3":
+            return cls(theta, fraction, yarn=_yarn(rope, config))
+        known = "default, yarn" if family == "deepseek_v3" else "default, linear, llama3"
+        raise ValueError(f"RoPE variant {kind!r} is not supported for {family}; supported: {known}")
+
+
+def _yarn(rope: dict[str, Any], config: dict[str, Any]) -> Yarn:
+    if rope.get("attention_factor") is not None or not rope.get("truncate", True):
+        raise ValueError("yarn RoPE scaling is supported without attention_factor and with truncate: true only")
+    if rope.get("factor") is None or not rope.get("mscale") or not rope.get("mscale_all_dim"):
+        raise ValueError("yarn RoPE scaling of a deepseek_v3 model must have factor, mscale and mscale_all_dim")
+    return Yarn(
+        factor=float(rope["factor"]),
+        original_positions=int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"]),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        mscale=float(rope["mscale"]),
+        mscale_all_dim=float(rope["mscale_all_dim"]),
+    )
 
 
 def _sliding_window(config: dict[str, Any]) -> int | None:
     family, layers = config["model_type"], int(config["num_hidden_layers"])
-    if family == "llama":
+    if family in ("llama", "deepseek_v3", "glm4_moe"):
         return None
-    if family == "mistral":
-        window = config.get("sliding_window", 4096)
+    if family in ("mistral", "mixtral"):
+        window = config.get("sliding_window", 4096 if family == "mistral" else None)
         return None if window is None else int(window)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     if window is None:
         return None
+    if family in MOE_FAMILIES:
+        raise ValueError(f"use_sliding_window: true is not supported for {family}; the published models have it off")
     kinds = config.get("layer_types") or [
         "sliding_attention" if layer >= int(config.get("max_window_layers", 28)) else "full_attention"
         for layer in range(layers)

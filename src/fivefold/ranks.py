@@ -22,10 +22,10 @@ class Ranks:
         self.layout = layout
         self.rank = dist.get_rank()
         self.place = layout.coordinates(self.rank)
-        tps, dps, pps = range(layout.tp), range(layout.dp), range(layout.pp)
+        tps, cps, dps, pps = range(layout.tp), range(layout.cp), range(layout.dp), range(layout.pp)
         self.world = self._group([list(range(layout.world_size))])
-        self.pp = self._group([self._with(tp=tp, dp=dp) for tp in tps for dp in dps])
-        self.dp = self._group([self._with(tp=tp, pp=pp) for tp in tps for pp in pps])
+        self.pp = self._group([self._with(tp=tp, cp=cp, dp=dp) for tp in tps for cp in cps for dp in dps])
+        self.dp = self._group([self._with(tp=tp, cp=cp, pp=pp) for tp in tps for cp in cps for pp in pps])
         self.replica = self._group([self._with(dp=dp) for dp in dps])
 
     @property

@@ -69,12 +69,16 @@ class Run:
     flops: Callable[[int, float], float]
     """Tokens and mean length of a sequence -> floating-point operations of training on them."""
     stop_requested: Callable[[], bool]
+    guard_every: int
+    max_skipped: int
     profile_steps: list[int]
     profile_this_rank: bool
     resolved_config: str
     step: int = 0
     """Steps finished."""
     interrupted: bool = False
+    _skipped: int = 0
+    """Updates skipped in a row."""
     _saved: int = -1
     _checked: bool = False
     _last_metrics: dict[str, float] = field(default_factory=dict)
@@ -134,7 +138,9 @@ class Run:
         if self.given is not None:
             return self.given(prompts)
         sampling = replace(self.sampling, step=step)
-        return sample_groups(self.sync_weights(), self.ranks, prompts, self.group_size, sampling)
+        engine = self.sync_weights()
+        self.policy.offload()
+        return sample_groups(engine, self.ranks, prompts, self.group_size, sampling)
 
     def score(self, groups: list[Group]) -> None:
         """Give sampled groups their rewards; given ones have theirs."""
@@ -188,6 +194,32 @@ class Run:
                     tokens=int(table.response_lengths_N[chosen].sum()),
                 )
 
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        """The reference's log-probs; its parameters wait on the host between steps where the configuration says so."""
+        assert self.reference is not None
+        logprobs_T = self.reference.forward(batch)
+        self.reference.offload()
+        return logprobs_T
+
+    def train_step(self, batch: TokenBatch) -> StepReport:
+        """One optimizer step; after too many in a row that had to be skipped, the run ends with the batch saved."""
+        report = self.policy.train_step(batch, self.objective.loss)
+        self._skipped = self._skipped + 1 if report.skipped else 0
+        if report.skipped:
+            self.observer.say(
+                f"update skipped: loss {report.loss}, gradient norm {report.grad_norm} ({self._skipped} in a row)"
+            )
+        if self._skipped > self.max_skipped:
+            directory = self.run_dir / "failed" / f"step-{self.step + 1:06d}"
+            directory.mkdir(parents=True, exist_ok=True)
+            batch.save(directory / f"rank-{self.ranks.rank}.safetensors")
+            self.ranks.barrier()
+            raise RuntimeError(
+                f"{self._skipped} updates in a row had a loss or gradient that was not finite (trainer.guard.max_skipped "
+                f"= {self.max_skipped}); parameters are as after the last good one. Each rank's last batch is in {directory}"
+            )
+        return report
+
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
         """A torch profiler trace of the steps and ranks that the configuration names."""
@@ -208,6 +240,9 @@ class Run:
         record = self.observer.record
         record(table.metrics() | {"epoch": float(self.sampler.epoch(step))})
         record(_combine(reports))
+        if self.guard_every and self.step % self.guard_every == 0:
+            with self.observer.stage("verify"):
+                self.policy.verify()
         record(self._throughput(reports))
         self.observer.samples([_sample_row(self.step, groups, i) for i in range(min(self.samples_per_step, len(groups)))])
         last = self.step == self.steps
@@ -225,6 +260,7 @@ class Run:
         """Evaluate the policy as it is."""
         assert self.evaluation is not None
         engine = self.sync_weights()
+        self.policy.offload()
         with self.observer.stage("eval"):
             metrics, groups = self.evaluation.run(engine, self.ranks, self.scorer)
         self.observer.record(metrics)
@@ -282,8 +318,9 @@ class Run:
 def _combine(reports: list[StepReport]) -> dict[str, float]:
     """Metrics of a step's updates: the mean, for maxima the largest; how far the rollout was is told by the first."""
     combined = {}
+    good = [report for report in reports if not report.skipped] or reports
     for name in reports[0].metrics:
-        values = [report.metrics[name] for report in reports]
+        values = [report.metrics[name] for report in good]
         if name.startswith("rollout/"):
             combined[name] = values[0]
         elif name.endswith("_max"):
@@ -292,9 +329,10 @@ def _combine(reports: list[StepReport]) -> dict[str, float]:
             combined[name] = math.fsum(values) / len(values)
     return {
         **combined,
-        "policy/loss": math.fsum(report.loss for report in reports) / len(reports),
-        "policy/grad_norm": math.fsum(report.grad_norm for report in reports) / len(reports),
-        "policy/lr": reports[-1].lr,
+        "policy/loss": math.fsum(report.loss for report in good) / len(good),
+        "policy/grad_norm": math.fsum(report.grad_norm for report in good) / len(good),
+        "policy/lr": good[-1].lr,
+        "policy/skipped_updates": float(sum(report.skipped for report in reports)),
     }
 
 

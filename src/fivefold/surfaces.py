@@ -31,6 +31,18 @@ class Model(Protocol):
         """(Hugging Face name, full tensor), one at a time, on every rank."""
         ...
 
+    def verify(self) -> None:
+        """Raise RuntimeError where copies of a parameter on several ranks are not equal."""
+        ...
+
+    def offload(self) -> dict[str, int]:
+        """Move to host memory what the configuration names; bytes freed by part. Other methods bring it back."""
+        ...
+
+    def onload(self) -> None:
+        """Bring back what `offload` moved."""
+        ...
+
     def save(self, path: Path) -> None:
         """Write parameters, optimizer and schedule into the directory `path`, free of the layout."""
         ...

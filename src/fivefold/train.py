@@ -29,7 +29,7 @@ def train(run: Run) -> None:
                     batch.old_logprobs_T = policy.forward(batch)
                     run.check_logprobs(batch)
                 if run.reference is not None:
-                    batch.ref_logprobs_T = run.reference.forward(batch)
+                    batch.ref_logprobs_T = run.reference_logprobs(batch)
             advantages_N = objective.advantage(table.rewards_N, table.group_N)
             batch.advantages_T = spread(run.own(advantages_N), batch)
             reports = []
@@ -38,7 +38,7 @@ def train(run: Run) -> None:
                     weights_N = objective.weights(table.response_lengths_N[update.samples], run.sampling.max_tokens)
                     part = replace(batch.select(update.own_samples), update_tokens=update.tokens)
                     part.loss_weights_T = spread(run.own(weights_N, update), part)
-                    reports.append(policy.train_step(part, objective.loss))
+                    reports.append(run.train_step(part))
         run.finish_step(step, groups, table, reports)
         if run.interrupted:
             return

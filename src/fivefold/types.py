@@ -7,9 +7,11 @@ D model width, H heads, L layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -122,6 +124,10 @@ class TokenBatch:
         pieces = [torch.arange(starts[i], starts[i + 1]) for i in samples]
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
 
+    def save(self, path: Path) -> None:
+        """Write the tensors and, as `lengths_N`, where samples end, into a safetensors file."""
+        save_file({**self.tensors(), "lengths_N": torch.tensor(self.lengths_N, dtype=torch.long)}, path)
+
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch with its tensors on `device`."""
         moved = {name: value.to(device, non_blocking=True) for name, value in self.tensors().items()}
@@ -160,3 +166,5 @@ class StepReport:
     tokens: int
     """Tokens processed over all replicas, prompts included."""
     sequences: int
+    skipped: bool = False
+    """Loss or gradients were not finite: no parameter changed."""

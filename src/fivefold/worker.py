@@ -86,6 +86,10 @@ def _run(arguments: list[str], interrupt: Interrupt) -> None:
     checkpoint = rest.pop(0) if command == "eval" else None
     config = load_config(path, rest)
     device = choose_device(config.trainer.device)
+    if config.trainer.deterministic:
+        # Read when the libraries start: cuBLAS must keep its workspaces apart, NCCL must always sum in the same order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh.init_process_group(device, config.launch.timeout_minutes)

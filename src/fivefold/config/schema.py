@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.layout import ParallelLayout
+from fivefold.layout import ParallelLayout, Stages
+from fivefold.mcore_options import Options
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,34 @@ class MegatronConfig:
     transformer_impl: Literal["torch", "transformer_engine", "auto"] = "torch"
     """`auto` takes Transformer Engine where it is installed and the device is CUDA."""
     bridge_type: Literal["native", "mbridge", "megatron-bridge"] = "native"
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron-Core's TransformerConfig, by its names."""
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    """Its fields about pipeline stages: virtual_pipeline_model_parallel_size, num_layers_in_first_pipeline_stage, ..."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of DistributedDataParallelConfig."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Fields of OptimizerConfig that policy.optimizer does not have."""
+
+    @property
+    def options(self) -> Options:
+        return Options(self.transformer, self.pipeline, self.ddp, self.optimizer)
+
+    @property
+    def stages(self) -> Stages:
+        return Stages.of(self.pipeline)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What leaves the GPU between the stages of a step; it comes back bit for bit before it is used."""
+
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    """Adam's moments and the float32 copy of the parameters."""
+    bucket_mb: int = 256
+    """State moves in pieces of about this size."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +80,12 @@ class PolicyConfig:
     sequence_parallel: bool = True
     """Cut activations of norms and dropouts over the tensor-parallel ranks; acts when t > 1."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """`selective` recomputes core attention in backward, `full` whole layers."""
+    """`selective` recomputes core attention in backward, `full` whole layers; finer in megatron.transformer."""
     tokens_per_micro_batch: int = 16384
     """Most packed tokens in one forward-backward of one data-parallel replica."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -158,6 +188,16 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """Checks of every run; the run stops where one fails."""
+
+    every: int = 10
+    """Steps between comparisons of what must be equal on several ranks: replicas, norms, routers, tied weights; 0: never."""
+    max_skipped: int = 3
+    """Updates in a row that may be skipped because the loss or a gradient was not finite."""
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     run_dir: str = "runs/default"
     steps: int | None = None
@@ -180,6 +220,9 @@ class TrainerConfig:
     """Samples written to samples.jsonl each step."""
     loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    deterministic: bool = False
+    """Two runs give the same bits: deterministic kernels only, at some cost of speed."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +272,11 @@ class RunConfig:
 
         try:
             layout = self.layout
+            need(
+                layout.backend == "megatron",
+                f"policy.backend must be a megatron layout, the one backend that trains: got {layout}; "
+                f"write megatron:{str(layout).partition(':')[2]}",
+            )
             if self.reference.backend is not None:
                 other = ParallelLayout.parse(self.reference.backend)
                 need(
@@ -237,6 +285,22 @@ class RunConfig:
                 )
         except ValueError as error:
             found.append(f"policy.backend or reference.backend: {error}")
+        found += self.policy.megatron.options.problems()
+        raw = self.policy.megatron.transformer
+        need(
+            self.policy.dtype != "float32" or not self.policy.megatron.optimizer.get("optimizer_cpu_offload", False),
+            "policy.megatron.optimizer.optimizer_cpu_offload needs policy.dtype: bfloat16: Megatron-Core moves the float32 "
+            "copies of parameters, and float32 parameters have none",
+        )
+        need(
+            self.policy.recompute == "none" or "recompute_granularity" not in raw,
+            "policy.recompute and policy.megatron.transformer.recompute_granularity say the same: keep one",
+        )
+        need(self.trainer.guard.every >= 0, f"trainer.guard.every must not be negative: got {self.trainer.guard.every}")
+        need(
+            self.trainer.guard.max_skipped >= 0,
+            f"trainer.guard.max_skipped must not be negative: got {self.trainer.guard.max_skipped}",
+        )
         data, algorithm, optimizer = self.data, self.algorithm, self.policy.optimizer
         positive: dict[str, Any] = {
             "data.prompts_per_step": data.prompts_per_step,
@@ -247,6 +311,7 @@ class RunConfig:
             "algorithm.epochs": algorithm.epochs,
             "engine.max_sequences": self.engine.max_sequences,
             "engine.sync_bucket_mb": self.engine.sync_bucket_mb,
+            "policy.offload.bucket_mb": self.policy.offload.bucket_mb,
             "trainer.keep": self.trainer.keep,
             "trainer.epochs": self.trainer.epochs,
             "reward.timeout_seconds": self.reward.timeout_seconds,

@@ -41,12 +41,12 @@ class TransformersEngine:
         self.version = -1
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights in, by Hugging Face name; raises RuntimeError if they are not the whole model."""
-        parameters = dict(self._model.named_parameters())
-        missing = set(parameters)
+        """Copy new weights in, by their names in Hugging Face files; raises RuntimeError if they are not the whole model."""
+        places = weight_places(self._model)
+        missing = set(places)
         with torch.no_grad():
             for name, tensor in weights:
-                parameters[name].copy_(tensor)
+                places[name].copy_(tensor)
                 missing.discard(name)
         if missing:
             raise RuntimeError(
@@ -166,6 +166,27 @@ class TransformersEngine:
         """Whether the newest token completes a stop string; a token gives at least one character in the end."""
         tail = self._tokenizer.decode(ids[-2 * max(map(len, stop)) - 4 :])
         return any(text in tail for text in stop)
+
+
+def weight_places(model: Any) -> dict[str, Tensor]:
+    """Where each tensor of the model's files lies in memory: transformers stacks the experts of a layer into one tensor."""
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    kept = [(name, tensor.data) for name, tensor in model.named_parameters()]
+    kept += [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    places: dict[str, Tensor] = {}
+    for name, tensor in kept:
+        outside = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        prefix, _, kind = outside.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, stacked in enumerate(tensor):
+                half = stacked.shape[0] // 2
+                places[f"{prefix}.{expert}.{gate}.weight"], places[f"{prefix}.{expert}.{up}.weight"] = stacked.split(half)
+        elif kind == "down_proj" and tensor.ndim == 3:
+            places.update((f"{prefix}.{expert}.{down}.weight", stacked) for expert, stacked in enumerate(tensor))
+        else:
+            places[outside] = tensor
+    return places
 
 
 def end_tokens(directory: Path, config: Any, tokenizer: Any) -> set[int]:

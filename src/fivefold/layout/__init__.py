@@ -1,5 +1,7 @@
 """Parallel layouts: which rank holds what. No torch here."""
 
+from fivefold.layout.allocation import Allocation
 from fivefold.layout.parallel import Coordinates, ParallelLayout
+from fivefold.layout.stages import Stages
 
-__all__ = ["Coordinates", "ParallelLayout"]
+__all__ = ["Allocation", "Coordinates", "ParallelLayout", "Stages"]

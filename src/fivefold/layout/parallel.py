@@ -1,92 +1,202 @@
-"""Layout strings (`megatron:d2t2p2`) and what they mean: str -> ParallelLayout -> Coordinates of a rank."""
+"""Layout strings (`megatron:d2t2p2c2e4`) and what they mean: str -> ParallelLayout -> Coordinates of a rank."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-BACKENDS = ("megatron",)
-_DIMENSIONS = {"d": "dp", "t": "tp", "p": "pp"}
+TRAINERS = ("megatron", "fsdp")
+ENGINES = ("vllm", "sglang")
+DIMENSIONS = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
+_ATTENTION, _EXPERTS, _ENGINE = "dtpc", "dtpe", "dtp"
+_EXAMPLE = "write for example 'megatron:d2t2p1' or 'megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)'"
+_HEAD = re.compile(r"(?P<backend>[^:\[\]]*)(?:\[(?P<name>[^\]]*)\])?:(?P<sizes>.*)", re.DOTALL)
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_MOST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank sits in a layout."""
+    """Where one rank sits in a layout; `ep`, `etp` and `edp` are its place among the ranks that share experts."""
 
     dp: int
     tp: int
     pp: int
+    cp: int
+    ep: int
+    etp: int
+    edp: int
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of one model."""
+    """Sizes of the parallel dimensions of one model; raises ValueError where they do not fit together.
+
+    Experts are laid out over the same ranks as attention: world = dp · cp · tp · pp = edp · ep · etp · pp.
+    """
 
     backend: str = "megatron"
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    """Tensor parallelism of experts; 1 whatever `tp` is, unless the string has an ffn part that says otherwise."""
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend == "fsdp" and (self.pp > 1 or self.ep > 1):
+            raise ValueError(
+                f"fsdp has no pipeline or expert parallelism: got p{self.pp} e{self.ep}; use megatron: for those"
+            )
+        if self.world_size % (self.pp * self.etp * self.ep):
+            raise ValueError(
+                f"the ranks must be divisible among experts: world size d·t·p·c = {self.world_size} is not a multiple of "
+                f"p·etp·e = {self.pp}·{self.etp}·{self.ep} = {self.pp * self.etp * self.ep}; "
+                f"choose an e that divides {self.world_size // self.pp // self.etp or 1}, or more ranks"
+            )
 
     @classmethod
     def parse(cls, text: str) -> ParallelLayout:
-        """Read `backend:d?t?p?`; the order is free, a dimension left out is 1.
+        """Read one layout: `backend:d?t?p?c?e?`, `backend[name]:...` or `backend:(attn:d?t?p?c?|ffn:d?t?p?e?)`.
 
-        Raises ValueError for an unknown backend or dimension, a repeated one, or a size below 1.
+        Order, white space, quotes and the parentheses do not matter; a dimension left out is 1 (in `ffn`, p is that of
+        `attn` and d follows from the rest). Raises ValueError that says what would be valid.
         """
-        compact = "".join(text.split()).strip("'\"")
-        example = "write for example 'megatron:d2t2p1'"
-        backend, colon, sizes = compact.partition(":")
-        if not colon:
-            raise ValueError(f"a layout names its backend before a colon: got {text!r}; {example}")
-        if backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r} in layout {text!r}; known: {', '.join(BACKENDS)}; {example}")
-        if not sizes:
-            raise ValueError(f"layout {text!r} names no dimension; {example}")
-        found: dict[str, int] = {}
-        position = 0
-        for match in re.finditer(r"([a-zA-Z])(\d+)", sizes):
-            letter, number = match.groups()
-            if match.start() != position:
-                break
-            if letter not in _DIMENSIONS:
-                known = ", ".join(f"{key} ({name})" for key, name in _DIMENSIONS.items())
-                raise ValueError(f"unknown dimension {letter!r} in layout {text!r}; valid: {known}")
-            name = _DIMENSIONS[letter]
-            if name in found:
-                raise ValueError(f"dimension {letter!r} is given twice in layout {text!r}: keep one")
-            if number.startswith("0"):
-                raise ValueError(f"dimension sizes start at 1 and have no leading zero: got {letter}{number} in {text!r}")
-            found[name] = int(number)
-            position = match.end()
-        if position != len(sizes):
-            raise ValueError(
-                f"cannot read {sizes[position:]!r} in layout {text!r}: expected a letter of "
-                f"{'/'.join(_DIMENSIONS)} and a number; {example}"
-            )
-        return cls(backend=backend, **found)
+        compact = _unquote("".join(text.split()))
+        match = _HEAD.fullmatch(compact)
+        if match is None:
+            if "." in compact and ":" not in compact:
+                raise ValueError(f"a layout has a colon behind its backend, not a dot: got {text!r}; {_EXAMPLE}")
+            raise ValueError(f"a layout names its backend before a colon: got {text!r}; {_EXAMPLE}")
+        backend, name, sizes = match["backend"], match["name"], _unquote(match["sizes"])
+        if not backend:
+            raise ValueError(f"a layout names its backend before a colon: got {text!r}; {_EXAMPLE}")
+        if backend not in TRAINERS + ENGINES:
+            close = f": did you mean {backend.lower()!r}?" if backend.lower() in TRAINERS + ENGINES else ""
+            known = ", ".join(TRAINERS + ENGINES)
+            raise ValueError(f"unknown backend {backend!r} in layout {text!r}{close}; known: {known}; {_EXAMPLE}")
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValueError(f"a name in brackets is made of letters, digits and _: got {name!r} in layout {text!r}")
+        if "attn:" in sizes or "ffn:" in sizes:
+            if backend in ENGINES:
+                raise ValueError(f"an engine's layout has no attn and ffn parts: got {text!r}; write '{backend}:d2t2'")
+            return cls(backend=backend, name=name, **_hybrid(sizes, text))
+        letters = _ENGINE if backend in ENGINES else "".join(DIMENSIONS)
+        return cls(
+            backend=backend, name=name, **{DIMENSIONS[key]: size for key, size in _sizes(sizes, letters, text).items()}
+        )
 
     def __str__(self) -> str:
-        return f"{self.backend}:d{self.dp}t{self.tp}p{self.pp}"
+        head = f"{self.backend}[{self.name}]" if self.name else self.backend
+        attention = f"d{self.dp}t{self.tp}p{self.pp}" + (f"c{self.cp}" if self.cp > 1 else "")
+        if self.etp > 1:
+            return f"{head}:(attn:{attention}|ffn:d{self.edp}t{self.etp}p{self.pp}e{self.ep})"
+        return f"{head}:{attention}" + (f"e{self.ep}" if self.ep > 1 else "")
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def replica_size(self) -> int:
-        """Ranks that together hold one copy of the model."""
-        return self.tp * self.pp
+        """Ranks that work on the same samples."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world_size // (self.pp * self.etp * self.ep)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of `rank`, in Megatron-Core's order: tensor fastest, then data, then pipeline."""
+        """Coordinates of `rank`, in Megatron-Core's order: tensor fastest, then context, then data, then pipeline.
+
+        Experts count the ranks of a pipeline stage again: expert tensor fastest, then expert, then expert data.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}) for layout {self}: got {rank}")
-        return Coordinates(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+        stage_size = self.tp * self.cp * self.dp
+        inside = rank % stage_size
+        return Coordinates(
+            tp=inside % self.tp,
+            cp=inside // self.tp % self.cp,
+            dp=inside // (self.tp * self.cp),
+            pp=rank // stage_size,
+            etp=inside % self.etp,
+            ep=inside // self.etp % self.ep,
+            edp=inside // (self.etp * self.ep),
+        )
 
     def describe_ranks(self) -> list[str]:
-        """One line a rank: `rank 3: dp 1 tp 1 pp 0`."""
-        return [
-            f"rank {rank}: dp {c.dp} tp {c.tp} pp {c.pp}"
-            for rank in range(self.world_size)
-            for c in [self.coordinates(rank)]
-        ]
+        """One line a rank: `rank 3: dp 1 tp 1 pp 0`, with the dimensions above 1 of cp, ep and etp."""
+        extra = [name for name in ("cp", "ep", "etp") if getattr(self, name) > 1]
+        shown = ["dp", "tp", "pp", *extra]
+        lines = []
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            lines.append(f"rank {rank}: " + " ".join(f"{name} {getattr(place, name)}" for name in shown))
+        return lines
+
+
+def _unquote(text: str) -> str:
+    while len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return text
+
+
+def _sizes(text: str, letters: str, whole: str) -> dict[str, int]:
+    """`d2t4` -> {"d": 2, "t": 4}; only these letters, each once."""
+    if not text:
+        raise ValueError(f"layout {whole!r} names no dimension; {_EXAMPLE}")
+    found: dict[str, int] = {}
+    position = 0
+    for match in re.finditer(r"([a-zA-Z])([0-9]+)", text):
+        if match.start() != position:
+            break
+        letter, number = match.groups()
+        if letter not in letters:
+            known = ", ".join(f"{key} ({DIMENSIONS[key]})" for key in letters)
+            raise ValueError(f"unknown dimension {letter!r} in layout {whole!r}; valid here: {known}")
+        if letter in found:
+            raise ValueError(f"dimension {letter!r} is given twice in layout {whole!r}: keep one")
+        if number.startswith("0"):
+            raise ValueError(f"dimension sizes start at 1 and have no leading zero: got {letter}{number} in {whole!r}")
+        if len(number) > 7 or int(number) > _MOST:
+            raise ValueError(f"dimension {letter!r} must be at most {_MOST}: got {number} in layout {whole!r}")
+        found[letter] = int(number)
+        position = match.end()
+    if position != len(text):
+        raise ValueError(
+            f"cannot read {text[position:]!r} in layout {whole!r}: expected a letter of {'/'.join(letters)} and a number; "
+            f"{_EXAMPLE}"
+        )
+    return found
+
+
+def _hybrid(text: str, whole: str) -> dict[str, int]:
+    """`(attn:d1p4t2c2|ffn:d1p4t1e4)`, the parentheses optional."""
+    inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    first, bar, second = inner.partition("|")
+    if not bar or not first.startswith("attn:") or not second.startswith("ffn:"):
+        raise ValueError(
+            f"a layout with experts apart is written (attn:d?t?p?c?|ffn:d?t?p?e?): got {text!r} in layout {whole!r}; "
+            f"{_EXAMPLE}"
+        )
+    attention = _sizes(first.removeprefix("attn:"), _ATTENTION, whole)
+    experts = _sizes(second.removeprefix("ffn:"), _EXPERTS, whole)
+    sizes = {name: attention.get(letter, 1) for letter, name in DIMENSIONS.items() if letter in _ATTENTION}
+    sizes |= {"ep": experts.get("e", 1), "etp": experts.get("t", 1)}
+    world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if experts.get("p", sizes["pp"]) != sizes["pp"]:
+        raise ValueError(
+            f"attn and ffn share the pipeline, so p must be the same in both: got p{sizes['pp']} and p{experts['p']} "
+            f"in layout {whole!r}; leave it out of ffn"
+        )
+    if "d" in experts and experts["d"] * sizes["etp"] * sizes["ep"] * sizes["pp"] != world:
+        raise ValueError(
+            f"attn and ffn must use the same ranks: attn has d·t·p·c = {world}, ffn has d·t·p·e = "
+            f"{experts['d']}·{sizes['etp']}·{sizes['pp']}·{sizes['ep']} = "
+            f"{experts['d'] * sizes['etp'] * sizes['ep'] * sizes['pp']} in {whole!r}; leave d out of ffn and it follows"
+        )
+    return sizes

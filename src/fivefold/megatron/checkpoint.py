@@ -10,59 +10,81 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
+from fivefold.megatron.adam import PrecisionAwareAdam
 from fivefold.megatron.build import Trainer
+from fivefold.megatron.guard import verify_copies
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.spec import PolicyModel
 
 
-def save(path: Path, module: PolicyModel, trainer: Trainer | None, mesh: Mesh) -> None:
+def save(path: Path, chunks: list[PolicyModel], trainer: Trainer | None, mesh: Mesh) -> None:
     """Write parameters and, with a trainer, optimizer and schedule into the existing directory `path`."""
     if trainer is not None:
         _ensure_moments(trainer)
     with _quiet():
-        dist_checkpointing.save(_state(module, trainer, mesh, loading=False), str(path))
+        dist_checkpointing.save(_state(chunks, trainer, mesh, loading=False), str(path))
 
 
-def load(path: Path, module: PolicyModel, trainer: Trainer | None, mesh: Mesh) -> None:
+def load(path: Path, chunks: list[PolicyModel], trainer: Trainer | None, mesh: Mesh) -> None:
     """Read what `save` wrote on any layout; without a trainer the parameters only."""
     if trainer is not None:
         _ensure_moments(trainer)
     with _quiet():
-        state = dist_checkpointing.load(_state(module, trainer, mesh, loading=True), str(path))
-    module.load_state_dict(state["model"])
+        state = dist_checkpointing.load(_state(chunks, trainer, mesh, loading=True), str(path))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{number}"])
     if trainer is not None:
         _load_optimizer(trainer, state["optimizer"])
         trainer.schedule.load_state_dict(state["schedule"])
-    _assert_replicas_agree(module, mesh)
+    # Equal copies are not a given after loading.
+    verify_copies(chunks, mesh)
 
 
-def _state(module: PolicyModel, trainer: Trainer | None, mesh: Mesh, loading: bool) -> dict[str, Any]:
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": mesh.dp}
-    state: dict[str, Any] = {"model": module.sharded_state_dict(prefix="model.", metadata=metadata)}
+def _state(chunks: list[PolicyModel], trainer: Trainer | None, mesh: Mesh, loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mesh.dp,
+    }
+    models = {
+        f"model{number}": chunk.sharded_state_dict(prefix="model.", metadata=metadata) for number, chunk in enumerate(chunks)
+    }
+    state: dict[str, Any] = dict(models)
     if trainer is not None:
-        state["optimizer"] = trainer.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
+        # With one chunk Megatron-Core's optimizers want the chunk's own state.
+        whole = models if len(chunks) > 1 else models["model0"]
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata)
         state["schedule"] = trainer.schedule.state_dict()
     # Module.load_state_dict wants names without the checkpoint's prefix.
-    state["model"] = {name.removeprefix("model."): value for name, value in state["model"].items()}
+    for name in models:
+        state[name] = {key.removeprefix("model."): value for key, value in state[name].items()}
     return state
 
 
 def _adams(trainer: Trainer) -> list[Any]:
-    """Megatron-Core's optimizers, each around one torch Adam."""
-    return list(trainer.optimizer.chained_optimizers)
+    """Megatron-Core's optimizers, each around one torch Adam: of dense parameters and of experts."""
+    return [outer for outer in trainer.optimizer.chained_optimizers if not outer.is_stub_optimizer]
 
 
 def _ensure_moments(trainer: Trainer) -> None:
-    """torch's Adam has no state before its first step, but Megatron-Core asks for it: step 0, zero moments."""
+    """torch's Adam has no state before its first step, but Megatron-Core asks for it: step 0, zero moments.
+
+    A stage without experts has an optimizer of experts all the same, without parameters: it is given a step to tell.
+    """
     for outer in _adams(trainer):
         adam = outer.optimizer
+        if not outer.get_parameters():
+            adam.state["no parameters"] = {"step": torch.tensor(float(trainer.schedule.num_steps))}
         for group in adam.param_groups:
             for parameter in group["params"]:
-                if not adam.state[parameter]:
+                if adam.state[parameter]:
+                    continue
+                if isinstance(adam, PrecisionAwareAdam):
+                    adam.initialize_state(parameter)
+                else:
                     adam.state[parameter] = {
                         "step": torch.tensor(0.0),
                         "exp_avg": torch.zeros_like(parameter),
@@ -78,8 +100,8 @@ def _load_optimizer(trainer: Trainer, loaded: dict[str, Any]) -> None:
     loaded, and each parameter gets its own.
     """
     adams = _adams(trainer)
-    assert len(adams) == 1, "one optimizer a rank"
-    for outer, state in zip(adams, [loaded], strict=True):
+    states = [loaded] if len(adams) == 1 else [loaded[number] for number in sorted(loaded)]
+    for outer, state in zip(adams, states, strict=True):
         groups = {key: value for key, value in state.items() if not key.startswith("param_state")}
         # The configuration of this run decides, not the one that wrote the checkpoint.
         configured = [{key: value for key, value in group.items() if key != "params"} for group in outer.param_groups]
@@ -88,20 +110,10 @@ def _load_optimizer(trainer: Trainer, loaded: dict[str, Any]) -> None:
         for group, settings in zip(adam.param_groups, configured, strict=True):
             group.update(settings)
         steps: dict[Tensor, float] = {parameter: float(own.pop("step")) for parameter, own in adam.state.items()}
-        outer.load_parameter_state_from_fully_reshardable(state["param_state"])
+        if outer.get_parameters():
+            outer.load_parameter_state_from_fully_reshardable(state["param_state"])
         for parameter, step in steps.items():
             adam.state[parameter]["step"] = torch.tensor(step)
-
-
-def _assert_replicas_agree(module: PolicyModel, mesh: Mesh) -> None:
-    """Equal copies over data-parallel replicas are not a given after loading: compare a digest."""
-    digest = torch.stack([parameter.detach().double().sum() for parameter in module.parameters()])
-    lowest, highest = digest.clone(), digest.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.dp)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.dp)
-    if not torch.equal(lowest, highest):
-        names = [name for (name, _), same in zip(module.named_parameters(), lowest == highest, strict=True) if not same]
-        raise RuntimeError(f"data-parallel replicas differ after loading in {len(names)} parameters, the first: {names[:3]}")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class _Null:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: _Null()
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def _null_context(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 class _TorchOnCpu:
-    """`torch` as one Megatron-Core module sees it: tensor factories take device="cuda" to mean the CPU."""
+    """`torch` as one Megatron-Core module sees it: tensor factories take device="cuda" to mean the CPU and pin nothing."""
 
     _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
@@ -43,9 +43,47 @@ class _TorchOnCpu:
         def factory(*args: Any, **kwargs: Any) -> Any:
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
             return value(*args, **kwargs)
 
         return factory
+
+
+def _splits_as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """mcore moves the sizes of an all-to-all to the host and makes numbers of them only where they are not there yet."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _gather_uneven(whole: Any) -> Any:
+    """Gloo gathers pieces of one size only: pad them to the longest."""
+
+    def gather(tensor: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return whole(tensor, group, output_split_sizes, use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        together = tensor.new_empty(group.size() * longest, *tensor.shape[1:])
+        torch.distributed.all_gather_into_tensor(together, padded, group=group)
+        pieces = together.split(longest)
+        return torch.cat([piece[:size] for piece, size in zip(pieces, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def _reduce_scatter_uneven(whole: Any) -> Any:
+    """Gloo scatters pieces of one size only: sum everything and take the own piece."""
+
+    def reduce_scatter(
+        tensor: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return whole(tensor, group, input_split_sizes, use_global_buffer)
+        summed = tensor.contiguous().clone()
+        torch.distributed.all_reduce(summed, group=group)
+        return summed.split(list(input_split_sizes))[group.rank()].clone()
+
+    return reduce_scatter
 
 
 def install() -> None:
@@ -81,10 +119,13 @@ def install() -> None:
     tensor.type = type_as_megatron_reads_it
     tensor.cuda = lambda self, *args, **kwargs: self
 
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
     import megatron.core.optimizer.clip_grads
     import megatron.core.optimizer.optimizer
     import megatron.core.pipeline_parallel.schedules
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.utils
 
     for module in (
@@ -92,7 +133,11 @@ def install() -> None:
         megatron.core.optimizer.optimizer,
         megatron.core.pipeline_parallel.schedules,
         megatron.core.utils,
+        rope_utils,
     ):
         module.torch = _TorchOnCpu()
+    mappings._gather_along_first_dim = _gather_uneven(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
+    token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numbers
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from fivefold.layout import ParallelLayout
-from fivefold.megatron import cpu
+from fivefold.megatron import absent, cpu
 from fivefold.ranks import Ranks
 
 
@@ -37,9 +37,32 @@ class Mesh:
         return group
 
     @property
+    def cp(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+        return group
+
+    @property
     def dp(self) -> dist.ProcessGroup:
-        """Ranks that hold the same parameters and see other samples."""
+        """Ranks that hold the same parameters: those that see other samples or other parts of them."""
         group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return group
+
+    @property
+    def experts(self) -> dist.ProcessGroup:
+        """Ranks that together hold all experts of a layer: expert-tensor fastest, then expert."""
+        group: dist.ProcessGroup = parallel_state.get_expert_tensor_and_model_parallel_group()
+        return group
+
+    @property
+    def expert_dp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shards of experts."""
+        group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
+        return group
+
+    @property
+    def stage(self) -> dist.ProcessGroup:
+        """All ranks of this pipeline stage."""
+        group: dist.ProcessGroup = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return group
 
     @property
@@ -59,19 +82,25 @@ class Mesh:
 def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: float) -> Mesh:
     """Initialise Megatron-Core's groups over the running process group."""
     layout = ranks.layout
+    absent.define()
     if device.type == "cpu":
         cpu.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
         create_gloo_process_groups=False,
     )
     # Stages differ in their draws, or every stage would repeat the first one's.
     model_parallel_cuda_manual_seed(seed + 100 * ranks.place.pp)
     mesh = Mesh(ranks, device)
-    found = (mesh.tp.rank(), mesh.dp.rank(), mesh.pp.rank())
-    assert found == (ranks.place.tp, ranks.place.dp, ranks.place.pp), "rank order differs from Megatron-Core's"
+    place = ranks.place
+    found = (mesh.tp.rank(), mesh.cp.rank(), parallel_state.get_data_parallel_rank(), mesh.pp.rank())
+    assert found == (place.tp, place.cp, place.dp, place.pp), "rank order differs from Megatron-Core's"
+    assert mesh.experts.rank() == place.ep * layout.etp + place.etp and mesh.expert_dp.rank() == place.edp
     return mesh
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from fivefold.config.schema import PolicyConfig
@@ -13,7 +17,9 @@ from fivefold.megatron import checkpoint, step
 from fivefold.megatron.bridge import SafetensorsSource, WeightStream, load_parameters
 from fivefold.megatron.bridge.foreign import foreign_bridge
 from fivefold.megatron.bridge.load import check_names
-from fivefold.megatron.build import DTYPES, build_model, build_trainer, global_parameters, transformer_config
+from fivefold.megatron.build import build_chunks, build_trainer, named_weights, routers, transformer_config
+from fivefold.megatron.guard import verify_copies
+from fivefold.megatron.memory import Offload
 from fivefold.megatron.mesh import Mesh
 from fivefold.model_shape import ModelShape, load_shape
 from fivefold.types import LossFn, StepReport, TokenBatch
@@ -38,33 +44,43 @@ class MegatronModel:
         `read_weights` False leaves the weights unset: a checkpoint will be loaded.
         """
         self.shape: ModelShape = load_shape(directory)
-        self.shape.check_layout(mesh.layout)
+        self.shape.check_layout(mesh.layout, policy.megatron.stages)
         self._mesh = mesh
         config = transformer_config(self.shape, mesh, policy)
-        self._module = build_model(config, self.shape, mesh)
-        fused = config.transformer_impl == "transformer_engine"
-        self._terms = step.Terms(mesh, policy.tokens_per_micro_batch, self.shape.vocab, fused)
-        parameters = global_parameters(self._module, config)
+        self._chunks = build_chunks(config, self.shape, mesh, policy)
+        self._routers = routers(self._chunks)
+        self._terms = step.Terms(
+            mesh,
+            policy.tokens_per_micro_batch,
+            self.shape.vocab,
+            fused=config.transformer_impl == "transformer_engine",
+            experts=self.shape.experts is not None,
+            virtual=len(self._chunks),
+            fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
+            equal_length=self.shape.experts is not None and config.moe_token_dispatcher_type == "allgather",  # noqa: S105
+        )
         kind = policy.megatron.bridge_type
-        foreign = None if kind == "native" else foreign_bridge(kind, self._module, directory, self.shape)
+        foreign = None if kind == "native" else foreign_bridge(kind, self._chunks, directory, self.shape)
         if read_weights and foreign is not None:
             foreign.load(directory)
         elif read_weights:
             source = SafetensorsSource(directory)
             check_names(source, self.shape, directory)
-            load_parameters(parameters, source, self.shape, mesh.tp.rank(), mesh.layout.tp, mesh.layout.pp)
-        stream = WeightStream(parameters, self.shape, mesh, DTYPES[policy.dtype], bucket_mb)
+            load_parameters(named_weights(self._chunks), source, self.shape, mesh.ranks.place, mesh.layout)
+        stream = WeightStream(lambda: named_weights(self._chunks), self.shape, mesh, bucket_mb)
         self._stream = stream if foreign is None else foreign.weights
         self._trainer = None
         self._finalize = step.FinalizeOnce()
         if total_updates is None:
-            self._module.requires_grad_(False)
-            self._model: Any = self._module
+            for chunk in self._chunks:
+                chunk.requires_grad_(False)
+            self._models: list[Any] = list(self._chunks)
         else:
-            self._trainer = build_trainer(self._module, config, policy, total_updates)
-            self._model = self._trainer.ddp
+            self._trainer = build_trainer(self._chunks, config, policy, total_updates)
+            self._models = list(self._trainer.ddps)
             config.finalize_model_grads_func = self._finalize
             config.grad_scale_func = self._trainer.optimizer.scale_loss
+        self._offload = Offload(policy.offload, mesh.device, self._chunks, self._trainer)
 
     @property
     def version(self) -> int:
@@ -73,39 +89,118 @@ class MegatronModel:
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-prob of each response token, 0 elsewhere, on the host of every rank of the replica."""
-        self._model.eval()
-        return step.forward_only(self._model, batch, self._terms)
+        self._settle()
+        for model in self._models:
+            model.eval()
+        return step.forward_only(self._models, batch, self._terms)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
-        """One optimizer step over the whole batch."""
+        """One optimizer step over the whole batch; skipped on all ranks where loss or gradients are not finite."""
         assert self._trainer is not None, "a model built without total_updates does not train"
+        self.onload()
         trainer = self._trainer
-        self._model.train()
-        trainer.ddp.zero_grad_buffer()
+        for ddp in trainer.ddps:
+            ddp.train()
+            ddp.zero_grad_buffer()
         trainer.optimizer.zero_grad()
-        gradients = step.forward_backward(self._model, self._finalize, batch, loss_fn, self._terms)
-        trainer.schedule.step(1)
-        lr = max(group["lr"] for group in trainer.optimizer.param_groups)
-        updated, grad_norm, _ = trainer.optimizer.step()
-        assert updated, "the optimizer refused its gradients"
+        biases = [None if router.expert_bias is None else router.expert_bias.clone() for router in self._routers.values()]
+        for router in self._routers.values():
+            router.load_E.zero_()
+            router.balance.zero_()
+        gradients = step.forward_backward(
+            self._models, self._finalize, batch, loss_fn, self._terms, list(self._routers.values())
+        )
+        metrics = gradients.metrics | self._expert_metrics(gradients.tokens)
+        trainer.optimizer.prepare_grads()
+        grad_norm = float(trainer.optimizer.get_grad_norm())
+        skipped = not (math.isfinite(gradients.loss) and math.isfinite(grad_norm))
+        lr = 0.0
+        if skipped:
+            for router, bias in zip(self._routers.values(), biases, strict=True):
+                if bias is not None:
+                    router.expert_bias.copy_(bias)
+        else:
+            trainer.schedule.step(1)
+            lr = max(group["lr"] for group in trainer.optimizer.param_groups)
+            self._update(grad_norm)
         return StepReport(
             loss=gradients.loss,
-            grad_norm=float(grad_norm),
+            grad_norm=grad_norm,
             lr=float(lr),
-            metrics=gradients.metrics,
+            metrics=metrics,
             micro_batches=gradients.micro_batches,
             tokens=gradients.tokens,
             sequences=gradients.sequences,
+            skipped=skipped,
         )
+
+    def _update(self, grad_norm: float) -> None:
+        """Clip and step with gradients that are known to be finite."""
+        assert self._trainer is not None
+        for part in self._trainer.optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters:
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, use_decoupled_grad=decoupled)
+        updated = self._trainer.optimizer.step_with_ready_grads()
+        assert updated, "the optimizer refused its gradients"
+
+    @torch.no_grad()
+    def _expert_metrics(self, tokens: int) -> dict[str, float]:
+        """Load of each layer's experts (largest over mean) and the routers' losses a token, the same on every rank."""
+        if self.shape.experts is None:
+            return {}
+        found: dict[str, float] = {}
+        if self._routers:
+            rows = torch.stack([torch.cat([router.load_E, router.balance[None]]) for router in self._routers.values()])
+            dist.all_reduce(rows, group=self._mesh.stage)
+            for layer, row in zip(self._routers, rows.double().cpu(), strict=True):
+                load_E = row[:-1]
+                found[f"moe/load_max/layer_{layer:02d}"] = float(load_E.max() / load_E.mean().clamp(min=1e-30))
+                found[f"moe/aux_loss/layer_{layer:02d}"] = float(row[-1]) / max(1, tokens)
+        if self._mesh.layout.pp > 1:
+            everyone: list[dict[str, float]] = [{}] * self._mesh.layout.pp
+            dist.all_gather_object(everyone, found, group=self._mesh.ranks.pp)
+            found = {name: value for stage in everyone for name, value in stage.items()}
+        loads = {name: value for name, value in sorted(found.items()) if name.startswith("moe/load_max/")}
+        losses = [value for name, value in found.items() if name.startswith("moe/aux_loss/")]
+        return loads | {"moe/load_max": max(loads.values()), "moe/aux_loss": math.fsum(losses)}
+
+    def _settle(self) -> None:
+        """Make parameters whole on every rank: with overlap_param_gather the last update's come with the next forward."""
+        self.onload()
+        if self._trainer is not None:
+            for ddp in self._trainer.ddps:
+                groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+                if ddp.ddp_config.overlap_param_gather and not all(group.param_gather_dispatched for group in groups):
+                    ddp.start_param_sync(force_sync=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on every rank; collective."""
+        self._settle()
         return self._stream()
+
+    def verify(self) -> None:
+        """Compare what must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
+        self._settle()
+        verify_copies(self._chunks, self._mesh)
+
+    def offload(self) -> dict[str, int]:
+        """Move to the host what `policy.offload` names; bytes that left the device by part."""
+        if self._offload.anything:
+            self._settle()
+        return self._offload.offload()
+
+    def onload(self) -> None:
+        """Bring back what is on the host; every method that needs it does this by itself."""
+        self._offload.onload()
 
     def save(self, path: Path) -> None:
         """Write a layout-free checkpoint into the directory `path`; collective."""
-        checkpoint.save(path, self._module, self._trainer, self._mesh)
+        self._settle()
+        checkpoint.save(path, self._chunks, self._trainer, self._mesh)
 
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""
-        checkpoint.load(path, self._module, self._trainer, self._mesh)
+        self.onload()
+        checkpoint.load(path, self._chunks, self._trainer, self._mesh)

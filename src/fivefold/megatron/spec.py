@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -14,28 +14,20 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from fivefold.megatron.attention import PackedAttention, Packing
+from fivefold.megatron.experts import GroupedExperts, MoE, Router
 from fivefold.megatron.heads import LogProbHead
-
-
-class RMSNorm(MegatronModule):
-    """Root-mean-square norm whose weight tells Megatron-Core to reduce its gradient over sequence-parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
-        super().__init__(config=config)
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+from fivefold.megatron.latent import LatentAttention, LatentNorm
+from fivefold.megatron.norm import RMSNorm
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
@@ -49,45 +41,82 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
     return choice != "torch" and installed and device.type == "cuda"
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, in plain PyTorch or Transformer Engine's."""
-    count = get_num_layers_to_build(config, vp_stage=None)
+def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
+    """These layers (counted over the whole model), in plain PyTorch or Transformer Engine's."""
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         fused = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[fused] * count, layer_norm=TENorm)
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    layer = ModuleSpec(
-        module=TransformerLayer,
+        return TransformerBlockSubmodules(layer_specs=[fused] * len(layers), layer_norm=TENorm)
+    kinds = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = [_layer(config, has_experts=bool(kinds[layer])) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+    experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared, router=Router)
+    # Checkpoints name norms as fused layers do, so that either kind of layer reads the other's.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not has_experts:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
+        module=Layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
-                ),
-            ),
+            self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            mlp=ModuleSpec(module=MoE, submodules=experts) if has_experts else ModuleSpec(module=MLP, submodules=linears),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints name norms as fused layers do, so that either kind of layer reads the other's.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map={} if config.multi_latent_attention else names,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=LatentNorm,
+            kv_layernorm=LatentNorm,
+        ),
+    )
+
+
+class Layer(TransformerLayer):
+    """Megatron-Core's layer, which tells its experts which tokens are real.
+
+    They travel with the packing, because Megatron-Core's recomputation of a part of the layers drops its padding mask.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **{**kwargs, "padding_mask": kwargs["packed_seq_params"].members_ST})
 
 
 class PolicyModel(GPTModel):
@@ -100,12 +129,23 @@ class PolicyModel(GPTModel):
             self.output_layer.__class__ = LogProbHead
 
     def forward(
-        self, token_ids_T: Tensor, packing: Packing, predicted_S: Tensor, valid_vocab: int, temperature: float
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Last stage: [S] log-prob and [S] entropy of the predicted tokens; other stages: hidden states.
+        self,
+        token_ids_T: Tensor,
+        packing: Packing,
+        members_ST: Tensor | None,
+        before_S: Tensor,
+        targets_S: Tensor,
+        valid_vocab: int,
+        temperature: float,
+    ) -> Tensor:
+        """Last stage: [2, S] log-prob and entropy of `targets_S`, the tokens behind `before_S`; other stages: hidden states.
 
-        `predicted_S` are positions in T of the tokens whose log-prob is wanted.
+        All tokens are this rank's part of the sequences; `members_ST` says which real tokens each sequence has.
         """
+        if members_ST is not None and self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            members_ST = members_ST.chunk(group.size(), 1)[group.rank()]
+        packing.members_ST = members_ST
         hidden = super().forward(
             input_ids=token_ids_T[None],
             position_ids=packing.positions_T[None] if packing.positions_T is not None else None,
@@ -116,22 +156,17 @@ class PolicyModel(GPTModel):
             return cast(Tensor, hidden)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         head = cast(LogProbHead, self.output_layer)
-        result: tuple[Tensor, Tensor] = head(
-            hidden,
-            weight=weight,
-            before_S=predicted_S - 1,
-            targets_S=token_ids_T[predicted_S],
-            valid_vocab=valid_vocab,
-            temperature=temperature,
+        logprobs_S, entropy_S = head(
+            hidden, weight=weight, before_S=before_S, targets_S=targets_S, valid_vocab=valid_vocab, temperature=temperature
         )
-        return result
+        return torch.stack([logprobs_S, entropy_S])
 
     def _preprocess(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
         first, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if packed_seq_params.cu_seqlens_q is not None:
-            return (first, angles, *rest)
-        # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
-        return (first, angles[packed_seq_params.positions_T, 0], *rest)
+        if angles is not None and packed_seq_params.cu_seqlens_q is None:
+            # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
+            angles = angles[packed_seq_params.positions_T, 0]
+        return (first, angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return hidden_states

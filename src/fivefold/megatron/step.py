@@ -1,44 +1,58 @@
 """One update: TokenBatch -> micro-batches -> Megatron-Core's schedule -> gradients that were finalized once.
 
-The only file where a factor of dp, tp, pp or the number of micro-batches could be wrong:
+The only file where a factor of dp, cp, tp, pp or the number of micro-batches could be wrong:
 
 - the loss of an update is Σ over all tokens of weight · per-token loss, so micro-batches and replicas add up;
-- with `calculate_per_token_loss`, Megatron-Core sums gradients over micro-batches and data-parallel ranks and
+- with `calculate_per_token_loss`, Megatron-Core sums gradients over micro-batches, data- and context-parallel ranks and
   `finalize_model_grads` divides them by the sum of the token counts that the loss function returned;
 - therefore the loss function returns (share of the loss · tokens of the update, its own tokens): the division by the
-  tokens of the update undoes the factor.
+  tokens of the update undoes the factor;
+- context-parallel ranks compute the same loss of whole sequences, from log-probs that were summed over the ranks; each
+  passes back the gradient of its own tokens only, so the sum over the ranks is the gradient of one loss;
+- what routers add (balance, z-loss) is a share of the update's tokens times the tokens of the update as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from fivefold.batch import micro_batches_needed, plan_micro_batches
-from fivefold.megatron.attention import Packing, make_packing
+from fivefold.megatron.attention import Packing, chunk_multiple, local_positions, make_packing
+from fivefold.megatron.experts import Router
 from fivefold.megatron.mesh import Mesh
 from fivefold.types import LossFn, LossOutput, TokenBatch
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward-backward of this replica, on the device."""
+    """One forward-backward of this replica: this rank's part of its sequences, on the device."""
 
     token_ids_T: Tensor
-    """Padded at the end to what the layout divides; the padding is a sequence of its own."""
+    """Each sequence padded to what the context-parallel ranks divide; at the end a sequence of padding."""
     packing: Packing
+    members_ST: Tensor | None
+    """[sequences, local tokens]: which real tokens a sequence has; only for models with experts."""
+    before_S: Tensor
+    """Places of the local tokens whose successor's log-prob is wanted."""
+    targets_S: Tensor
+    """Those successors."""
     predicted_S: Tensor
-    """Positions in T of the tokens whose log-prob is wanted."""
+    """Their places among the tokens of `batch`."""
     batch: TokenBatch
+    """The samples of this micro-batch, whole."""
     token_index_T: Tensor
-    """Where its tokens lie in the batch it was cut from."""
+    """Where their tokens lie in the batch it was cut from."""
 
 
 @dataclass(frozen=True)
@@ -52,40 +66,94 @@ class Terms:
     """Vocabulary without padding."""
     fused: bool
     """Layers are Transformer Engine's."""
+    experts: bool
+    virtual: int
+    """Virtual stages of each pipeline stage."""
+    fixed_length: bool
+    """Every micro-batch is padded to the budget, so that stages know its size beforehand."""
+    equal_length: bool
+    """Replicas pad their micro-batches to the longest one's length: they gather tokens from each other."""
 
 
 class MicroBatches:
     """The micro-batches of a batch: the same number on every data-parallel replica."""
 
     def __init__(self, batch: TokenBatch, terms: Terms) -> None:
-        needed = torch.tensor(micro_batches_needed(batch.lengths_N, terms.budget))
+        layout = terms.mesh.layout
+        self._multiple = chunk_multiple(layout.cp)
+        # The local part must divide over the sequence-parallel ranks.
+        self._total_multiple = math.lcm(self._multiple, layout.cp * layout.tp)
+        self._budget = -(-terms.budget // self._total_multiple) * self._total_multiple
+        padded = [self._padded(length) for length in batch.lengths_N]
+        needed = torch.tensor(micro_batches_needed(padded, self._budget))
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=terms.mesh.ranks.dp)
-        self.count = int(needed)
-        self._batch, self._mesh, self._fused = batch, terms.mesh, terms.fused
-        self._plan = plan_micro_batches(batch.lengths_N, self.count)
+        # Interleaved stages take micro-batches in rounds of the pipeline's length.
+        round_of = layout.pp if terms.virtual > 1 else 1
+        self.count = -(-int(needed) // round_of) * round_of
+        self._batch, self._terms = batch, terms
+        self._plan = plan_micro_batches(padded, self.count)
+        self._made = cache(self._make)
+        totals = torch.tensor([sum(padded[sample] for sample in samples) for samples in self._plan])
+        # A replica without samples takes part with padding only, or the others would wait for it for ever.
+        totals = -(-totals.clamp(min=1) // self._total_multiple) * self._total_multiple
+        if terms.equal_length:
+            dist.all_reduce(totals, dist.ReduceOp.MAX, group=terms.mesh.ranks.dp)
+        self._totals = [self._budget] * self.count if terms.fixed_length else totals.tolist()
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        device, multiple = self._mesh.device, self._mesh.layout.tp
-        for samples in self._plan:
-            cut = self._batch.select(samples)
-            tokens = sum(cut.lengths_N)
-            # A replica without samples takes part with padding only, or the others would wait for it for ever.
-            padding = -tokens % multiple if tokens else multiple
-            packing = make_packing(cut.lengths_N + ([padding] if padding else []), device, self._fused)
-            yield MicroBatch(
-                token_ids_T=torch.cat([cut.token_ids_T, torch.zeros(padding, dtype=torch.long)]).to(
-                    device, non_blocking=True
-                ),
-                packing=packing,
-                predicted_S=cut.loss_mask_T.nonzero()[:, 0].to(device, non_blocking=True),
-                batch=cut.to(device),
-                token_index_T=self._batch.token_index(samples),
-            )
+    def iterators(self) -> Any:
+        """What Megatron-Core's schedule draws micro-batches from: one iterator a virtual stage."""
+        several = [map(self._made, range(self.count)) for _ in range(self._terms.virtual)]
+        return several if self._terms.virtual > 1 else several[0]
+
+    def _padded(self, length: int) -> int:
+        return -(-length // self._multiple) * self._multiple
+
+    def _make(self, number: int) -> MicroBatch:
+        mesh, layout = self._terms.mesh, self._terms.mesh.layout
+        samples = self._plan[number]
+        batch = self._batch.select(samples)
+        padded = [self._padded(length) for length in batch.lengths_N]
+        padding = self._totals[number] - sum(padded)
+        assert padding >= 0, f"{sum(padded)} tokens in a micro-batch of {self._totals[number]}"
+        lengths = padded + ([padding] if padding else [])
+        packing = make_packing(lengths, mesh.device, self._terms.fused, layout.cp, mesh.ranks.place.cp)
+        # Where each local token lies among the batch's tokens, -1 for padding.
+        source = torch.full((sum(lengths) // layout.cp,), -1)
+        owner = source.clone()
+        begin = start = 0
+        for number_in_batch, (length, size) in enumerate(zip(batch.lengths_N, padded, strict=True)):
+            positions = local_positions(size, layout.cp, mesh.ranks.place.cp)
+            source[begin : begin + len(positions)] = torch.where(positions < length, start + positions, -1)
+            owner[begin : begin + len(positions)] = torch.where(positions < length, number_in_batch, -1)
+            begin, start = begin + len(positions), start + length
+        real = source >= 0
+        token_ids = torch.where(real, batch.token_ids_T[source.clamp(min=0)] if len(batch.token_ids_T) else 0, 0)
+        place = torch.full((len(batch.token_ids_T),), -1)
+        place[source[real]] = real.nonzero()[:, 0]
+        predicted = batch.loss_mask_T.nonzero()[:, 0]
+        predicted = predicted[place[predicted - 1] >= 0]
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(mesh.device, non_blocking=True)
+
+        members = None
+        if self._terms.experts:
+            members = moved(owner[None] == torch.arange(max(1, len(samples)))[:, None])
+        return MicroBatch(
+            token_ids_T=moved(token_ids),
+            packing=packing,
+            members_ST=members,
+            before_S=moved(place[predicted - 1]),
+            targets_S=moved(batch.token_ids_T[predicted]),
+            predicted_S=moved(predicted),
+            batch=batch.to(mesh.device),
+            token_index_T=self._batch.token_index(samples),
+        )
 
     @property
-    def longest(self) -> int:
-        """A sequence length for Megatron-Core's schedule, which takes the real shapes from the stage before."""
-        return self._mesh.layout.tp
+    def length(self) -> int:
+        """The sequence length that Megatron-Core's schedule is told; without a fixed one it asks the stage before."""
+        return self._budget if self._terms.fixed_length else self._total_multiple
 
 
 class FinalizeOnce:
@@ -99,42 +167,47 @@ class FinalizeOnce:
         finalize_model_grads(*args, **kwargs)
 
 
-def _spread(values_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Numbers at predicted tokens -> one number a token, 0 elsewhere."""
-    return values_S.new_zeros(len(micro.batch.token_ids_T)).index_put((micro.predicted_S,), values_S)
+def _whole(values_2S: Tensor, micro: MicroBatch, mesh: Mesh) -> Tensor:
+    """[2, T] numbers of all tokens of the micro-batch, 0 where none is predicted, on every context-parallel rank."""
+    spread_2T = values_2S.new_zeros(2, len(micro.batch.token_ids_T)).index_copy(1, micro.predicted_S, values_2S)
+    # Forward a sum over ranks of which each has its own tokens; backward as it is: all ranks compute the same loss.
+    summed: Tensor = reduce_from_tensor_model_parallel_region(spread_2T, group=mesh.cp)
+    return summed
 
 
-def _forward(iterator: Iterator[MicroBatch], model: Any, valid_vocab: int) -> tuple[MicroBatch, Any]:
+def _forward(iterator: Iterator[MicroBatch], model: Any, terms: Terms) -> tuple[MicroBatch, Any]:
     micro = next(iterator)
     output = model(
         token_ids_T=micro.token_ids_T,
         packing=micro.packing,
-        predicted_S=micro.predicted_S,
-        valid_vocab=valid_vocab,
+        members_ST=micro.members_ST,
+        before_S=micro.before_S,
+        targets_S=micro.targets_S,
+        valid_vocab=terms.vocab,
         temperature=micro.batch.temperature,
     )
     return micro, output
 
 
 @torch.no_grad()
-def forward_only(model: Any, batch: TokenBatch, terms: Terms) -> Tensor:
+def forward_only(models: list[Any], batch: TokenBatch, terms: Terms) -> Tensor:
     """[T] log-probs of the response tokens, on the host of every rank of the replica."""
     mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, output = _forward(iterator, model, terms.vocab)
+        micro, output = _forward(iterator, model, terms)
 
-        def collect(output: tuple[Tensor, Tensor], non_loss_data: bool = True) -> tuple[MicroBatch, Tensor]:
-            return micro, _spread(output[0], micro)
+        def collect(output: Tensor, non_loss_data: bool = True) -> tuple[MicroBatch, Tensor]:
+            return micro, _whole(output, micro, mesh)[0]
 
         return output, collect
 
     results = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=[model],
+        data_iterator=micro_batches.iterators(),
+        model=models,
         num_microbatches=micro_batches.count,
-        seq_length=micro_batches.longest,
+        seq_length=micro_batches.length,
         micro_batch_size=1,
         forward_only=True,
         collect_non_loss_data=True,
@@ -159,16 +232,23 @@ class Gradients:
     sequences: int
 
 
-def forward_backward(model: Any, finalize: FinalizeOnce, batch: TokenBatch, loss_fn: LossFn, terms: Terms) -> Gradients:
+def forward_backward(
+    models: list[Any], finalize: FinalizeOnce, batch: TokenBatch, loss_fn: LossFn, terms: Terms, routers: list[Router]
+) -> Gradients:
     """Gradients of the whole update on every rank, reduced and finalized."""
     mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
+    counts = torch.tensor([sum(batch.lengths_N), len(batch.lengths_N)])
+    dist.all_reduce(counts, group=mesh.ranks.dp)
+    tokens, sequences = counts.tolist()
+    for router in routers:
+        router.update_scale = batch.update_tokens / max(1, tokens)
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, output = _forward(iterator, model, terms.vocab)
+        micro, output = _forward(iterator, model, terms)
 
-        def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs_S, entropy_S = output
-            share = loss_fn(_spread(logprobs_S, micro), _spread(entropy_S, micro), micro.batch)
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+            logprobs_T, entropy_T = _whole(output, micro, mesh)
+            share = loss_fn(logprobs_T, entropy_T, micro.batch)
             own_tokens = torch.tensor(len(micro.predicted_S), dtype=torch.int, device=mesh.device)
             return share.loss * batch.update_tokens, own_tokens, LossOutput(share.loss.detach(), share.sums, share.maxima)
 
@@ -177,18 +257,16 @@ def forward_backward(model: Any, finalize: FinalizeOnce, batch: TokenBatch, loss
     calls = finalize.calls
     outputs: list[LossOutput] = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=[model],
+        data_iterator=micro_batches.iterators(),
+        model=models,
         num_microbatches=micro_batches.count,
-        seq_length=micro_batches.longest,
+        seq_length=micro_batches.length,
         micro_batch_size=1,
         forward_only=False,
     )
     assert finalize.calls == calls + 1, f"gradients must be finalized once an update, were {finalize.calls - calls} times"
     loss, metrics = _reduce(outputs, mesh)
-    counts = torch.tensor([sum(batch.lengths_N), len(batch.lengths_N)])
-    dist.all_reduce(counts, group=mesh.ranks.dp)
-    return Gradients(loss, metrics, micro_batches.count, int(counts[0]), int(counts[1]))
+    return Gradients(loss, metrics, micro_batches.count, tokens, sequences)
 
 
 def _reduce(outputs: list[LossOutput], mesh: Mesh) -> tuple[float, dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fivefold.layout import ParallelLayout
+from fivefold.layout import ParallelLayout, Stages
 from fivefold.model_shape import ModelShape
 
 LOGITS_BYTES = 3 * 256 * 2**20
@@ -31,22 +31,58 @@ class Memory:
         return f"{self.total / 2**30:.2f} GiB = " + " + ".join(f"{name} {value:.2f}" for name, value in parts.items())
 
 
-def rank_parameters(shape: ModelShape, layout: ParallelLayout) -> int:
-    """Parameters of the rank that holds most: the first or last stage with its share of the embedding."""
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters of one rank."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def rank_parameters(shape: ModelShape, layout: ParallelLayout, stages: Stages | None = None) -> list[RankParameters]:
+    """Parameters of a rank of each pipeline stage, embeddings included."""
     embedding = shape.padded_vocab * shape.hidden
-    ends = embedding if layout.pp > 1 or shape.tied else 2 * embedding
-    return (shape.layers // layout.pp * shape.layer_parameters + ends) // layout.tp
+    found = []
+    for stage, chunks in enumerate((stages or Stages()).cut(shape.layers, layout)):
+        layers = [layer for chunk in chunks for layer in chunk]
+        dense = sum(shape.shared_parameters(layer) for layer in layers)
+        experts = sum(shape.expert_parameters(layer) for layer in layers)
+        if stage == 0:
+            dense += embedding
+        if stage == layout.pp - 1 and not (shape.tied and layout.pp == 1):
+            dense += embedding
+        found.append(RankParameters(dense // layout.tp, experts // (layout.ep * layout.etp)))
+    return found
 
 
-def activation_bytes_per_token(shape: ModelShape, layout: ParallelLayout, dtype_bytes: int, recompute: str) -> int:
-    """Kept for backward by one rank for each token of a micro-batch in flight, all its layers together."""
-    layers = shape.layers // layout.pp
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    whole = 6 * shape.hidden + 3 * q + 3 * kv + 4 * shape.ffn
+def activation_bytes_per_token(
+    shape: ModelShape, layout: ParallelLayout, dtype_bytes: int, recompute: str, layers: list[int]
+) -> int:
+    """Kept for backward by one rank for each token of a micro-batch in flight, for these of its layers together."""
+    if shape.latent is not None:
+        part = shape.latent
+        attention = 3 * shape.heads * (part.qk_nope + part.qk_rope) + 3 * shape.heads * part.v_dim
+        attention += 2 * (part.kv_rank + part.qk_rope) + 2 * (part.q_rank or 0)
+    else:
+        attention = 3 * shape.heads * shape.head_dim + 3 * shape.kv_heads * shape.head_dim
+
+    def kept(layer: int) -> int:
+        if shape.experts is None or not shape.experts.layers[layer]:
+            return 6 * shape.hidden + attention + 4 * shape.ffn
+        part = shape.experts
+        # Each token is sent to its experts and back: as many copies of it, twice, and their own inner width.
+        routed = part.chosen * (3 * shape.hidden + 4 * part.ffn)
+        return 6 * shape.hidden + attention + routed + 4 * part.shared_ffn
+
+    cut = layout.tp * layout.cp
     if recompute == "full":
         # The input of each layer, and one layer made again at a time.
-        return (layers * shape.hidden + whole) * dtype_bytes // layout.tp
-    return layers * whole * dtype_bytes // layout.tp
+        return (len(layers) * shape.hidden + max(map(kept, layers), default=0)) * dtype_bytes // cut
+    return sum(map(kept, layers)) * dtype_bytes // cut
 
 
 def estimate_memory(
@@ -59,27 +95,46 @@ def estimate_memory(
     reference: bool,
     engine_sequences: int,
     max_sequence_tokens: int,
+    stages: Stages | None = None,
 ) -> Memory:
-    """Memory of the fullest rank, with the embedded engine beside the policy (0 sequences: no engine)."""
+    """Memory of the fullest rank, with the embedded engine beside the policy (0 sequences: no engine).
+
+    `tokens_per_micro_batch` counts whole sequences; context-parallel ranks hold a part of them each.
+    """
+    stages = stages or Stages()
     size = 2 if dtype == "bfloat16" else 4
-    own = rank_parameters(shape, layout)
-    # Adam's two moments, and the float32 copy of parameters that are not float32, cut over the replicas.
-    optimizer = own * (12 if size == 2 else 8) // layout.dp
-    in_flight = min(layout.pp, 8)
-    activations = tokens_per_micro_batch * in_flight * activation_bytes_per_token(shape, layout, size, recompute)
+    logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * shape.padded_vocab // (layout.tp * layout.cp))
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * size * max_sequence_tokens
-    return Memory(
-        parameters=own * size,
-        gradients=own * 4,
-        optimizer=optimizer,
-        activations=activations + min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * shape.padded_vocab // layout.tp),
-        reference=own * size if reference else 0,
-        engine=shape.parameters * size + engine_sequences * cache if engine_sequences else 0,
-    )
+    found = []
+    parts = rank_parameters(shape, layout, stages)
+    for stage, (own, chunks) in enumerate(zip(parts, stages.cut(shape.layers, layout), strict=True)):
+        # Adam's two moments, and the float32 copy of parameters that are not float32, cut over the replicas.
+        state = 12 if size == 2 else 8
+        optimizer = own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
+        # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
+        in_flight = float(layout.pp - stage)
+        if len(chunks) > 1:
+            in_flight += (layout.pp - 1) / len(chunks)
+        layers = [layer for chunk in chunks for layer in chunk]
+        each = activation_bytes_per_token(shape, layout, size, recompute, layers)
+        activations = int(tokens_per_micro_batch * in_flight * each)
+        found.append(
+            Memory(
+                parameters=own.total * size,
+                gradients=own.total * 4,
+                optimizer=optimizer,
+                activations=activations + (logits if stage == layout.pp - 1 else 0),
+                reference=own.total * size if reference else 0,
+                engine=shape.parameters * size + engine_sequences * cache if engine_sequences else 0,
+            )
+        )
+    return max(found, key=lambda memory: memory.total)
 
 
 def training_flops(shape: ModelShape, tokens: int, mean_length: float) -> float:
-    """Forward and backward of `tokens` tokens: 6 a parameter and token, and causal attention's two products."""
-    dense = shape.layers * shape.layer_parameters + shape.vocab * shape.hidden
-    attention = 6 * shape.layers * shape.heads * shape.head_dim * mean_length
-    return tokens * (6.0 * dense + attention)
+    """Forward and backward of `tokens` tokens: 6 a parameter that takes part and token, and causal attention's products."""
+    active = sum(shape.active_parameters(layer) for layer in range(shape.layers)) + shape.vocab * shape.hidden
+    width = shape.heads * shape.head_dim
+    if shape.latent is not None:
+        width = shape.heads * (shape.latent.qk_nope + shape.latent.qk_rope + shape.latent.v_dim) // 2
+    return tokens * (6.0 * active + 6 * shape.layers * width * mean_length)

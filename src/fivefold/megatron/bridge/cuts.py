@@ -55,6 +55,17 @@ class Vocabulary:
         return [torch.cat(list(shards))[: shape.vocab]]
 
 
+class ColumnParallel:
+    """The output dimension is cut (mcore ColumnParallelLinear)."""
+
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelShape) -> Tensor:
+        rows = _size(full[0], 0) // size
+        return full[0][rank * rows : (rank + 1) * rows]
+
+    def merge(self, shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
+        return [torch.cat(list(shards))]
+
+
 class RowParallel:
     """The input dimension is cut (mcore RowParallelLinear)."""
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from fivefold.megatron.bridge.cuts import QKV, Cut, GateUp, Replicate, RowParallel, Vocabulary
+from fivefold.megatron.bridge.cuts import QKV, ColumnParallel, Cut, GateUp, Replicate, RowParallel, Vocabulary
 from fivefold.model_shape import ModelShape
 
 
 class Place(Enum):
-    """Pipeline stage that holds a parameter."""
+    """Which layers have a parameter."""
 
     FIRST = "first"
+    """None: it stands before them."""
     LAYER = "layer"
+    DENSE = "dense"
+    """Layers without experts."""
+    SPARSE = "sparse"
+    """Layers with experts."""
+    EXPERT = "expert"
+    """Once for each expert of a layer."""
     LAST = "last"
+    """None: it stands behind them."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron-Core parameter; `{layer}` stands for the layer, counted over the whole model."""
+    """One Megatron-Core parameter; `{layer}` and `{expert}` are counted over the whole model."""
 
     mcore: str
     hf: tuple[str, ...]
@@ -27,76 +35,147 @@ class Row:
     place: Place = Place.LAYER
 
 
-REPLICATE, ROW, VOCABULARY, GATE_UP, QKV_CUT = Replicate(), RowParallel(), Vocabulary(), GateUp(), QKV()
+REPLICATE, COLUMN, ROW, VOCABULARY, GATE_UP, QKV_CUT = (
+    Replicate(),
+    ColumnParallel(),
+    RowParallel(),
+    Vocabulary(),
+    GateUp(),
+    QKV(),
+)
 
 EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, Place.FIRST)
-FINAL = (
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATE, Place.LAST),
-    Row("output_layer.weight", ("lm_head.weight",), VOCABULARY, Place.LAST),
-)
+OUTPUT = Row("output_layer.weight", ("lm_head.weight",), VOCABULARY, Place.LAST)
+FINAL = (Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATE, Place.LAST), OUTPUT)
 
 
-def _attention(kind: str) -> Row:
-    names = tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.{kind}" for part in "qkv")
-    return Row(f"decoder.layers.{{layer}}.self_attention.linear_qkv.{kind}", names, QKV_CUT)
+def _layer(mcore: str, hf: str | tuple[str, ...], cut: Cut, place: Place = Place.LAYER) -> Row:
+    names = (hf,) if isinstance(hf, str) else hf
+    return Row(f"decoder.layers.{{layer}}.{mcore}", tuple(f"model.layers.{{layer}}.{name}" for name in names), cut, place)
 
 
-def _layer(mcore: str, hf: str, cut: Cut) -> Row:
-    return Row(f"decoder.layers.{{layer}}.{mcore}", (f"model.layers.{{layer}}.{hf}",), cut)
+def _qkv(kind: str) -> Row:
+    return _layer(f"self_attention.linear_qkv.{kind}", tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv"), QKV_CUT)
 
 
-LLAMA = (
-    EMBEDDING,
+def _gate_up(hf: str, place: Place, mcore: str = "mlp") -> tuple[Row, Row]:
+    return (
+        _layer(f"{mcore}.linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), GATE_UP, place),
+        _layer(f"{mcore}.linear_fc2.weight", f"{hf}.down_proj.weight", ROW, place),
+    )
+
+
+def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    inside = f"{hf}.experts.{{expert}}"
+    return (
+        _layer("mlp.router.weight", f"{hf}.gate.weight", REPLICATE, Place.SPARSE),
+        _layer("mlp.experts.{expert}.fc1", (f"{inside}.{gate}.weight", f"{inside}.{up}.weight"), GATE_UP, Place.EXPERT),
+        _layer("mlp.experts.{expert}.fc2", f"{inside}.{down}.weight", ROW, Place.EXPERT),
+    )
+
+
+NORMS = (
     _layer("input_layernorm.weight", "input_layernorm.weight", REPLICATE),
-    _attention("weight"),
-    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ROW),
     _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", REPLICATE),
-    Row(
-        "decoder.layers.{layer}.mlp.linear_fc1.weight",
-        ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
-        GATE_UP,
-    ),
-    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", ROW),
-    *FINAL,
 )
-QWEN2 = (*LLAMA, _attention("bias"))
-QWEN3 = (
-    *LLAMA,
+ATTENTION = (*NORMS, _qkv("weight"), _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ROW))
+QK_NORMS = (
     _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", REPLICATE),
     _layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", REPLICATE),
 )
+DENSE = _gate_up("mlp", Place.DENSE)
+EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+SHARED = _gate_up("mlp.shared_experts", Place.SPARSE, "mlp.shared_experts")
+BIASED_ROUTER = _layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", REPLICATE, Place.SPARSE)
 
-FAMILY_TABLES: dict[str, tuple[Row, ...]] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+LLAMA = (EMBEDDING, *ATTENTION, *DENSE, *FINAL)
+QWEN3 = (*LLAMA, *QK_NORMS)
+DEEPSEEK_QUERIES = (
+    _layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", REPLICATE),
+    _layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", REPLICATE),
+    _layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", COLUMN),
+)
+DEEPSEEK = (
+    EMBEDDING,
+    *NORMS,
+    _layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", REPLICATE),
+    _layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", REPLICATE),
+    _layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", COLUMN),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ROW),
+    *DENSE,
+    *EXPERTS,
+    *SHARED,
+    BIASED_ROUTER,
+    *FINAL,
+)
+
+FAMILY_TABLES: dict[str, tuple[Row, ...]] = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": QWEN3,
+    "qwen3_moe": (*QWEN3, *EXPERTS),
+    "qwen2_moe": (
+        *LLAMA,
+        *EXPERTS,
+        *_gate_up("mlp.shared_expert", Place.SPARSE, "mlp.shared_experts"),
+        _layer("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", REPLICATE, Place.SPARSE),
+    ),
+    "mixtral": (EMBEDDING, *ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2"), *FINAL),
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": (*LLAMA, *EXPERTS, *SHARED, BIASED_ROUTER),
+}
+
+
+def family_table(shape: ModelShape) -> tuple[Row, ...]:
+    """The family's table with what this model's configuration adds."""
+    rows = FAMILY_TABLES[shape.family]
+    if shape.qkv_bias:
+        rows = (*rows, _qkv("bias"))
+    if shape.family == "glm4_moe" and shape.qk_norm:
+        rows = (*rows, *QK_NORMS)
+    if shape.latent is not None and shape.latent.q_rank is None:
+        rows = (*rows, _layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", COLUMN))
+    elif shape.latent is not None:
+        rows = (*rows, *DEEPSEEK_QUERIES)
+    if shape.experts is not None and not shape.experts.shared_ffn:
+        rows = tuple(row for row in rows if row not in SHARED)
+    return rows
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """One parameter of one model: a row with its layer filled in."""
+    """One parameter of one model: a row with its layer and expert filled in."""
 
     mcore: str
     hf: tuple[str, ...]
     cut: Cut
-    stage: int
+    row: str
+    layer: int | None = None
+    expert: int | None = None
 
 
-def mapped_names(shape: ModelShape, pp: int) -> list[Mapped]:
-    """Every parameter of the model in order of layers, with the pipeline stage that owns it."""
-    rows = FAMILY_TABLES[shape.family]
-    per_stage = shape.layers // pp
-    found = [Mapped(row.mcore, row.hf, row.cut, 0) for row in rows if row.place is Place.FIRST]
+def mapped_names(shape: ModelShape) -> list[Mapped]:
+    """Every parameter of the model in order of layers; experts that are gathered together follow one another."""
+    rows = family_table(shape)
+    found = [Mapped(row.mcore, row.hf, row.cut, row.mcore) for row in rows if row.place is Place.FIRST]
     for layer in range(shape.layers):
-        found += [
-            Mapped(
-                row.mcore.format(layer=layer),
-                tuple(name.format(layer=layer) for name in row.hf),
-                row.cut,
-                layer // per_stage,
-            )
-            for row in rows
-            if row.place is Place.LAYER
-        ]
+        inside = {Place.LAYER, Place.SPARSE if shape.has_experts(layer) else Place.DENSE}
+        found += [_filled(row, layer, None) for row in rows if row.place in inside]
+        if shape.experts is not None and shape.has_experts(layer):
+            found += [
+                _filled(row, layer, expert)
+                for row in rows
+                if row.place is Place.EXPERT
+                for expert in range(shape.experts.count)
+            ]
     for row in rows:
         # A tied output layer is the embedding once more: nothing of its own to read or write.
-        if row.place is Place.LAST and not (shape.tied and row.mcore == "output_layer.weight"):
-            found.append(Mapped(row.mcore, row.hf, row.cut, pp - 1))
+        if row.place is Place.LAST and not (shape.tied and row is OUTPUT):
+            found.append(Mapped(row.mcore, row.hf, row.cut, row.mcore))
     return found
+
+
+def _filled(row: Row, layer: int, expert: int | None) -> Mapped:
+    names = tuple(name.format(layer=layer, expert=expert) for name in row.hf)
+    return Mapped(row.mcore.format(layer=layer, expert=expert), names, row.cut, row.mcore, layer, expert)

@@ -38,14 +38,18 @@ def missing_packages(kind: str) -> list[str]:
     return [name for name in PACKAGES[kind] if not installed(name)]
 
 
-def foreign_bridge(kind: str, model: Any, directory: Path, shape: ModelShape) -> ForeignBridge:
+def foreign_bridge(kind: str, chunks: list[Any], directory: Path, shape: ModelShape) -> ForeignBridge:
     """The bridge of `megatron.bridge_type`; raises ValueError naming the packages that it lacks."""
+    if shape.experts is not None or len(chunks) > 1:
+        raise ValueError(
+            f"megatron.bridge_type: {kind} is supported for dense models without virtual stages: use native, which has all"
+        )
     if missing := missing_packages(kind):
         raise ValueError(
             f"megatron.bridge_type: {kind} needs the packages {', '.join(missing)}, which are not installed: "
             "install them, or use native, which needs none"
         )
-    view = _FusedNames(model)
+    view = _FusedNames(chunks[0])
     if kind == "mbridge":
         return _MBridge(view, directory, shape)
     return _MegatronBridge(view, directory)

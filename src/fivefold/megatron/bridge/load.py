@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
+from fivefold.layout import Coordinates, ParallelLayout
 from fivefold.megatron.bridge.cuts import Sliceable
 from fivefold.megatron.bridge.families import EMBEDDING, mapped_names
 from fivefold.model_shape import ModelShape
@@ -47,9 +49,9 @@ class SafetensorsSource:
 
 def check_names(source: SafetensorsSource, shape: ModelShape, directory: Path) -> None:
     """Raise ValueError where the files lack a tensor of the family or hold one that it does not have."""
-    wanted = {name for item in mapped_names(shape, pp=1) for name in item.hf}
+    wanted = {name for item in mapped_names(shape) for name in item.hf}
     # Some tied models store the shared weight a second time.
-    extra = {name for name in source.names - wanted if not name.endswith(_NOT_PARAMETERS)} - {"lm_head.weight"}
+    extra = {name for name in source.names - wanted if not _left_out(name, shape)} - {"lm_head.weight"}
     if missing := sorted(wanted - source.names):
         raise ValueError(f"{directory} lacks {len(missing)} tensors of a {shape.family} model, the first: {missing[:3]}")
     if extra:
@@ -59,24 +61,32 @@ def check_names(source: SafetensorsSource, shape: ModelShape, directory: Path) -
         )
 
 
+def _left_out(name: str, shape: ModelShape) -> bool:
+    """Buffers that are computed, and layers behind the last one (multi-token prediction), which are not trained."""
+    parts = name.split(".")
+    behind = name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= shape.layers
+    return behind or name.endswith(_NOT_PARAMETERS)
+
+
 @torch.no_grad()
 def load_parameters(
-    parameters: dict[str, torch.nn.Parameter], source: SafetensorsSource, shape: ModelShape, tp_rank: int, tp: int, pp: int
+    parameters: dict[str, Tensor], source: SafetensorsSource, shape: ModelShape, place: Coordinates, layout: ParallelLayout
 ) -> None:
-    """Fill `parameters` (by Megatron-Core name, layers counted over the whole model) from `source`."""
+    """Fill `parameters` (by Megatron-Core name, layers and experts counted over the whole model) from `source`."""
     filled = set()
-    for item in mapped_names(shape, pp):
+    for item in mapped_names(shape):
         if item.mcore in parameters:
-            _fill(parameters[item.mcore], item.cut.shard([source[name] for name in item.hf], tp_rank, tp, shape), item.mcore)
+            rank, size = (place.tp, layout.tp) if item.expert is None else (place.etp, layout.etp)
+            _fill(parameters[item.mcore], item.cut.shard([source[name] for name in item.hf], rank, size, shape), item.mcore)
             filled.add(item.mcore)
     if shape.tied and (copy := parameters.get("output_layer.weight")) is not None:
         # The last stage of a pipeline keeps its own copy of the tied embedding.
-        _fill(copy, EMBEDDING.cut.shard([source[EMBEDDING.hf[0]]], tp_rank, tp, shape), "output_layer.weight")
+        _fill(copy, EMBEDDING.cut.shard([source[EMBEDDING.hf[0]]], place.tp, layout.tp, shape), "output_layer.weight")
         filled.add("output_layer.weight")
     left = sorted(set(parameters) - filled)
     assert not left, f"parameters that no row of the table fills: {left}"
 
 
-def _fill(parameter: torch.nn.Parameter, value: torch.Tensor, name: str) -> None:
+def _fill(parameter: Tensor, value: Tensor, name: str) -> None:
     assert parameter.shape == value.shape, f"{name}: {tuple(parameter.shape)} in the model, {tuple(value.shape)} in the file"
     parameter.copy_(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,48 +14,98 @@ from fivefold.megatron.mesh import Mesh
 from fivefold.model_shape import ModelShape
 
 
-class WeightStream:
-    """Streams full tensors out of a model that is cut over a mesh; the plan is made once."""
+@dataclass(frozen=True)
+class _Piece:
+    """One parameter of this rank, and the parameters it stands for on the ranks that it is gathered over."""
 
-    def __init__(
-        self, parameters: dict[str, torch.nn.Parameter], shape: ModelShape, mesh: Mesh, dtype: torch.dtype, bucket_mb: int
-    ) -> None:
-        self._parameters, self._shape, self._mesh, self._dtype = parameters, shape, mesh, dtype
-        own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        everywhere: list[dict[str, tuple[int, ...]] | None] = [None] * mesh.layout.pp
+    stage: int
+    shape: torch.Size
+    dtype: torch.dtype
+    whole: tuple[Mapped, ...]
+    """One for dense parameters; for experts that of each expert-parallel rank, in their order."""
+
+
+class WeightStream:
+    """Streams full tensors out of a model that is cut over a mesh; the plan is made once, the same on every rank."""
+
+    def __init__(self, named: Callable[[], dict[str, Tensor]], shape: ModelShape, mesh: Mesh, bucket_mb: int) -> None:
+        self._named, self._shape, self._mesh = named, shape, mesh
+        layout = mesh.layout
+        own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named().items()}
+        everywhere: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * layout.pp
         dist.all_gather_object(everywhere, own, group=mesh.ranks.pp)
-        shapes = {name: size for stage in everywhere for name, size in (stage or {}).items()}
-        limit = bucket_mb * 2**20 // dtype.itemsize // mesh.layout.tp
-        self._buckets: list[list[tuple[Mapped, torch.Size]]] = []
+        held = {name: (stage, *kind) for stage, names in enumerate(everywhere) for name, kind in reversed(names.items())}
+        pieces: list[_Piece] = []
+        experts: dict[str, list[Mapped]] = {}
+        per_rank = shape.experts.count // layout.ep if shape.experts is not None else 0
+        for item in mapped_names(shape):
+            if item.expert is None:
+                stage, sizes, dtype = self._place(held, item)
+                pieces.append(_Piece(stage, torch.Size(sizes), dtype, (item,)))
+                continue
+            # Expert i of every expert-parallel rank is gathered at once.
+            group = experts.setdefault(f"{item.row}.{item.layer}.{item.expert % per_rank}", [])
+            group.append(item)
+            if len(group) == layout.ep:
+                stage, sizes, dtype = self._place(held, group[mesh.ranks.place.ep])
+                pieces.append(_Piece(stage, torch.Size(sizes), dtype, tuple(group)))
+        self._buckets: list[list[_Piece]] = []
         filling = 0
-        for item in mapped_names(shape, mesh.layout.pp):
-            size = torch.Size(shapes[item.mcore])
-            new = not self._buckets or self._buckets[-1][-1][0].stage != item.stage or filling + size.numel() > limit
-            if new:
+        for piece in pieces:
+            ranks = self._ranks(piece)
+            limit = bucket_mb * 2**20 // ranks
+            size = piece.shape.numel() * piece.dtype.itemsize
+            last = self._buckets[-1][-1] if self._buckets else None
+            alike = last is not None and (last.stage, last.dtype, self._is_expert(last)) == (
+                piece.stage,
+                piece.dtype,
+                self._is_expert(piece),
+            )
+            if not alike or filling + size > limit:
                 self._buckets.append([])
                 filling = 0
-            self._buckets[-1].append((item, size))
-            filling += size.numel()
+            self._buckets[-1].append(piece)
+            filling += size
+
+    @staticmethod
+    def _place(
+        held: dict[str, tuple[int, tuple[int, ...], torch.dtype]], item: Mapped
+    ) -> tuple[int, tuple[int, ...], torch.dtype]:
+        assert item.mcore in held, f"no pipeline stage holds {item.mcore}"
+        return held[item.mcore]
+
+    @staticmethod
+    def _is_expert(piece: _Piece) -> bool:
+        return piece.whole[0].expert is not None
+
+    def _ranks(self, piece: _Piece) -> int:
+        return self._mesh.layout.ep * self._mesh.layout.etp if self._is_expert(piece) else self._mesh.layout.tp
 
     @torch.no_grad()
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: every rank must run it to its end."""
-        mesh = self._mesh
+        mesh, named = self._mesh, self._named()
         for bucket in self._buckets:
-            stage = bucket[0][0].stage
+            stage, expert, ranks = bucket[0].stage, self._is_expert(bucket[0]), self._ranks(bucket[0])
             if mesh.pp.rank() == stage:
-                flat = torch.cat([self._parameters[item.mcore].detach().flatten() for item, _ in bucket])
+                mine = mesh.ranks.place.ep if expert else 0
+                flat = torch.cat([named[piece.whole[mine].mcore].detach().flatten() for piece in bucket])
             else:
-                flat = torch.empty(sum(size.numel() for _, size in bucket), dtype=self._dtype, device=mesh.device)
+                size = sum(piece.shape.numel() for piece in bucket)
+                flat = torch.empty(size, dtype=bucket[0].dtype, device=mesh.device)
             if mesh.layout.pp > 1:
                 dist.broadcast(flat, mesh.stage_ranks[stage], group=mesh.pp)
             everyone = flat[None]
-            if mesh.layout.tp > 1:
-                gathered = flat.new_empty(mesh.layout.tp * len(flat))
-                dist.all_gather_into_tensor(gathered, flat, group=mesh.tp)
-                everyone = gathered.view(mesh.layout.tp, -1)
+            if ranks > 1:
+                gathered = flat.new_empty(ranks * len(flat))
+                dist.all_gather_into_tensor(gathered, flat, group=mesh.experts if expert else mesh.tp)
+                everyone = gathered.view(ranks, -1)
             begin = 0
-            for item, size in bucket:
-                shards = [row[begin : begin + size.numel()].view(size) for row in everyone]
-                yield from zip(item.hf, item.cut.merge(shards, self._shape), strict=True)
-                begin += size.numel()
+            for piece in bucket:
+                end = begin + piece.shape.numel()
+                shards = [row[begin:end].view(piece.shape) for row in everyone]
+                per_whole = ranks // len(piece.whole)
+                for number, item in enumerate(piece.whole):
+                    own = shards[number * per_whole : (number + 1) * per_whole]
+                    yield from zip(item.hf, item.cut.merge(own, self._shape), strict=True)
+                begin = end

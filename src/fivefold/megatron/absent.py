@@ -1,0 +1,27 @@
+"""Names that Megatron-Core 0.16.1 uses although only Transformer Engine would define them: given what they mean without it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core.tensor_parallel.random as random
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+
+
+def _no_context(*args: Any, **kwargs: Any) -> nullcontext[None]:
+    return nullcontext()
+
+
+def define() -> None:
+    """Define what is missing; where Transformer Engine is installed nothing changes."""
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    # Recomputing without output takes every call for one in fp8 and asks whether fp8 is on.
+    vars(random).setdefault("FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False))
+    vars(random).setdefault("activation_recompute_forward", _no_context)
+    vars(random).setdefault("fp8_autocast", _no_context)
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # A mock stands where the class should be, and is taken for the real one.
+        multi_latent_attention.HAVE_TE = False

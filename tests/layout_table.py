@@ -1,0 +1,47 @@
+"""Every layout of tests/layouts.py against one process: `make test-layouts` prints the table and fails if one differs."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.cluster import Cluster
+from tests.layouts import MODELS
+from tests.models import make_model
+from tests.test_step_equality import BOUNDS, difference, expected, megatron_step, policy_of
+
+
+def main(wanted: list[str]) -> int:
+    cluster, failures, rows = Cluster(), 0, 0
+    print("| model | layout | tokens a micro-batch | loss | gradient norm | parameters | |")
+    print("|---|---|---|---|---|---|---|")
+    for name, cases in MODELS.items():
+        if wanted and name not in wanted:
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = make_model(name, Path(scratch))
+            for case in cases:
+                for budget in (1000, 32):
+                    policy, begin = policy_of(name, case, budget), time.monotonic()
+                    try:
+                        results = cluster.run(megatron_step, f"megatron:{case.layout}", directory, policy)
+                        found = difference(results, expected(directory, policy))
+                        equal = all(value <= bound for value, bound in zip(found, BOUNDS, strict=True))
+                        told = " | ".join(f"{value:.1e}" for value in found)
+                    except Exception as error:
+                        equal, told = False, f"{str(error).strip().splitlines()[-1]} | |"
+                    failures, rows = failures + (not equal), rows + 1
+                    seconds = time.monotonic() - begin
+                    print(f"| {name} | {case} | {budget} | {told} | {'equal' if equal else 'DIFFERS'} |", flush=True)
+                    print(f"  {seconds:.1f} s", file=sys.stderr, flush=True)
+    cluster.close()
+    print(
+        f"\n{rows - failures} of {rows} equal the step of one process: loss {BOUNDS[0]:g}, norm {BOUNDS[1]:g}, parameters {BOUNDS[2]:g}"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
