@@ -1,4 +1,4 @@
-"""Names that Megatron-Core 0.16.1 uses although only Transformer Engine would define them: given what they mean without it."""
+"""Names that Megatron-Core 0.16.1 uses although only Transformer Engine defines them: given what they mean without it."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ class PrecisionAwareAdam(torch.optim.AdamW):
                 state["exp_avg"].copy_(mean)
                 state["exp_avg_sq"].copy_(square)
                 master.mul_(1 - group["lr"] * group["weight_decay"])
-                denominator = square.sqrt_().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
+                # Not in place: in float32 `square` is the state itself.
+                denominator = square.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
                 master.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**count))
                 parameter.copy_(master)
 

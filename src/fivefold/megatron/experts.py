@@ -169,7 +169,8 @@ class GroupedExperts(MegatronModule):
         """Tokens sorted by expert -> their outputs, times their weights."""
         fc1 = self.fc1.flatten(1, 2)
         product = self._product(tokens_TD, fc1, tokens_per_expert)
-        if self.config.recompute_granularity == "selective" and "moe_act" in self.config.recompute_modules:
+        selective = self.config.recompute_granularity == "selective"
+        if self.training and selective and "moe_act" in self.config.recompute_modules:
             recompute = CheckpointWithoutOutput()
             activated = recompute.checkpoint(_swiglu, product, weights_T)
             output = self._product(activated, self.fc2, tokens_per_expert)
