@@ -137,8 +137,6 @@ def rank_main(rank: int, world: int, port: int, jobs: list[Any], out: str) -> No
     os.environ.update(
         MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring"
     )
-    from megatron.core import parallel_state
-
     from fivefold.megatron import mesh as megatron_mesh
     from fivefold.ranks import Ranks
 
@@ -147,9 +145,11 @@ def rank_main(rank: int, world: int, port: int, jobs: list[Any], out: str) -> No
         torch.cuda.set_device(rank)
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
-    megatron_mesh.init_process_group(device, 3)
     results = []
-    for function, layout, arguments in jobs:
+    for number, (function, layout, arguments) in enumerate(jobs):
+        # New groups for each job, and the old ones really gone: NCCL keeps memory for each.
+        os.environ["MASTER_PORT"] = str(port + number)
+        megatron_mesh.init_process_group(device, 3)
         mesh = megatron_mesh.build_mesh(Ranks(ParallelLayout.parse(f"megatron:{layout}")), device, 0, 3)
         begin = time.perf_counter()
         try:
@@ -162,13 +162,13 @@ def rank_main(rank: int, world: int, port: int, jobs: list[Any], out: str) -> No
             results.append((value, time.perf_counter() - begin))
             torch.save(results, out + ".new")
             os.replace(out + ".new", out)
-            print(f"     . {function} {layout} {results[-1][1]:.1f} s", file=sys.stderr, flush=True)
-        parallel_state.destroy_model_parallel()
+            told = f"{arguments[:3]} {value}" if function == "step_job" else ""
+            print(f"     . {function} {layout} {results[-1][1]:.1f} s {told}", file=sys.stderr, flush=True)
+        megatron_mesh.destroy()
         # A model and its optimizer refer to each other: without this the next job would find the memory taken.
         gc.collect()
         if GPU:
             torch.cuda.empty_cache()
-    megatron_mesh.destroy()
 
 
 def run(world: int, jobs: list[Any]) -> list[Any]:
@@ -366,7 +366,7 @@ def deterministic_job(mesh, directory: str, on: bool):
 
 
 def main(parts: list[str]) -> int:
-    """`layouts`, `rest` and `speed`, or some of them."""
+    """`layouts` (or `layouts2`, `layouts4`: those of so many GPUs), `rest` and `speed`, or some of them."""
     gpus = torch.cuda.device_count() if GPU else 4
     name = torch.cuda.get_device_name(0) if GPU else "CPU"
     print(f"hardware: {gpus} x {name}; torch {torch.__version__}; python {sys.version.split()[0]}", flush=True)
@@ -387,7 +387,8 @@ def main(parts: list[str]) -> int:
         print("four GPUs are needed")
         return 1
     root = Path(tempfile.mkdtemp(dir="/dev/shm" if GPU else None))
-    directories = {model: str(root / model) for model in MODELS if GPU or model != "a3b"}
+    worlds = [world for world in (2, 4) if "layouts" in parts or f"layouts{world}" in parts]
+    directories = {model: str(root / model) for model in MODELS if model != "a3b" or (GPU and "speed" in parts)}
     for model, directory in directories.items():
         make_model(model, Path(directory))
         print(f"     {model}: {load_shape(directory).parameters / 1e6:,.0f} M parameters", flush=True)
@@ -399,10 +400,11 @@ def main(parts: list[str]) -> int:
         options = {} if model == "qwen3" else ROUTER
         # DeepSeek-V3's shape shows the layouts of experts once more, in float32.
         for dtype in ("float32", "bfloat16") if GPU and model != "deepseek_v3" else ("float32",):
-            for layout, pipeline in [("d1", {}), *(table if "layouts" in parts else [])]:
-                if not ("layouts" in parts or ("rest" in parts and model == "qwen3_moe")):
-                    continue
+            for layout, pipeline in [("d1", {}), *table]:
                 world = ParallelLayout.parse(f"megatron:{layout}").world_size
+                base = world == 1 and (worlds or ("rest" in parts and model == "qwen3_moe"))
+                if not base and world not in worlds:
+                    continue
                 jobs[world].append(("step_job", layout, (directories[model], dtype, pipeline, options)))
                 labels[world].append(("step", model, dtype, layout, pipeline))
     variants = {
@@ -437,9 +439,15 @@ def main(parts: list[str]) -> int:
             labels[4].append(("speed", layout))
     results: dict[Any, Any] = {}
     # float32: sums in another order, about 1e-6 of each number after some thousand terms; a router may break a tie the
-    # other way, so parameters are compared by the norm of their difference. bfloat16: products are rounded to 2^-9 and
-    # layouts round at other places; with experts a rounded router logit can send a token to another expert.
-    bounds = {"float32": (1e-5, 1e-4, 1e-4), "bfloat16": (1e-2, 3e-2)}
+    # other way, so parameters are compared by the norm of their difference. bfloat16 against float32: one GPU's own
+    # rounding shows how far bfloat16 takes this model in two updates; another layout rounds at other places, as often,
+    # so it may end up in another direction, twice as far from there at most.
+    exact = [1e-5, 1e-4, 1e-4]
+
+    def distance(value: Any, base: Any) -> list[float]:
+        loss, norm = (max(abs(x[i] - y[i]) / abs(y[i]) for x, y in zip(value[0], base[0], strict=True)) for i in (0, 1))
+        return [loss, norm] if value[1] is None else [loss, norm, value[1]]
+
     for world in (1, 2, 4):
         if not jobs[world]:
             continue
@@ -452,22 +460,23 @@ def main(parts: list[str]) -> int:
             value = results[json.dumps(label)]
             if label[0] in ("step", "variant"):
                 kind, model, dtype, layout, pipeline = label
-                if (layout == "d1" and dtype == "float32") or not good(value, f"{model} {layout}"):
+                if layout == "d1" or not good(value, f"{model} {layout}"):
                     continue
                 # bfloat16 is compared with float32 on one GPU: it shows the rounding and the layout together.
                 base = results[json.dumps(("step", model, "float32", "d1", {}))]
                 if not good(base, f"{model} d1"):
                     continue
-                losses = max(abs(a[0] - b[0]) / abs(b[0]) for a, b in zip(value[0], base[0], strict=True))
-                norms = max(abs(a[1] - b[1]) / b[1] for a, b in zip(value[0], base[0], strict=True))
-                found = [losses, norms] + ([value[1]] if dtype == "float32" else [])
+                found, limits = distance(value, base), exact
+                if dtype == "bfloat16":
+                    alone = distance(results[json.dumps(("step", model, dtype, "d1", {}))], base)
+                    limits = [2 * number for number in alone]
                 text = ", ".join(
-                    f"{what} {number:.1e} <= {bound:.0e}"
-                    for what, number, bound in zip(("loss", "norm", "parameters / lr"), found, bounds[dtype], strict=False)
+                    f"{what} {number:.1e} <= {bound:.1e}"
+                    for what, number, bound in zip(("loss", "norm", "parameters / lr"), found, limits, strict=True)
                 )
                 claim(
                     f"{dtype} {model} {layout}{' ' + json.dumps(pipeline) if pipeline and kind == 'step' else ''}: {text}",
-                    all(number <= bound for number, bound in zip(found, bounds[dtype], strict=False)),
+                    all(number <= bound for number, bound in zip(found, limits, strict=True)),
                 )
             elif not good(value, str(label)):
                 continue
@@ -476,8 +485,8 @@ def main(parts: list[str]) -> int:
                 claim(
                     f"grouped experts equal sequential ones: relative differences "
                     f"{[float(f'{d:.1e}') for d in value['differences']]} "
-                    f"<= 4e-3 (either differs from float32 by {value['rounding']:.1e}); an expert without tokens has gradient "
-                    f"{value['empty']}",
+                    f"<= 4e-3 (either differs from float32 by {value['rounding']:.1e}); an expert without tokens has "
+                    f"gradient {value['empty']}",
                     max(value["differences"]) <= 4e-3 and value["empty"] == 0.0 and value["rounding"] <= 1e-2,
                 )
                 print(f"     forward and backward of a layer's experts, TFLOP/s: {json.dumps(value['tflops'])}")
