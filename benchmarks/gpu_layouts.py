@@ -128,15 +128,13 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     return batch
 
 
-def rank_main(rank: int, world: int, port: int, jobs: list[Any], out: str) -> None:
+def rank_main(rank: int, world: int, ports: list[int], jobs: list[Any], out: str) -> None:
     """All jobs of one world size, one after another, in one set of processes."""
     import warnings
 
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    os.environ.update(
-        MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring"
-    )
+    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
     from fivefold.megatron import mesh as megatron_mesh
     from fivefold.ranks import Ranks
 
@@ -148,7 +146,7 @@ def rank_main(rank: int, world: int, port: int, jobs: list[Any], out: str) -> No
     results = []
     for number, (function, layout, arguments) in enumerate(jobs):
         # New groups for each job, and the old ones really gone: NCCL keeps memory for each.
-        os.environ["MASTER_PORT"] = str(port + number)
+        os.environ["MASTER_PORT"] = str(ports[number])
         megatron_mesh.init_process_group(device, 3)
         mesh = megatron_mesh.build_mesh(Ranks(ParallelLayout.parse(f"megatron:{layout}")), device, 0, 3)
         begin = time.perf_counter()
@@ -177,7 +175,8 @@ def run(world: int, jobs: list[Any]) -> list[Any]:
         while len(found) < len(jobs):
             out = Path(scratch) / str(len(found))
             try:
-                mp.spawn(rank_main, (world, free_port(), jobs[len(found) :], str(out)), nprocs=world)
+                left = jobs[len(found) :]
+                mp.spawn(rank_main, (world, [free_port() for _ in left], left, str(out)), nprocs=world)
             except Exception as error:
                 print(f"     {str(error).strip().splitlines()[-1]}", flush=True)
             found += torch.load(out, weights_only=False) if out.exists() else []
@@ -439,13 +438,14 @@ def main(parts: list[str]) -> int:
             labels[4].append(("speed", layout))
     results: dict[Any, Any] = {}
     # float32: sums in another order, about 1e-6 of each number after some thousand terms; a router may break a tie the
-    # other way, so parameters are compared by the norm of their difference. bfloat16 against float32: one GPU's own
-    # rounding shows how far bfloat16 takes this model in two updates; another layout rounds at other places, as often,
-    # so it may end up in another direction, twice as far from there at most.
-    exact = [1e-5, 1e-4, 1e-4]
+    # other way, so parameters are compared by the norm of their difference. bfloat16 against float32: products are rounded
+    # to 2^-9 = 2e-3, and a loss is a mean over thousands of them, a norm the root of one. This is claimed of the first
+    # update; the second starts from parameters that Adam has moved by lr in directions that rounding decided here and there.
+    limits = {"float32": [1e-5, 1e-4, 1e-4], "bfloat16": [2e-3, 5e-3]}
 
-    def distance(value: Any, base: Any) -> list[float]:
-        loss, norm = (max(abs(x[i] - y[i]) / abs(y[i]) for x, y in zip(value[0], base[0], strict=True)) for i in (0, 1))
+    def distance(value: Any, base: Any, updates: int) -> list[float]:
+        pairs = list(zip(value[0], base[0], strict=True))[:updates]
+        loss, norm = (max(abs(x[i] - y[i]) / abs(y[i]) for x, y in pairs) for i in (0, 1))
         return [loss, norm] if value[1] is None else [loss, norm, value[1]]
 
     for world in (1, 2, 4):
@@ -460,23 +460,22 @@ def main(parts: list[str]) -> int:
             value = results[json.dumps(label)]
             if label[0] in ("step", "variant"):
                 kind, model, dtype, layout, pipeline = label
-                if layout == "d1" or not good(value, f"{model} {layout}"):
+                if (layout == "d1" and dtype == "float32") or not good(value, f"{model} {layout}"):
                     continue
                 # bfloat16 is compared with float32 on one GPU: it shows the rounding and the layout together.
                 base = results[json.dumps(("step", model, "float32", "d1", {}))]
                 if not good(base, f"{model} d1"):
                     continue
-                found, limits = distance(value, base), exact
-                if dtype == "bfloat16":
-                    alone = distance(results[json.dumps(("step", model, dtype, "d1", {}))], base)
-                    limits = [2 * number for number in alone]
+                found = distance(value, base, updates=2 if dtype == "float32" else 1)
                 text = ", ".join(
-                    f"{what} {number:.1e} <= {bound:.1e}"
-                    for what, number, bound in zip(("loss", "norm", "parameters / lr"), found, limits, strict=True)
+                    f"{what} {number:.1e} <= {bound:.0e}"
+                    for what, number, bound in zip(("loss", "norm", "parameters / lr"), found, limits[dtype], strict=True)
                 )
+                if dtype == "bfloat16":
+                    text += ", after the second update {:.1e} and {:.1e}".format(*distance(value, base, updates=2))
                 claim(
                     f"{dtype} {model} {layout}{' ' + json.dumps(pipeline) if pipeline and kind == 'step' else ''}: {text}",
-                    all(number <= bound for number, bound in zip(found, limits, strict=True)),
+                    all(number <= bound for number, bound in zip(found, limits[dtype], strict=True)),
                 )
             elif not good(value, str(label)):
                 continue

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.cluster import Cluster
 from tests.layouts import MODELS
 from tests.models import make_model
-from tests.test_step_equality import BOUNDS, difference, expected, megatron_step, policy_of
+from tests.test_step_equality import BOUNDS, difference, expected, policy_of, run_step
 
 
 def main(wanted: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(wanted: list[str]) -> int:
                 for budget in (1000, 32):
                     policy, begin = policy_of(name, case, budget), time.monotonic()
                     try:
-                        results = cluster.run(megatron_step, f"megatron:{case.layout}", directory, policy)
+                        results = run_step(cluster, case.layout, directory, policy)
                         found = difference(results, expected(directory, policy))
                         equal = all(value <= bound for value, bound in zip(found, BOUNDS, strict=True))
                         told = " | ".join(f"{value:.1e}" for value in found)

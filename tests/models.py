@@ -55,6 +55,7 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
     "deepseek_v3_yarn": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN, "q_lora_rank": None, "rms_norm_eps": 1e-5}),
+    "deepseek_v3_collapsed": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -96,6 +97,8 @@ def make_model(name: str, directory: Path) -> Path:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+                if "collapsed" in name:
+                    buffer[:2] += 10
     model.save_pretrained(directory)
     return directory
 

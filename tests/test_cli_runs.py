@@ -362,3 +362,117 @@ def test_bad_input_is_told_before_any_rank_starts(root):
     assert "attention heads must be divisible by tp" in done.stderr
     assert time.monotonic() - begin < 5
     assert not (root / "runs/bad/logs").exists()
+
+
+# --- experts, context parallelism, virtual stages, guards ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sparse(root: Path) -> list[dict[str, float]]:
+    """A run of a model with experts on one rank; the others are compared with it."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "tokenizer")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=64, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / "sparse")
+    tokenizer.save_pretrained(root / "sparse")
+    done = train(root, "sparse", *SPARSE.format(root=root).split())
+    assert done.returncode == 0, done.stderr
+    return metrics(root, "sparse")
+
+
+SPARSE = "model.path={root}/sparse trainer.steps=3 trainer.save_every=2"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("d2e2", "policy.backend=megatron:d2e2"),
+        ("t2c2", "policy.backend=megatron:t2c2e2"),
+        ("vpp", "policy.backend=megatron:p2 policy.megatron.pipeline.virtual_pipeline_model_parallel_size=2"),
+    ],
+)
+def test_a_model_with_experts_learns_the_same_on_every_layout(root, sparse, name, overrides):
+    done = train(root, f"sparse-{name}", *SPARSE.format(root=root).split(), *overrides.split())
+    assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, f"sparse-{name}"), sparse)
+    assert sparse[-1]["moe/load_max"] >= 1.0
+
+
+def test_a_run_with_experts_moves_to_another_layout_and_is_exported(root, sparse):
+    """Step 2 of one rank, step 3 on four with experts cut over two and virtual stages; then a directory for others."""
+    import shutil
+
+    shutil.copytree(root / "runs/sparse", root / "runs/moved")
+    shutil.rmtree(root / "runs/moved/checkpoints/step-000003")
+    (root / "runs/moved/checkpoints/latest").write_text("step-000002")
+    overrides = "policy.backend=megatron:d2p2e2 policy.megatron.pipeline.virtual_pipeline_model_parallel_size=2"
+    done = train(root, "moved", *SPARSE.format(root=root).split(), *overrides.split())
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 2" in done.stdout + done.stderr
+    assert_same(metrics(root, "moved"), sparse)
+    done = fivefold("export", root / "runs/moved/checkpoints/step-000003", root / "sparse-out")
+    assert done.returncode == 0, done.stderr
+    found, first = load_file(root / "sparse-out/model.safetensors"), load_file(root / "sparse/model.safetensors")
+    assert set(found) == set(first) and any(not torch.equal(found[name], first[name]) for name in found)
+
+
+def test_updates_that_are_not_finite_end_the_run_with_the_batch_saved(root, base):
+    done = train(root, "infinite", "algorithm.kl.coef=1e39", "trainer.guard.max_skipped=1", "trainer.eval_before=false")
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert "update skipped: loss nan" in said and "2 updates in a row" in said
+    saved = load_file(root / "runs/infinite/failed/step-000001/rank-0.safetensors")
+    assert {"token_ids_T", "advantages_T", "loss_weights_T", "lengths_N"} <= set(saved)
+    assert int(saved["lengths_N"].sum()) == len(saved["token_ids_T"])
+
+
+def test_a_deterministic_run_gives_the_same_bits_twice(root, base):
+    for name in ("twice-1", "twice-2"):
+        done = train(
+            root,
+            name,
+            "trainer.deterministic=true",
+            "trainer.steps=3",
+            "trainer.guard.every=1",
+            "policy.backend=megatron:t2",
+        )
+        assert done.returncode == 0, done.stderr
+    assert metrics(root, "twice-1") == metrics(root, "twice-2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["policy.backend=fsdp:d2"], "the one backend that trains: got fsdp:d2t1p1; write megatron:d2t1p1"),
+        (["policy.backend=megatron:d2e2"], "qwen3 has no experts"),
+        (["policy.backend=megatron:p2", "policy.megatron.pipeline.virtual_pipeline_model_parallel_size=2"], "divisible by the virtual"),
+        (["policy.megatron.transformer.recompute_granularty=full"], "did you mean 'recompute_granularity'"),
+        (["policy.recompute=full", "policy.megatron.transformer.recompute_granularity=selective"], "keep one"),
+        (["policy.megatron.optimizer.optimizer_cpu_offload=true"], "needs policy.dtype: bfloat16"),
+        (["policy.megatron.transformer.recompute_modules=[moe]"], "qwen3 has no moe"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_a_process_starts(root, overrides, says):
+    done = fivefold("check", root / "run.yaml", *overrides)
+    assert done.returncode == 1
+    assert says in done.stdout + done.stderr
+
+
+def test_keys_without_effect_are_reported(root):
+    done = fivefold(
+        "check", root / "run.yaml", "policy.offload.optimizer=true", "trainer.device=cpu",
+        "policy.megatron.ddp.average_in_collective=true", "policy.megatron.transformer.moe_z_loss_coeff=0.1",
+    )  # fmt: skip
+    said = " ".join((done.stdout + done.stderr).split())
+    for key in (
+        "policy.offload.optimizer",
+        "policy.megatron.ddp.average_in_collective",
+        "policy.megatron.transformer.moe_z_loss_coeff",
+    ):
+        assert f"{key} has no effect" in said

@@ -24,6 +24,7 @@ from tests.test_step_equality import (
     assert_equal,
     expected,
     megatron_step,
+    run_step,
     whole_batch,
 )
 
@@ -199,7 +200,7 @@ def test_a_cut_that_is_not_possible_is_refused(layout, layers, settings, says):
 # --- options that act ------------------------------------------------------------------------------------------------
 
 
-def calls_of(mesh, directory: Path, policy, watched: list[str]):
+def calls_of(mesh, directory: Path, policy, base_T, watched: list[str]):
     """The step, and how often each of these functions of Megatron-Core ran in the first update."""
     import importlib
 
@@ -221,7 +222,7 @@ def calls_of(mesh, directory: Path, policy, watched: list[str]):
 
     for name in watched:
         count(name)
-    return megatron_step(mesh, directory, policy), counts
+    return megatron_step(mesh, directory, policy, base_T), counts
 
 
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction.forward"
@@ -247,8 +248,8 @@ def test_recompute_runs_as_often_as_it_says_and_changes_nothing(cluster, models,
     """DeepSeek-V3's shape: 4 layers of latent attention, of which 3 have experts."""
     directory = models("deepseek_v3")
     policy = replace(POLICY, megatron=MegatronConfig(transformer={**ROUTER, **transformer}))
-    results = cluster.run(calls_of, "megatron:t2e2", directory, policy, [watched])
     oracle = expected(directory, replace(POLICY, megatron=MegatronConfig(transformer=ROUTER)))
+    results = run_step(cluster, "t2e2", directory, policy, calls_of, [watched], oracle=oracle)
     for result, counts in results:
         assert_equal([result], oracle)
         # Two updates of one micro-batch; Megatron-Core runs some kinds in the pass for log-probs too.
@@ -273,9 +274,7 @@ REDUCE_SCATTER = "torch.distributed:reduce_scatter_tensor"
 def test_data_parallel_options_change_no_number(cluster, models, layout, given):
     megatron = MegatronConfig(transformer=ROUTER, ddp=given)
     policy = replace(POLICY, tokens_per_micro_batch=32, megatron=megatron)
-    assert_equal(
-        cluster.run(megatron_step, f"megatron:{layout}", models("qwen3_moe"), policy), expected(models("qwen3_moe"), policy)
-    )
+    assert_equal(run_step(cluster, layout, models("qwen3_moe"), policy), expected(models("qwen3_moe"), policy))
 
 
 def built_with(mesh, directory: Path, policy):
@@ -334,9 +333,7 @@ def test_gradients_are_kept_in_the_parameters_dtype_when_asked(cluster, models):
 def test_the_precision_aware_optimizer_with_float32_moments_takes_the_same_step(cluster, models, layout):
     megatron = MegatronConfig(transformer=ROUTER, optimizer={"use_precision_aware_optimizer": True})
     policy = replace(POLICY, megatron=megatron)
-    assert_equal(
-        cluster.run(megatron_step, f"megatron:{layout}", models("qwen3_moe"), policy), expected(models("qwen3_moe"), policy)
-    )
+    assert_equal(run_step(cluster, layout, models("qwen3_moe"), policy), expected(models("qwen3_moe"), policy))
 
 
 def test_an_optimizer_on_the_cpu_is_refused_where_everything_is(cluster, models):
@@ -355,14 +352,14 @@ def test_an_optimizer_on_the_cpu_is_refused_where_everything_is(cluster, models)
 def test_dispatchers_and_forms_of_experts_compute_the_same(cluster, models, layout, transformer):
     policy = replace(POLICY, tokens_per_micro_batch=32, megatron=MegatronConfig(transformer={**ROUTER, **transformer}))
     oracle = expected(models("qwen3_moe"), replace(POLICY, megatron=MegatronConfig(transformer=ROUTER)))
-    assert_equal(cluster.run(megatron_step, f"megatron:{layout}", models("qwen3_moe"), policy), oracle)
+    assert_equal(run_step(cluster, layout, models("qwen3_moe"), policy, oracle=oracle), oracle)
 
 
 def test_the_shared_expert_may_overlap_with_the_dispatcher(cluster, models):
     transformer = {**ROUTER, "moe_shared_expert_overlap": True}
     policy = replace(POLICY, megatron=MegatronConfig(transformer=transformer))
     oracle = expected(models("deepseek_v3"), replace(POLICY, megatron=MegatronConfig(transformer=ROUTER)))
-    assert_equal(cluster.run(megatron_step, "megatron:t2e2", models("deepseek_v3"), policy), oracle)
+    assert_equal(run_step(cluster, "t2e2", models("deepseek_v3"), policy, oracle=oracle), oracle)
 
 
 def test_moments_in_bfloat16_follow_a_loop_written_out():

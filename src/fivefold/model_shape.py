@@ -277,6 +277,10 @@ def _experts(config: dict[str, Any]) -> Experts:
             f"groups of experts are scored by their two best (DeepSeek-V3), which Megatron-Core does only where "
             f"num_experts_per_tok / topk_group is 2: got {chosen} / {groups_chosen}"
         )
+    if chosen < 2:
+        raise ValueError(
+            f"num_experts_per_tok must be at least 2 for {family}: Megatron-Core does not normalise a single score"
+        )
     if not config.get("norm_topk_prob", True):
         raise ValueError(
             f"norm_topk_prob: false is not supported for {family}: Megatron-Core always normalises sigmoid scores"
