@@ -138,7 +138,7 @@ def test_a_run_writes_what_it_promises(root, base):
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
-@pytest.mark.parametrize("layout", ["megatron:d2", "megatron:t2", "megatron:p2"])
+@pytest.mark.parametrize("layout", ["megatron:d2", "megatron:t2", "megatron:p2", "megatron:c2"])
 def test_a_whole_run_has_the_same_metrics_on_every_layout(root, base, layout):
     done = train(root, layout.replace(":", "-"), f"policy.backend={layout}")
     assert done.returncode == 0, done.stderr
@@ -460,7 +460,7 @@ def test_a_deterministic_run_gives_the_same_bits_twice(root, base):
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_a_process_starts(root, overrides, says):
     done = fivefold("check", root / "run.yaml", *overrides)
-    assert done.returncode == 1
+    assert done.returncode in (1, 2)
     assert says in done.stdout + done.stderr
 
 

@@ -11,6 +11,7 @@ from fivefold.data.making import load_tokenizer, train_tokenizer
 from fivefold.engines.draw import draw, row_key, uniform
 from fivefold.engines.transformers import TransformersEngine
 from fivefold.types import Prompt, Sampling
+from tests.models import load_tensors
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +148,25 @@ def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]] * 3)
     tokens, _ = draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), 1.0, 1.0, 0)
     assert tokens.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_moe", "qwen3_moe_sparse", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe"]
+)
+def test_every_tensor_of_a_model_s_files_has_its_place_in_the_engine(models, name):
+    """transformers stacks experts and renames them in memory; weights come by the names in files."""
+    import transformers
+
+    from fivefold.engines.transformers import weight_places
+
+    directory = models(name)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    places, files = weight_places(loaded), load_tensors(directory)
+    assert set(places) == set(files)
+    assert all(torch.equal(places[key], files[key]) for key in files)
+    # They are the memory itself: what is written there is what samples.
+    tokens = torch.arange(5)[None]
+    before = loaded(tokens).logits
+    for place in places.values():
+        place.mul_(0.5)
+    assert not torch.allclose(loaded(tokens).logits, before)

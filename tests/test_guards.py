@@ -103,6 +103,22 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_works(clu
         assert not good and after == 1 and norm > 0
 
 
+def offload_one(mesh, directory: Path, part: str):
+    """Bytes that left, and bytes of each part's tensors while they were away."""
+    model, batch = model_and_batch(mesh, directory, replace(POLICY, dtype="bfloat16", offload=OffloadConfig(**{part: True})))
+    model.train_step(batch, OBJECTIVE.loss)
+    tensors = {name: model._offload._tensors(name) for name in ("parameters", "gradients", "optimizer")}
+    moved = model.offload()
+    return moved, {name: sum(t.untyped_storage().nbytes() for t in found) for name, found in tensors.items()}
+
+
+@pytest.mark.parametrize("part", ["parameters", "gradients", "optimizer"])
+def test_each_part_leaves_by_a_key_of_its_own(cluster, models, part):
+    ((moved, left),) = cluster.run(offload_one, "megatron:d1", models("qwen3"), part)
+    assert set(moved) == {part} and moved[part] > 0
+    assert {name for name, size in left.items() if size == 0} == {part}
+
+
 def offload_between_steps(mesh, directory: Path, dtype: str, away: bool):
     settings = OffloadConfig(parameters=True, gradients=True, optimizer=True, bucket_mb=1)
     model, batch = model_and_batch(mesh, directory, replace(POLICY, dtype=dtype, offload=settings))

@@ -220,8 +220,9 @@ def _swiglu(product: Tensor, weights_T: Tensor) -> Tensor:
 
 
 def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:
-    """grouped_mm takes bfloat16 on CUDA, rows of a multiple of 16 bytes."""
-    return tokens.is_cuda and tokens.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    """grouped_mm takes bfloat16 on CUDA, rows of a multiple of 16 bytes, and some rows."""
+    fast = tokens.is_cuda and tokens.dtype == torch.bfloat16
+    return fast and len(tokens) > 0 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 class _GroupedProduct(torch.autograd.Function):

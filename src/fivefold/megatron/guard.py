@@ -9,6 +9,9 @@ from torch import Tensor
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.spec import PolicyModel
 
+_PIECE = 1 << 24
+"""Elements that are looked at together: 64-bit copies of a whole parameter would not fit beside it."""
+
 
 class ReplicaError(RuntimeError):
     """Copies of a parameter that must be equal are not."""
@@ -18,9 +21,12 @@ class ReplicaError(RuntimeError):
 def digest(tensor: Tensor) -> Tensor:
     """Two 64-bit sums over the bits of a tensor, one weighted by place: equal tensors have equal digests."""
     flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
-    place = torch.arange(1, len(bits) + 1, device=bits.device)
-    return torch.stack([bits.sum(), (bits * place).sum()])
+    numbers = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    sums = torch.zeros(2, dtype=torch.long, device=tensor.device)
+    for number, bits in enumerate(numbers.split(_PIECE)):
+        place = torch.arange(number * _PIECE + 1, number * _PIECE + len(bits) + 1, device=bits.device)
+        sums += torch.stack([bits.sum(dtype=torch.long), (bits.long() * place).sum()])
+    return sums
 
 
 def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
