@@ -205,6 +205,7 @@ def describe(
         engine_sequences=0 if algorithm.name == "sft" and validation is None else config.engine.max_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.stages,
+        offload=config.policy.offload.parts,
     )
     kl = f"{objective.kl_estimator} x {objective.kl_coef:g}" if objective.needs_reference else "none"
     dropped = f", {training.dropped} longer than {data.max_prompt_tokens} tokens left out" if training.dropped else ""
@@ -227,7 +228,7 @@ def describe(
         f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches "
         f"of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
         f"steps    {steps}",
-        f"memory   about {memory.describe()} on the fullest rank",
+        f"memory   on the fullest rank about: {memory.describe()}",
     ]
     return "\n".join(lines)
 

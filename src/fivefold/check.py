@@ -86,9 +86,8 @@ def without_effect(config: RunConfig, experts: bool) -> list[tuple[str, str]]:
     """(key, reason) of each key that was set and changes nothing in a run of a model with or without experts."""
     found = list(config.policy.megatron.options.without_effect(experts))
     if config.trainer.device == "cpu":
-        offload = config.policy.offload
-        named = [name for name in ("parameters", "gradients", "optimizer") if getattr(offload, name)]
-        found += [(f"policy.offload.{name}", "on the CPU everything is in host memory already") for name in named]
+        reason = "on the CPU everything is in host memory already"
+        found += [(f"policy.offload.{name}", reason) for name in sorted(config.policy.offload.parts)]
     optimizer = config.policy.optimizer
     if optimizer.schedule == "constant" and (optimizer.decay_steps is not None or optimizer.min_lr):
         found.append(("policy.optimizer.decay_steps and min_lr", "the schedule is constant"))
@@ -122,12 +121,13 @@ def _shape_notes(config: RunConfig, shape: ModelShape) -> list[str]:
         engine_sequences=0 if algorithm.name == "sft" and not config.data.val else config.engine.max_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.stages,
+        offload=config.policy.offload.parts,
     )
     return [
         f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters",
         f"layout {config.layout}: {config.layout.world_size} ranks",
         f"{config.samples_per_step} samples a step, {algorithm.updates_per_step * algorithm.epochs} optimizer steps each",
-        f"memory about {memory.describe()} on the fullest rank",
+        f"memory on the fullest rank about: {memory.describe()}",
     ]
 
 

@@ -71,6 +71,11 @@ class OffloadConfig:
     bucket_mb: int = 256
     """State moves in pieces of about this size."""
 
+    @property
+    def parts(self) -> frozenset[str]:
+        """The parts that leave, by name."""
+        return frozenset(name for name in ("parameters", "gradients", "optimizer") if getattr(self, name))
+
 
 @dataclass(frozen=True)
 class PolicyConfig:

@@ -203,9 +203,9 @@ class PackedAttention(MegatronModule):
         left = -1 if self.window is None else self.window - 1
         assert packing.cu_queries is not None and packing.cu_keys is not None
         output = varlen_attn(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
+            query,
+            key,
+            value,
             packing.cu_queries,
             packing.cu_keys,
             packing.most_queries,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +21,7 @@ from fivefold.mcore_options import DTYPE_NAMES
 from fivefold.megatron.adam import PrecisionAwareConfig, precision_aware_adam
 from fivefold.megatron.experts import GroupedExperts, MoE, Router
 from fivefold.megatron.mesh import Mesh
+from fivefold.megatron.quiet import quiet
 from fivefold.megatron.spec import PolicyModel, block_spec, use_transformer_engine
 from fivefold.model_shape import ModelShape
 
@@ -103,8 +100,7 @@ def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> T
     else:
         settings["virtual_pipeline_model_parallel_size"] = None
     kind = TransformerConfig if shape.latent is None else MLATransformerConfig
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet("megatron.core"):
         return kind(**settings)
 
 
@@ -181,11 +177,11 @@ def build_chunks(config: TransformerConfig, shape: ModelShape, mesh: Mesh, polic
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     chunks: list[PolicyModel] = []
     for number, layers in enumerate(stages):
-        own = get_transformer_layer_offset(config, vp_stage=number if virtual else None) if layers else None
-        assert own in (None, layers[0] if layers else None), (
-            f"Megatron-Core starts chunk {number} at layer {own}, not {layers[0]}"
-        )
-        with _quiet_about_our_layers():
+        stage = number if virtual else None
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        assert not layers or first == layers[0], f"Megatron-Core starts chunk {number} at layer {first}, not {layers[0]}"
+        # It warns of every layer whose mixture of experts is not its own class.
+        with quiet("megatron.core.transformer.transformer_layer"):
             chunk = PolicyModel(
                 config=config,
                 transformer_layer_spec=block_spec(config, layers),
@@ -200,24 +196,12 @@ def build_chunks(config: TransformerConfig, shape: ModelShape, mesh: Mesh, polic
                 rope_scaling=shape.rope_llama3_factor is not None,
                 rope_scaling_factor=shape.rope_llama3_factor or 1.0,
                 seq_len_interpolation_factor=shape.rope_linear_factor,
-                vp_stage=number if virtual else None,
+                vp_stage=stage,
             ).to(mesh.device)
         assert len(chunk.decoder.layers) == len(layers)
         chunk.layers_of_model = layers
         chunks.append(chunk)
     return chunks
-
-
-@contextmanager
-def _quiet_about_our_layers() -> Iterator[None]:
-    """Megatron-Core warns of every layer whose mixture of experts is not its own class."""
-    logger = logging.getLogger("megatron.core.transformer.transformer_layer")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from fivefold.megatron.adam import PrecisionAwareAdam
 from fivefold.megatron.build import Trainer
 from fivefold.megatron.guard import verify_copies
 from fivefold.megatron.mesh import Mesh
+from fivefold.megatron.quiet import quiet
 from fivefold.megatron.spec import PolicyModel
 
 
@@ -24,7 +21,7 @@ def save(path: Path, chunks: list[PolicyModel], trainer: Trainer | None, mesh: M
     """Write parameters and, with a trainer, optimizer and schedule into the existing directory `path`."""
     if trainer is not None:
         _ensure_moments(trainer)
-    with _quiet():
+    with quiet("megatron.core"):
         dist_checkpointing.save(_state(chunks, trainer, mesh, loading=False), str(path))
 
 
@@ -32,7 +29,7 @@ def load(path: Path, chunks: list[PolicyModel], trainer: Trainer | None, mesh: M
     """Read what `save` wrote on any layout; without a trainer the parameters only."""
     if trainer is not None:
         _ensure_moments(trainer)
-    with _quiet():
+    with quiet("megatron.core"):
         state = dist_checkpointing.load(_state(chunks, trainer, mesh, loading=True), str(path))
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{number}"])
@@ -114,17 +111,3 @@ def _load_optimizer(trainer: Trainer, loaded: dict[str, Any]) -> None:
             outer.load_parameter_state_from_fully_reshardable(state["param_state"])
         for parameter, step in steps.items():
             adam.state[parameter]["step"] = torch.tensor(step)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Megatron-Core and torch narrate each save; what a user must know is an exception."""
-    logger = logging.getLogger("megatron.core")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

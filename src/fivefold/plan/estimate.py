@@ -21,14 +21,38 @@ class Memory:
     activations: int
     reference: int
     engine: int
+    """Weights of the embedded engine."""
+    cache: int
+    """Keys and values of the sequences that it decodes at once."""
+    offload: frozenset[str] = frozenset()
+    """Parts that wait on the host while responses are sampled; with `parameters` the reference's too, but for its turn."""
+
+    @property
+    def training(self) -> dict[str, int]:
+        """What is there during an update."""
+        parts = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "activations", "engine")}
+        return parts | ({} if "parameters" in self.offload else {"reference": self.reference})
+
+    @property
+    def sampling(self) -> dict[str, int]:
+        """What is there while responses are sampled."""
+        parts = {"engine": self.engine, "cache": self.cache}
+        if "parameters" not in self.offload:
+            parts |= {"parameters": self.parameters, "reference": self.reference}
+        return parts | {name: getattr(self, name) for name in ("gradients", "optimizer") if name not in self.offload}
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.reference + self.engine
+        """The larger of both."""
+        return max(sum(self.training.values()), sum(self.sampling.values()))
 
     def describe(self) -> str:
-        parts = {name: value / 2**30 for name, value in vars(self).items() if value}
-        return f"{self.total / 2**30:.2f} GiB = " + " + ".join(f"{name} {value:.2f}" for name, value in parts.items())
+        def told(parts: dict[str, int]) -> str:
+            sizes = {name: size / 2**30 for name, size in parts.items() if size}
+            return f"{sum(sizes.values()):.2f} GiB = " + " + ".join(f"{name} {size:.2f}" for name, size in sizes.items())
+
+        sampling = f"; sampling {told(self.sampling)}" if self.engine else ""
+        return f"training {told(self.training)}{sampling}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +120,7 @@ def estimate_memory(
     engine_sequences: int,
     max_sequence_tokens: int,
     stages: Stages | None = None,
+    offload: frozenset[str] = frozenset(),
 ) -> Memory:
     """Memory of the fullest rank, with the embedded engine beside the policy (0 sequences: no engine).
 
@@ -125,7 +150,9 @@ def estimate_memory(
                 optimizer=optimizer,
                 activations=activations + (logits if stage == layout.pp - 1 else 0),
                 reference=own.total * size if reference else 0,
-                engine=shape.parameters * size + engine_sequences * cache if engine_sequences else 0,
+                engine=shape.parameters * size if engine_sequences else 0,
+                cache=engine_sequences * cache,
+                offload=offload,
             )
         )
     return max(found, key=lambda memory: memory.total)

@@ -1,0 +1,67 @@
+"""The estimate before a run: parameters of every rank, and what is where when."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.layout import ParallelLayout, Stages
+from fivefold.model_shape import load_shape
+from fivefold.plan.estimate import estimate_memory, rank_parameters
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_tied", "qwen3_moe", "qwen3_moe_sparse", "qwen2_moe", "deepseek_v3", "glm4_moe"]
+)
+@pytest.mark.parametrize(
+    ("layout", "pipeline"),
+    [
+        ("d1", {}),
+        ("t2", {}),
+        ("d2t2p2", {}),
+        ("p2", {"virtual_pipeline_model_parallel_size": 2}),
+        ("p2", {"num_layers_in_first_pipeline_stage": 1}),
+        ("p3", {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}),
+    ],
+)
+def test_the_ranks_together_hold_the_model(models, name, layout, pipeline):
+    shape, parsed = load_shape(models(name)), ParallelLayout.parse(f"megatron:{layout}")
+    parts = rank_parameters(shape, parsed, Stages.of(pipeline))
+    held = sum(part.dense * parsed.tp + part.experts for part in parts)
+    padding = (shape.padded_vocab - shape.vocab) * shape.hidden * (1 if shape.tied and parsed.pp == 1 else 2)
+    # A pipeline keeps a tied embedding at both ends; the final norm is not counted.
+    twice = shape.vocab * shape.hidden if shape.tied and parsed.pp > 1 else 0
+    expected = shape.parameters - shape.hidden + padding + twice
+    assert abs(held - expected) <= parsed.tp * parsed.pp
+
+
+def estimate(shape, layout, **changes):
+    settings = {
+        "dtype": "bfloat16", "recompute": "none", "tokens_per_micro_batch": 1024, "reference": True,
+        "engine_sequences": 4, "max_sequence_tokens": 128,
+    }  # fmt: skip
+    return estimate_memory(shape, ParallelLayout.parse(f"megatron:{layout}"), **{**settings, **changes})
+
+
+def test_each_dimension_divides_what_it_cuts(models):
+    shape = load_shape(models("qwen3_moe"))
+    one = estimate(shape, "d1")
+    assert estimate(shape, "d4").optimizer == one.optimizer // 4
+    assert estimate(shape, "t2e2").parameters < one.parameters * 0.6
+    assert estimate(shape, "c2").parameters == one.parameters
+    assert estimate(shape, "c2").activations == pytest.approx(one.activations / 2, rel=0.01)
+    # Experts over two ranks that were replicas: their parameters halve, what all share does not.
+    parts, whole = (
+        rank_parameters(shape, ParallelLayout.parse("megatron:d2e2"))[0],
+        rank_parameters(shape, ParallelLayout())[0],
+    )
+    assert (parts.dense, parts.experts) == (whole.dense, whole.experts // 2)
+    assert estimate(shape, "d1", recompute="full").activations < one.activations
+
+
+def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
+    shape = load_shape(models("qwen3"))
+    stays, leaves = estimate(shape, "d1"), estimate(shape, "d1", offload=frozenset({"parameters", "gradients", "optimizer"}))
+    assert set(stays.sampling) == {"engine", "cache", "parameters", "reference", "gradients", "optimizer"}
+    assert set(leaves.sampling) == {"engine", "cache"}
+    assert stays.training["reference"] > 0 and "reference" not in leaves.training
+    assert leaves.total < stays.total
