@@ -118,7 +118,7 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards = torch.rand(samples, generator=generator)
-    batch.advantages_T = spread(OBJECTIVE.advantage(rewards, torch.arange(samples) // 4), batch)
+    batch.advantages_T = spread(OBJECTIVE.advantage(rewards, torch.arange(samples) // 4, responses), batch)
     batch.loss_weights_T = spread(OBJECTIVE.weights(responses, 2 * mean_length), batch)
     batch.update_tokens = int(responses.sum())
     noise = torch.randn(2, len(tokens), generator=generator) * mask

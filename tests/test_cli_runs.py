@@ -446,6 +446,13 @@ def test_a_deterministic_run_gives_the_same_bits_twice(root, base):
     assert metrics(root, "twice-1") == metrics(root, "twice-2")
 
 
+def test_the_ratio_of_a_sequence_is_that_of_its_tokens_on_all_context_parallel_ranks(root, base):
+    for name, layout in (("gspo-1", "megatron:d1"), ("gspo-c2", "megatron:c2")):
+        done = train(root, name, "algorithm.name=gspo", "trainer.steps=3", f"policy.backend={layout}")
+        assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, "gspo-c2"), metrics(root, "gspo-1"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

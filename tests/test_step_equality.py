@@ -45,7 +45,7 @@ def whole_batch() -> TokenBatch:
         torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator), mask, list(LENGTHS), temperature=TEMPERATURE
     )
     rewards_N = torch.tensor([1.0, 0, 0, 1, 0.5, 0, 1, 0])
-    advantages_N = OBJECTIVE.advantage(rewards_N, torch.arange(len(LENGTHS)) // GROUP)
+    advantages_N = OBJECTIVE.advantage(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS))
     responses_N = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
     noise = torch.randn(2, sum(LENGTHS), generator=generator) * 0.1
     return replace(

@@ -43,6 +43,9 @@ def build_objective(config: RunConfig) -> Objective:
         clip_low=chosen.clip_low,
         clip_high=chosen.clip_high,
         aggregate=chosen.aggregate,
+        dual_clip=chosen.dual_clip,
+        ratio=chosen.ratio,
+        entropy_coef=chosen.entropy_coef,
         kl_estimator=None if chosen.kl is None else chosen.kl.estimator,
         kl_coef=None if chosen.kl is None else chosen.kl.coef,
     )

@@ -117,6 +117,7 @@ def _shape_notes(config: RunConfig, shape: ModelShape) -> list[str]:
         dtype=config.policy.dtype,
         recompute=config.policy.recompute,
         tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        # Of the published rows only GRPO's has a KL term.
         reference=algorithm.name == "grpo" if algorithm.kl is None else algorithm.kl.coef != 0,
         engine_sequences=0 if algorithm.name == "sft" and not config.data.val else config.engine.max_sequences,
         max_sequence_tokens=config.max_sequence_tokens,

@@ -30,7 +30,7 @@ def train(run: Run) -> None:
                     run.check_logprobs(batch)
                 if run.reference is not None:
                     batch.ref_logprobs_T = run.reference_logprobs(batch)
-            advantages_N = objective.advantage(table.rewards_N, table.group_N)
+            advantages_N = objective.advantage(table.rewards_N, table.group_N, table.response_lengths_N)
             batch.advantages_T = spread(run.own(advantages_N), batch)
             reports = []
             with stage("train"):

@@ -26,6 +26,11 @@ def seq_mean_token_mean(response_lengths_N: Tensor, max_response_tokens: int) ->
     return 1.0 / (lengths_N.clamp(min=1) * max(len(lengths_N), 1))
 
 
+def seq_mean_token_sum(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
+    """Mean over samples of Σ over their tokens: the likelihood of a response as a whole (RLOO, 2402.14740)."""
+    return torch.full_like(response_lengths_N.double(), 1.0 / max(len(response_lengths_N), 1))
+
+
 def constant_length(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
     """Mean over samples of Σ l / longest response allowed (Dr. GRPO, 2503.20783 section 3.2)."""
     lengths_N = response_lengths_N.double()
@@ -35,5 +40,6 @@ def constant_length(response_lengths_N: Tensor, max_response_tokens: int) -> Ten
 AGGREGATES: dict[str, Aggregate] = {
     "token-mean": token_mean,
     "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
     "constant-length": constant_length,
 }

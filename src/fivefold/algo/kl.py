@@ -21,4 +21,9 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     return (-log_ratio_T).expm1() + log_ratio_T
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """|log π - log π_ref|: no estimate of the KL, but a distance that some systems offer."""
+    return (logprobs_T - ref_logprobs_T).abs()
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}

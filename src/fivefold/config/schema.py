@@ -125,13 +125,13 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class KLConfig:
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     coef: float = 0.001
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    name: Literal["grpo", "dr_grpo", "sft"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "opo", "gpg", "gspo", "cispo", "sapo", "sft"] = "grpo"
     group_size: int = 8
     """Samples drawn for each prompt."""
     updates_per_step: int = 1
@@ -142,7 +142,13 @@ class AlgorithmConfig:
     """Divide group advantages by their standard deviation; by method when left out."""
     clip_low: float | None = None
     clip_high: float | None = None
-    aggregate: Literal["token-mean", "seq-mean-token-mean", "constant-length"] | None = None
+    dual_clip: float | None = None
+    """c of dual-clip PPO; off when left out."""
+    ratio: Literal["token", "sequence"] | None = None
+    """Compare with the policy before the update token by token or response by response; by method when left out."""
+    entropy_coef: float | None = None
+    """Entropy bonus; by method when left out, which is 0 for all of them."""
+    aggregate: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"] | None = None
     """How tokens are weighted in the loss; by method when left out."""
     kl: KLConfig | None = None
     """KL term against the reference; by method when left out, `{coef: 0}` turns it off."""
