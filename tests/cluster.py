@@ -117,8 +117,12 @@ class Cluster:
             self._process = context.Process(target=_zygote, args=(theirs,))
             self._process.start()
             theirs.close()
-        _send(self._commands, (function, ParallelLayout.parse(layout), seconds, arguments))
-        answer = _receive(self._commands)
+        for _ in range(5):
+            _send(self._commands, (function, ParallelLayout.parse(layout), seconds, arguments))
+            answer = _receive(self._commands)
+            # Another process may take the port between the moment it was found free and the moment it is used.
+            if not (isinstance(answer, tuple) and "EADDRINUSE" in answer[1]):
+                break
         if isinstance(answer, tuple):
             raise answer[0](answer[1])
         return answer

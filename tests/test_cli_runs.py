@@ -408,15 +408,15 @@ def test_a_run_with_experts_moves_to_another_layout_and_is_exported(root, sparse
     """Step 2 of one rank, step 3 on four with experts cut over two and virtual stages; then a directory for others."""
     import shutil
 
-    shutil.copytree(root / "runs/sparse", root / "runs/moved")
-    shutil.rmtree(root / "runs/moved/checkpoints/step-000003")
-    (root / "runs/moved/checkpoints/latest").write_text("step-000002")
+    shutil.copytree(root / "runs/sparse", root / "runs/sparse-moved")
+    shutil.rmtree(root / "runs/sparse-moved/checkpoints/step-000003")
+    (root / "runs/sparse-moved/checkpoints/latest").write_text("step-000002")
     overrides = "policy.backend=megatron:d2p2e2 policy.megatron.pipeline.virtual_pipeline_model_parallel_size=2"
-    done = train(root, "moved", *SPARSE.format(root=root).split(), *overrides.split())
+    done = train(root, "sparse-moved", *SPARSE.format(root=root).split(), *overrides.split())
     assert done.returncode == 0, done.stderr
     assert "resumed after step 2" in done.stdout + done.stderr
-    assert_same(metrics(root, "moved"), sparse)
-    done = fivefold("export", root / "runs/moved/checkpoints/step-000003", root / "sparse-out")
+    assert_same(metrics(root, "sparse-moved"), sparse)
+    done = fivefold("export", root / "runs/sparse-moved/checkpoints/step-000003", root / "sparse-out")
     assert done.returncode == 0, done.stderr
     found, first = load_file(root / "sparse-out/model.safetensors"), load_file(root / "sparse/model.safetensors")
     assert set(found) == set(first) and any(not torch.equal(found[name], first[name]) for name in found)

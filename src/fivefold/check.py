@@ -74,6 +74,9 @@ def _shape_faults(config: RunConfig, shape: ModelShape) -> list[str]:
         found.append(f"policy.megatron.transformer_impl must be torch for {shape.family}")
     if policy.megatron.bridge_type != "native" and (shape.experts or policy.megatron.stages.virtual(config.layout) > 1):
         found.append("policy.megatron.bridge_type must be native for models with experts and for virtual stages")
+    gathers = policy.megatron.transformer.get("moe_token_dispatcher_type") == "allgather"
+    if gathers and policy.megatron.pipeline.get("variable_seq_lengths", False):
+        found.append("moe_token_dispatcher_type: allgather needs pipeline.variable_seq_lengths: false: leave it out")
     modules = policy.megatron.transformer.get("recompute_modules") or []
     for module, present in (("mla_up_proj", shape.latent), ("moe", shape.experts), ("moe_act", shape.experts),
                             ("shared_experts", shape.experts and shape.experts.shared_ffn)):  # fmt: skip

@@ -93,6 +93,9 @@ def transformer_config(shape: ModelShape, mesh: Mesh, policy: PolicyConfig) -> T
         **policy.megatron.options.acting("transformer"),
         **policy.megatron.options.acting("pipeline"),
     }
+    if settings["moe_token_dispatcher_type"] == "allgather":
+        # Megatron-Core wants to know sizes beforehand where ranks gather each other's tokens.
+        settings["variable_seq_lengths"] = False
     if (virtual := policy.megatron.stages.virtual(layout)) > 1:
         # With batched messages between two stages, forward and backward would cross and the loss go wrong unnoticed.
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}

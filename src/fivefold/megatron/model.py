@@ -57,7 +57,7 @@ class MegatronModel:
             experts=self.shape.experts is not None,
             virtual=len(self._chunks),
             fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
-            equal_length=self.shape.experts is not None and config.moe_token_dispatcher_type == "allgather",  # noqa: S105
+            equal_length=self.shape.experts is not None and config.moe_token_dispatcher_type == "allgather",
         )
         kind = policy.megatron.bridge_type
         foreign = None if kind == "native" else foreign_bridge(kind, self._chunks, directory, self.shape)
