@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
-import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import psutil
 
 from fivefold.layout import ParallelLayout
 
@@ -29,6 +31,14 @@ def _send(pipe: Connection, value: Any) -> None:
 
 def _receive(pipe: Connection) -> Any:
     return pickle.loads(pipe.recv_bytes())
+
+
+def _end(pid: int) -> None:
+    """Kill a process and what it started: saving a checkpoint leaves helpers behind that would stay for ever."""
+    process = psutil.Process(pid)
+    for one in [*process.children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def _rank(function: Callable[..., Any], layout: ParallelLayout, rank: int, port: int, arguments: Any) -> Any:
@@ -73,7 +83,7 @@ def _zygote(commands: Connection) -> None:
                 except BaseException:
                     _send(theirs, (False, traceback.format_exc()))
                 theirs.close()
-                os._exit(0)
+                _end(os.getpid())
             theirs.close()
             children[ours] = (rank, pid)
         results: dict[int, Any] = {}
@@ -96,7 +106,7 @@ def _zygote(commands: Connection) -> None:
                 elif failure is None:
                     failure = (RuntimeError, f"rank {rank} of {layout} failed:\n{value}")
         for pipe, (_, pid) in children.items():
-            os.kill(pid, signal.SIGKILL)
+            _end(pid)
             os.waitpid(pid, 0)
             pipe.close()
         _send(commands, failure if failure else [results[rank] for rank in range(layout.world_size)])

@@ -26,7 +26,8 @@ class HostCopy:
         self._device, self._piece, self._keep = device, bucket_mb * 2**20, keep
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._away: list[tuple[torch.UntypedStorage, int]] = []
-        self._host: dict[int, Tensor] = {}
+        self._host: dict[int, list[Tensor]] = {}
+        """Pinned pieces: memory is pinned in powers of two, so that one large piece could take twice its size."""
 
     @property
     def is_away(self) -> bool:
@@ -41,11 +42,12 @@ class HostCopy:
             for number, storage in enumerate(storages.values()):
                 size = storage.nbytes()
                 if self._keep:
-                    host = self._host.get(number)
-                    if host is None or host.numel() != size:
-                        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-                        self._host[number] = host
-                    self._copy(host, _bytes(storage, self._device))
+                    if sum(piece.numel() for piece in self._host.get(number, [])) != size:
+                        self._host[number] = [
+                            self._pinned(min(self._piece, size - at)) for at in range(0, size, self._piece)
+                        ]
+                    for piece, bytes_there in self._pairs(number, storage):
+                        piece.copy_(bytes_there, non_blocking=True)
                 self._away.append((storage, size))
                 total += size
         self._join()
@@ -60,14 +62,18 @@ class HostCopy:
         if self._keep:
             with self._side_by_side():
                 for number, (storage, _) in enumerate(self._away):
-                    self._copy(_bytes(storage, self._device), self._host[number])
+                    for piece, bytes_there in self._pairs(number, storage):
+                        bytes_there.copy_(piece, non_blocking=True)
             self._join()
         self._away = []
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        for begin in range(0, target.numel(), self._piece):
-            end = begin + self._piece
-            target[begin:end].copy_(source[begin:end], non_blocking=True)
+    def _pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def _pairs(self, number: int, storage: torch.UntypedStorage) -> Iterable[tuple[Tensor, Tensor]]:
+        """Each piece on the host, and its bytes on the device."""
+        there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        return zip(self._host[number], there.split(self._piece), strict=True)
 
     def _side_by_side(self) -> Any:
         if self._stream is None:
@@ -78,10 +84,6 @@ class HostCopy:
     def _join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 class Offload:
