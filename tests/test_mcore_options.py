@@ -384,3 +384,39 @@ def test_moments_in_bfloat16_follow_a_loop_written_out():
         assert torch.allclose(adam.state[parameter]["master_param"], master, atol=1e-6)
         assert torch.equal(parameter.detach(), adam.state[parameter]["master_param"].bfloat16())
         assert adam.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+def resumed(mesh, directory: Path, policy, path: Path):
+    """Parameters after three updates in one go, and after one, a checkpoint, and two in a new model."""
+    from fivefold.megatron.model import MegatronModel
+
+    batch = whole_batch().select(mesh.ranks.share(range(len(LENGTHS)))[0])
+    model = MegatronModel(directory, policy, mesh, total_updates=3)
+    model.train_step(batch, OBJECTIVE.loss)
+    model.save(path)
+    fresh = MegatronModel(directory, policy, mesh, total_updates=3, read_weights=False)
+    fresh.load(path)
+    found = []
+    for one in (model, fresh):
+        for _ in range(2):
+            one.train_step(batch, OBJECTIVE.loss)
+        found.append({name: tensor.clone() for name, tensor in one.weights()})
+    return found
+
+
+@pytest.mark.parametrize("layout", ["d2", "d2e2"])
+@pytest.mark.parametrize(
+    ("ddp", "optimizer", "dtype"),
+    [
+        ({"overlap_grad_reduce": True, "overlap_param_gather": True}, {}, "float32"),
+        ({}, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "bfloat16"),
+        ({"use_distributed_optimizer": False}, {}, "float32"),
+        ({"use_distributed_optimizer": False}, {}, "bfloat16"),
+    ],
+)
+def test_a_run_with_these_options_goes_on_from_its_checkpoint_as_if_never_stopped(
+    cluster, models, tmp_path, layout, ddp, optimizer, dtype
+):
+    policy = replace(POLICY, dtype=dtype, megatron=MegatronConfig(transformer=ROUTER, ddp=ddp, optimizer=optimizer))
+    for whole, stopped in cluster.run(resumed, f"megatron:{layout}", models("qwen3_moe"), policy, tmp_path):
+        assert all(torch.equal(whole[name], stopped[name]) for name in whole)

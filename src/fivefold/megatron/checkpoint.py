@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from fivefold.megatron.adam import PrecisionAwareAdam
@@ -99,13 +100,15 @@ def _load_optimizer(trainer: Trainer, loaded: dict[str, Any]) -> None:
     adams = _adams(trainer)
     states = [loaded] if len(adams) == 1 else [loaded[number] for number in sorted(loaded)]
     for outer, state in zip(adams, states, strict=True):
-        groups = {key: value for key, value in state.items() if not key.startswith("param_state")}
         # The configuration of this run decides, not the one that wrote the checkpoint.
         configured = [{key: value for key, value in group.items() if key != "params"} for group in outer.param_groups]
-        outer.load_state_dict(groups)
+        outer.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
         adam = outer.optimizer
         for group, settings in zip(adam.param_groups, configured, strict=True):
             group.update(settings)
+        if not isinstance(outer, DistributedOptimizer):
+            # It loads its moments with the rest, and gives each parameter its own step.
+            continue
         steps: dict[Tensor, float] = {parameter: float(own.pop("step")) for parameter, own in adam.state.items()}
         if outer.get_parameters():
             outer.load_parameter_state_from_fully_reshardable(state["param_state"])
