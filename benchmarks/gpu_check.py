@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 import torch.multiprocessing as mp
 
-from fivefold.algo import METHODS
+from fivefold.algo import make_objective
+from fivefold.algo.advantages import Scores
 from fivefold.batch import spread
 from fivefold.config.schema import OptimizerConfig, PolicyConfig
 from fivefold.launch.local import free_port
@@ -51,7 +52,7 @@ SMALL = BIG | {
 }
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16}
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, clip_grad=1.0, weight_decay=0.1)
-OBJECTIVE = replace(METHODS["grpo"](), kl_coef=0.5)
+OBJECTIVE = replace(make_objective("grpo"), kl_coef=0.5)
 
 
 def make_model(directory: Path) -> None:
@@ -71,7 +72,7 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards = torch.rand(samples, generator=generator)
-    batch.advantages_T = spread(OBJECTIVE.advantage(rewards, torch.arange(samples) // 4, responses), batch)
+    batch.advantages_T = spread(OBJECTIVE.advantage(Scores(rewards, torch.arange(samples) // 4, responses)), batch)
     batch.loss_weights_T = spread(OBJECTIVE.weights(responses, 2 * mean_length), batch)
     batch.update_tokens = int(responses.sum())
     batch.old_logprobs_T = 0.1 * torch.randn(len(tokens), generator=generator) * mask

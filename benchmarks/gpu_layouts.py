@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 import torch.multiprocessing as mp
 
-from fivefold.algo import METHODS
+from fivefold.algo import make_objective
+from fivefold.algo.advantages import Scores
 from fivefold.batch import spread
 from fivefold.config.schema import MegatronConfig, OffloadConfig, OptimizerConfig, PolicyConfig
 from fivefold.launch.local import free_port
@@ -32,7 +33,7 @@ from fivefold.types import TokenBatch
 
 GPU = torch.cuda.is_available()
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, clip_grad=1.0, weight_decay=0.1)
-OBJECTIVE = replace(METHODS["grpo"](), kl_coef=0.5)
+OBJECTIVE = replace(make_objective("grpo"), kl_coef=0.5)
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 COMMON = {"max_position_embeddings": 8192, "vocab_size": 32000 if GPU else 500}
 MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
@@ -118,7 +119,7 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards = torch.rand(samples, generator=generator)
-    batch.advantages_T = spread(OBJECTIVE.advantage(rewards, torch.arange(samples) // 4, responses), batch)
+    batch.advantages_T = spread(OBJECTIVE.advantage(Scores(rewards, torch.arange(samples) // 4, responses)), batch)
     batch.loss_weights_T = spread(OBJECTIVE.weights(responses, 2 * mean_length), batch)
     batch.update_tokens = int(responses.sum())
     noise = torch.randn(2, len(tokens), generator=generator) * mask

@@ -103,6 +103,23 @@ def make_model(name: str, directory: Path) -> Path:
     return directory
 
 
+def make_classifier(directory: Path, name: str = "qwen3", seed: int = 11, **changes: Any) -> Path:
+    """Write a sequence classifier with one label into `directory`: a reward model, or a critic that knows something."""
+    import torch
+    import transformers
+
+    prefix, own = (VARIANTS | MOE_VARIANTS)[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **own, "num_labels": 1, **changes})
+    model = transformers.AutoModelForSequenceClassification.from_config(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(noise + 1 if parameter.ndim == 1 else noise)
+    model.save_pretrained(directory)
+    return directory
+
+
 def load_tensors(directory: Path) -> dict[str, Any]:
     """The tensors of a model directory by their names in the file."""
     from safetensors.torch import load_file

@@ -8,11 +8,12 @@ from fivefold.checkpoint import Checkpoints, RunState, damage
 
 
 def state(step: int) -> RunState:
-    return RunState(step=step, version=step, seed=0, layout="megatron:d1t1p1")
+    return RunState(step=step, version=step, seed=0, layout="megatron:d1t1p1", position=8 * step, kl_coef=0.1)
 
 
 def write(checkpoints: Checkpoints, step: int, content: bytes = b"weights") -> Path:
     def fill(directory: Path) -> None:
+        (directory / "policy").mkdir()
         (directory / "policy" / "part").write_bytes(content)
 
     return checkpoints.write(state(step), True, lambda: None, fill)
@@ -34,6 +35,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     good = write(checkpoints, 1)
 
     def fail(directory: Path) -> None:
+        (directory / "policy").mkdir()
         (directory / "policy" / "half").write_bytes(b"x")
         raise OSError("disk full")
 

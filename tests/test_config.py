@@ -48,7 +48,7 @@ def test_overrides_change_one_key(tmp_path):
         ("trainer.steps=1.5", "trainer.steps must be a whole number"),
         ("trainer.steps=true", "trainer.steps must be a whole number"),
         ("data.shuffle=1", "data.shuffle must be true or false"),
-        ("algorithm.name=grpoo", r"one of grpo, dr_grpo, .*sft; got 'grpoo': did you mean 'grpo'\?"),
+        ("algorithm.name=grpoo", r"one of ppo, grpo, dr_grpo, .*dpo; got 'grpoo': did you mean 'grpo'\?"),
         ("policy.backend=megatron:d2d2", "given twice"),
         ("reference.backend=megatron:d4", "must be the policy's layout"),
         ("algorithm.updates_per_step=3", "multiple of algorithm.updates_per_step"),
@@ -138,7 +138,7 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
     assert "policy.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in result.stdout
     assert "eval.samples has no effect" in result.stdout
     sft = check(path, "algorithm.name=sft", "algorithm.group_size=4", "engine.sampling.temperature=0.5")
-    assert "algorithm.group_size has no effect: sft has one given completion a prompt" in sft.stdout
+    assert "algorithm.group_size has no effect: sft learns from the responses that stand in the data" in sft.stdout
     assert "engine.sampling has no effect: sft does not sample" in sft.stdout
 
 

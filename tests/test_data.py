@@ -23,19 +23,19 @@ def tokenizer(tmp_path_factory):
 def test_a_run_goes_through_every_prompt_once_an_epoch_in_a_new_order():
     sampler = Sampler(list(range(10)), 3, seed=1, shuffle=True)
     assert sampler.steps_per_epoch == 3
-    first = [sampler.batch(step) for step in range(3)]
-    second = [sampler.batch(step) for step in range(3, 6)]
+    first = [sampler.take(3 * step, 3) for step in range(3)]
+    second = [sampler.take(3 * step, 3) for step in range(3, 6)]
     assert len({x for batch in first for x in batch}) == 9
     assert first != second
-    assert [sampler.epoch(step) for step in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [sampler.epoch(3 * step) for step in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
-def test_the_order_is_a_function_of_seed_and_step():
+def test_the_order_is_a_function_of_seed_and_position():
     one, other = (Sampler(list(range(50)), 4, seed=3, shuffle=True) for _ in range(2))
-    later = [other.batch(step) for step in (30, 2, 17)]
-    assert later == [one.batch(step) for step in (30, 2, 17)]
-    assert Sampler(list(range(50)), 4, seed=4, shuffle=True).batch(2) != later[1]
-    assert Sampler(list(range(50)), 4, seed=4, shuffle=False).batch(1) == [4, 5, 6, 7]
+    later = [other.take(4 * step, 4) for step in (30, 2, 17)]
+    assert later == [one.take(4 * step, 4) for step in (30, 2, 17)]
+    assert Sampler(list(range(50)), 4, seed=4, shuffle=True).take(8, 4) != later[1]
+    assert Sampler(list(range(50)), 4, seed=4, shuffle=False).take(4, 4) == [4, 5, 6, 7]
 
 
 def test_a_step_larger_than_the_set_is_refused():
@@ -112,27 +112,111 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, says):
         load_prompts([write(tmp_path / "a.jsonl", row)], tokenizer, max_prompt_tokens=9, overlong="drop")
 
 
-def test_sft_without_completions_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="needs a text in column 'response'"):
-        load_prompts(
-            [write(tmp_path / "a.jsonl", {"prompt": "1"})],
-            tokenizer,
-            max_prompt_tokens=9,
-            overlong="drop",
-            need_response=True,
-        )
+@pytest.mark.parametrize(
+    ("learn", "row", "says"),
+    [
+        ("sft", {"prompt": "1"}, "sft needs a text in column 'response' or a conversation in column 'messages'"),
+        ("dpo", {"prompt": "1", "chosen": "2"}, "dpo needs columns 'chosen' and 'rejected'"),
+        ("sft", {"messages": [{"role": "user", "content": "1"}]}, "needs an assistant's turn"),
+        (
+            "dpo",
+            {
+                "chosen": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
+                "rejected": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}],
+            },
+            "must differ in their last turn only",
+        ),
+    ],
+)
+def test_a_row_without_what_is_learned_is_refused(tmp_path, tokenizer, learn, row, says):
+    with pytest.raises(ValueError, match=says):
+        given(tmp_path, tokenizer, learn, row)
+
+
+def given(tmp_path, tokenizer, learn, row, limit=50):
+    file = write(tmp_path / "a.jsonl", row)
+    loaded = load_prompts(
+        [file], tokenizer, max_prompt_tokens=50, overlong="drop", learn=learn, need_responses=True, max_response_tokens=limit
+    )
+    return loaded.prompts[0]
+
+
+def test_a_pair_is_read_from_texts_turns_or_whole_conversations(tmp_path, tokenizer):
+    user, good, bad = (
+        {"role": role, "content": text} for role, text in [("user", "1+1="), ("assistant", "2"), ("assistant", "33")]
+    )
+    rows = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "33"},
+        {"prompt": [user], "chosen": [good], "rejected": [bad]},
+        {"chosen": [user, good], "rejected": [user, bad]},
+    ]
+    prompts = [given(tmp_path, tokenizer, "dpo", row) for row in rows]
+    for prompt in prompts:
+        assert tokenizer.decode(prompt.token_ids) == "1+1=\n"
+        assert [one.text for one in prompt.responses] == ["2", "33"]
+        assert [one.token_ids for one in prompt.responses] == [
+            [*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("2", "33")
+        ]
+
+
+def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, tokenizer):
+    import copy
+
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "plus 3"), ("assistant", "5")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    templated = copy.deepcopy(tokenizer)
+    # As in most templates a turn ends with the end token and a line break, which the model does not say.
+    templated.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }}" + tokenizer.eos_token + "\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    end = tokenizer.eos_token
+    for words, prompt_text, learned in (
+        (tokenizer, "1+1=\n", ["2" + end, "5" + end]),
+        (templated, f"user 1+1={end}\nassistant ", ["2" + end, "5" + end]),
+    ):
+        prompt = given(tmp_path, words, "sft", row)
+        assert tokenizer.decode(prompt.token_ids) == prompt_text
+        (response,) = prompt.responses
+        spans, inside = [], False
+        for token, learns in zip(response.token_ids, response.learned, strict=True):
+            if learns and not inside:
+                spans.append([])
+            inside = learns
+            if learns:
+                spans[-1].append(token)
+        assert [tokenizer.decode(span) for span in spans] == learned
+        assert response.learned[-1]
+        whole = tokenizer.decode(prompt.token_ids + response.token_ids)
+        if words is templated:
+            assert templated.apply_chat_template(row["messages"], tokenize=False).startswith(whole)
+    cut = given(tmp_path, tokenizer, "sft", row, limit=3).responses[0]
+    assert len(cut.token_ids) == 3 and not cut.whole
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
+    import copy
+
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}#{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    with pytest.raises(ValueError, match="writes earlier turns in another way"):
+        given(tmp_path, forgetful, "sft", {"messages": [{"role": role, "content": text} for role, text in turns]})
 
 
 def test_a_chat_template_is_used_where_there_is_one(tokenizer):
     import copy
 
-    plain = render([{"role": "user", "content": "1+1="}], tokenizer, "")
+    plain = render([{"role": "user", "content": "1+1="}], tokenizer)
     assert plain[1] == "1+1=\n"
     templated = copy.deepcopy(tokenizer)
     templated.chat_template = (
         "{% for m in messages %}#{{ m.content }}#{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    assert render([{"role": "user", "content": "1+1="}], templated, "")[1] == "#1+1=#="
+    assert render([{"role": "user", "content": "1+1="}], templated)[1] == "#1+1=#="
 
 
 def test_tokenizers_write_back_what_they_read(tmp_path):

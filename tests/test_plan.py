@@ -61,7 +61,18 @@ def test_each_dimension_divides_what_it_cuts(models):
 def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
     shape = load_shape(models("qwen3"))
     stays, leaves = estimate(shape, "d1"), estimate(shape, "d1", offload=frozenset({"parameters", "gradients", "optimizer"}))
-    assert set(stays.sampling) == {"engine", "cache", "parameters", "reference", "gradients", "optimizer"}
-    assert set(leaves.sampling) == {"engine", "cache"}
+    assert set(stays.sampling) == {"engine", "cache", "critic", "judge", "parameters", "reference", "gradients", "optimizer"}
+    assert set(leaves.sampling) == {"engine", "cache", "critic", "judge"}
     assert stays.training["reference"] > 0 and "reference" not in leaves.training
     assert leaves.total < stays.total
+
+
+def test_a_critic_and_a_reward_model_take_their_place(models):
+    """Qwen3 in bfloat16: 2 bytes a parameter, 4 of gradient, 12 of Adam; a value head in the place of the output layer."""
+    shape = load_shape(models("qwen3"))
+    values = load_shape(models("qwen3"), values=True)
+    assert values.parameters == shape.parameters - shape.vocab * shape.hidden + shape.hidden
+    both = estimate(shape, "d1", critic=values, judge=values, critic_offload=frozenset({"gradients", "optimizer"}))
+    count = rank_parameters(values, ParallelLayout())[0].total
+    assert both.training["critic"] == 18 * count
+    assert both.sampling["critic"] == both.sampling["judge"] == 2 * count

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.algo import METHODS
+from fivefold.algo import make_objective
+from fivefold.algo.advantages import Scores
 from fivefold.batch import spread
 from fivefold.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.types import TokenBatch
@@ -30,7 +31,7 @@ KL_COEF = 0.5
 # Adam divides by |gradient| + eps: with eps well above rounding (1e-8) no rounding is blown up to the size of lr, and
 # unlike with a tiny eps a wrong scale of the gradient changes the update.
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0, betas=[0.8, 0.95])
-OBJECTIVE = replace(METHODS["grpo"](), kl_coef=KL_COEF)
+OBJECTIVE = replace(make_objective("grpo"), kl_coef=KL_COEF)
 
 
 def whole_batch() -> TokenBatch:
@@ -45,7 +46,7 @@ def whole_batch() -> TokenBatch:
         torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator), mask, list(LENGTHS), temperature=TEMPERATURE
     )
     rewards_N = torch.tensor([1.0, 0, 0, 1, 0.5, 0, 1, 0])
-    advantages_N = OBJECTIVE.advantage(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS))
+    advantages_N = OBJECTIVE.advantage(Scores(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS)))
     responses_N = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
     noise = torch.randn(2, sum(LENGTHS), generator=generator) * 0.1
     return replace(

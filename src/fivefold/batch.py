@@ -10,7 +10,7 @@ from torch import Tensor
 from fivefold.types import Group, TokenBatch
 
 
-def pack(groups: list[Group], temperature: float, sampled: bool) -> TokenBatch:
+def pack(groups: list[Group], temperature: float, sampled: bool, together: int = 1) -> TokenBatch:
     """Lay the samples of `groups` end to end: prompt, then response; `sampled` ones have log-probs of an engine."""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
@@ -21,7 +21,8 @@ def pack(groups: list[Group], temperature: float, sampled: bool) -> TokenBatch:
         for sample in group.samples:
             assert len(sample.logprobs) == (len(sample.token_ids) if sampled else 0)
             token_ids += prompt_ids + sample.token_ids
-            loss_mask += [False] * len(prompt_ids) + [True] * len(sample.token_ids)
+            learned = [True] * len(sample.token_ids) if sample.learned is None else sample.learned
+            loss_mask += [False] * len(prompt_ids) + learned
             rollout_logprobs += [0.0] * len(prompt_ids) + (sample.logprobs if sampled else [0.0] * len(sample.token_ids))
             lengths.append(len(prompt_ids) + len(sample.token_ids))
     return TokenBatch(
@@ -30,6 +31,7 @@ def pack(groups: list[Group], temperature: float, sampled: bool) -> TokenBatch:
         lengths_N=lengths,
         temperature=temperature,
         rollout_logprobs_T=torch.tensor(rollout_logprobs, dtype=torch.float32) if sampled else None,
+        together=together,
     )
 
 

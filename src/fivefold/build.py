@@ -11,44 +11,33 @@ from typing import Any
 
 import torch
 
-from fivefold.algo import METHODS, Objective
+from fivefold.algo import Objective
+from fivefold.algo.values import ValueLoss
+from fivefold.check import memory_of
 from fivefold.checkpoint import Checkpoints
 from fivefold.config import RunConfig, dump_yaml
-from fivefold.data import PromptSet, Sampler, load_prompts
+from fivefold.data import Columns, PromptSet, Sampler, load_prompts
 from fivefold.data.making import load_tokenizer
+from fivefold.data.prompts import encode_conversation
 from fivefold.engines.transformers import TransformersEngine
 from fivefold.evaluate import EVALUATION_STREAM, Evaluation
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.build import DTYPES
-from fivefold.megatron.mesh import build_mesh
+from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
 from fivefold.model_shape import ModelShape, load_shape
 from fivefold.observe.observer import Observer
-from fivefold.plan.estimate import estimate_memory, training_flops
+from fivefold.plan.estimate import training_flops
 from fivefold.ranks import Ranks
+from fivefold.reward.choose import choose_rewards
+from fivefold.reward.model import ModelReward
 from fivefold.reward.pool import RewardPool
-from fivefold.rollout import given_groups
+from fivefold.rollout import Refill, Rewards
 from fivefold.run import Run
-from fivefold.types import Group, Prompt, Sampling
+from fivefold.types import Prompt, Sample, Sampling
 
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
 """Engine and trainer compute the same log-probs up to rounding: about 1e-6 a token in float32, 1e-2 in bfloat16."""
-
-
-def build_objective(config: RunConfig) -> Objective:
-    """The method's row of the table, with what the configuration changes; raises ValueError for what it cannot have."""
-    chosen = config.algorithm
-    return METHODS[chosen.name]().override(
-        by_std=chosen.normalize_by_std,
-        clip_low=chosen.clip_low,
-        clip_high=chosen.clip_high,
-        aggregate=chosen.aggregate,
-        dual_clip=chosen.dual_clip,
-        ratio=chosen.ratio,
-        entropy_coef=chosen.entropy_coef,
-        kl_estimator=None if chosen.kl is None else chosen.kl.estimator,
-        kl_coef=None if chosen.kl is None else chosen.kl.coef,
-    )
 
 
 def fetch_model(path: str, ranks: Ranks) -> Path:
@@ -86,60 +75,70 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     directory = fetch_model(config.model.path, ranks)
     shape = load_shape(directory)
     shape.check_layout(ranks.layout, config.policy.megatron.stages)
-    objective = build_objective(config)
-    given = config.algorithm.name == "sft"
+    algorithm = config.algorithm
+    objective = Objective.of(algorithm.resolved)
     tokenizer = load_tokenizer(config.model.tokenizer or str(directory), config.model.trust_remote_code)
-    training = _prompts(config, tokenizer, config.data.train, need_response=given)
+    training = _prompts(config, tokenizer, config.data.train, need_responses=algorithm.given)
     validation = _prompts(config, tokenizer, config.data.val, first=config.eval.max_prompts) if config.data.val else None
+    evaluation = None if validation is None else _evaluation(config, validation)
     scorer = RewardPool(config.reward)
-    for prompt in ([] if given else training.prompts) + (validation.prompts if validation else []):
+    generates = evaluation is not None and evaluation.generate
+    for prompt in ([] if algorithm.given else training.prompts) + (evaluation.prompts if evaluation and generates else []):
         scorer.weights(prompt.source)
     sampler = Sampler(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
     steps = config.trainer.steps or config.trainer.epochs * sampler.steps_per_epoch
-    updates = steps * config.algorithm.updates_per_step * config.algorithm.epochs
+    updates = algorithm.updates_per_step * algorithm.epochs
+    warmup = config.critic.warmup_steps if objective.needs_critic else 0
     mesh = build_mesh(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
     observer = Observer(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps)
     observer.say(describe(config, shape, training, validation, objective, steps))
-    policy = MegatronModel(directory, config.policy, mesh, total_updates=updates, bucket_mb=config.engine.sync_bucket_mb)
-    reference = None
+    bucket_mb = config.engine.sync_bucket_mb
+    policy = MegatronModel(
+        directory, config.policy, mesh, total_updates=max(1, steps - warmup) * updates, bucket_mb=bucket_mb
+    )
+    reference = critic = judge = engine = None
     if objective.needs_reference:
         other = fetch_model(config.reference.path, ranks) if config.reference.path else directory
         reference = MegatronModel(other, config.policy, mesh)
-        if reference.shape.vocab != shape.vocab:
-            raise ValueError(f"reference.path must have the policy's vocabulary: {reference.shape.vocab} != {shape.vocab}")
-    engine = None
-    if not given or validation is not None:
+        same_vocabulary("reference.path", reference.shape, shape)
+    if objective.needs_critic:
+        other = fetch_model(config.critic.path, ranks) if config.critic.path else directory
+        critic = MegatronModel(
+            other,
+            config.critic.settings(config.policy),
+            mesh,
+            total_updates=steps * updates,
+            bucket_mb=bucket_mb,
+            values=True,
+        )
+        same_vocabulary("critic.path", critic.shape, shape)
+    if config.reward.model.path:
+        judge = _judge(config, fetch_model(config.reward.model.path, ranks), mesh)
+    if not algorithm.given or generates:
         engine = TransformersEngine(
             directory, tokenizer, device, DTYPES[config.policy.dtype], config.engine.max_sequences, observer.advance
         )
-    sampling = Sampling(
-        max_tokens=config.data.max_response_tokens,
-        temperature=1.0 if given else config.engine.sampling.temperature,
-        top_p=config.engine.sampling.top_p,
-        top_k=config.engine.sampling.top_k,
-        stop=tuple(config.engine.sampling.stop),
-        seed=config.trainer.seed,
-    )
-
-    def given_groups_of(prompts: list[Prompt]) -> list[Group]:
-        def encode(text: str) -> list[int]:
-            return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-
-        return given_groups(ranks, prompts, encode, sampling.max_tokens)
+    chosen = algorithm.resolved
+    refill = Refill(algorithm.sampling_rounds, algorithm.prompts_per_round or config.data.prompts_per_step)
 
     return Run(
         ranks=ranks,
         observer=observer,
         policy=policy,
         reference=reference,
+        critic=critic,
         engine=engine,
         objective=objective,
+        value_loss=ValueLoss(config.critic.value_clip),
+        critic_warmup=warmup,
         sampler=sampler,
-        given=given_groups_of if given else None,
-        group_size=config.algorithm.group_size,
-        sampling=sampling,
-        scorer=scorer,
-        evaluation=None if validation is None else _evaluation(config, validation, sampling),
+        given=algorithm.given,
+        together=2 if algorithm.name == "dpo" else 1,
+        group_size=algorithm.group_size,
+        refill=refill if chosen.dynamic_sampling else None,
+        sampling=_sampling(config),
+        rewards=Rewards(scorer, judge),
+        evaluation=evaluation,
         checkpoints=Checkpoints(config.run_dir, config.trainer.keep),
         run_dir=config.run_dir,
         steps=steps,
@@ -163,29 +162,82 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     )
 
 
+def same_vocabulary(key: str, other: ModelShape, shape: ModelShape) -> None:
+    """Raise ValueError where a model cannot read the policy's tokens."""
+    if other.vocab != shape.vocab:
+        raise ValueError(f"{key} must have the policy's vocabulary: {other.vocab} != {shape.vocab}")
+
+
+def _sampling(config: RunConfig) -> Sampling:
+    drawn = config.engine.sampling
+    return Sampling(
+        max_tokens=config.data.max_response_tokens,
+        temperature=1.0 if config.algorithm.given else drawn.temperature,
+        top_p=drawn.top_p,
+        top_k=drawn.top_k,
+        stop=tuple(drawn.stop),
+        seed=config.trainer.seed,
+    )
+
+
+def _judge(config: RunConfig, directory: Path, mesh: Mesh) -> ModelReward:
+    settings = config.reward.model
+    tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
+    own = dataclasses.replace(config.policy, megatron=settings.megatron or config.policy.megatron)
+    model = MegatronModel(directory, own, mesh, values=True)
+    if model.value_head_is_new:
+        raise ValueError(f"reward.model.path: {directory} has no value head (score.weight): it is not a sequence classifier")
+
+    def encode(prompt: Prompt, sample: Sample) -> list[int]:
+        return encode_conversation(prompt.messages, sample.text, tokenizer)
+
+    return ModelReward(model, encode, settings.weight, model.shape.max_positions)
+
+
 def _prompts(
-    config: RunConfig, tokenizer: Any, files: list[str], need_response: bool = False, first: int | None = None
+    config: RunConfig, tokenizer: Any, files: list[str], need_responses: bool = False, first: int | None = None
 ) -> PromptSet:
+    data, algorithm = config.data, config.algorithm
     return load_prompts(
         files,
         tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        overlong=config.data.overlong_prompts,
-        prompt_key=config.data.prompt_key,
-        response_key=config.data.response_key,
-        need_response=need_response,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+        columns=Columns(data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key),
+        learn="sft" if algorithm.name == "sft" else "dpo" if algorithm.name == "dpo" else None,
+        need_responses=need_responses,
+        max_response_tokens=data.max_response_tokens,
         first=first,
     )
 
 
-def _evaluation(config: RunConfig, validation: PromptSet, sampling: Sampling) -> Evaluation:
+def _evaluation(config: RunConfig, validation: PromptSet) -> Evaluation:
+    sampling = _sampling(config)
     seeded = dataclasses.replace(sampling, seed=config.trainer.seed ^ EVALUATION_STREAM, top_k=0)
+    generate = config.eval.generate
+    if generate is None:
+        generate = config.algorithm.name != "dpo" and _rewards_are_known(config, validation)
     return Evaluation(
         validation.prompts,
         config.eval.samples,
         greedy=dataclasses.replace(seeded, temperature=0.0, top_p=1.0),
         sampled=dataclasses.replace(seeded, temperature=config.eval.temperature, top_p=config.eval.top_p),
+        generate=generate,
+        given=[prompt for prompt in validation.prompts if prompt.responses],
+        together=2 if config.algorithm.name == "dpo" else 1,
     )
+
+
+def _rewards_are_known(config: RunConfig, validation: PromptSet) -> bool:
+    """Methods that sample need rewards, and say so where one is missing; others evaluate without."""
+    if not config.algorithm.given:
+        return True
+    try:
+        for source in {prompt.source for prompt in validation.prompts}:
+            choose_rewards(config.reward, source)
+    except ValueError:
+        return False
+    return True
 
 
 def describe(
@@ -193,24 +245,14 @@ def describe(
 ) -> str:
     """The start-up summary: model, layout, batch arithmetic, memory."""
     layout, algorithm, data = config.layout, config.algorithm, config.data
-    group = 1 if algorithm.name == "sft" else algorithm.group_size
+    group = algorithm.samples_per_prompt
     samples = data.prompts_per_step * group
     updates = algorithm.updates_per_step * algorithm.epochs
     longest = samples // algorithm.updates_per_step * config.max_sequence_tokens
     most = -(-longest // (layout.dp * config.policy.tokens_per_micro_batch))
-    memory = estimate_memory(
-        shape,
-        layout,
-        dtype=config.policy.dtype,
-        recompute=config.policy.recompute,
-        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
-        reference=objective.needs_reference,
-        engine_sequences=0 if algorithm.name == "sft" and validation is None else config.engine.max_sequences,
-        max_sequence_tokens=config.max_sequence_tokens,
-        stages=config.policy.megatron.stages,
-        offload=config.policy.offload.parts,
-    )
-    kl = f"{objective.kl_estimator} x {objective.kl_coef:g}" if objective.needs_reference else "none"
+    chosen = algorithm.resolved
+    kl = f"{chosen.kl.estimator} x {objective.kl_coef:g} in the {chosen.kl.place}" if objective.kl_coef else "none"
+    correction = "" if chosen.correction.name == "none" else f", correction {chosen.correction.name}"
     dropped = f", {training.dropped} longer than {data.max_prompt_tokens} tokens left out" if training.dropped else ""
     ranks = layout.describe_ranks()
     virtual = config.policy.megatron.stages.virtual(layout)
@@ -224,14 +266,15 @@ def describe(
         *_describe_experts(shape, layout),
         *(f"         {line}" for line in ranks[:8]),
         *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
-        f"method   {algorithm.name}: {objective.aggregate}, KL {kl}",
+        f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
+        f"{chosen.ratio}, {chosen.aggregate}, KL {kl}{correction}",
         f"data     {len(training.prompts)} prompts{dropped}"
         + (f"; {len(validation.prompts)} for validation" if validation else ""),
         f"batch    {data.prompts_per_step} prompts x {group} samples = {samples} samples a step; {updates} optimizer "
         f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches "
         f"of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
         f"steps    {steps}",
-        f"memory   on the fullest rank about: {memory.describe()}",
+        f"memory   on the fullest rank about: {memory_of(config, shape).describe()}",
     ]
     return "\n".join(lines)
 

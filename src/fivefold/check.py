@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
+from fivefold import methods
 from fivefold.config import RunConfig
-from fivefold.config.schema import AlgorithmConfig, SamplingConfig
-from fivefold.model_shape import ModelShape, load_shape
-from fivefold.plan.estimate import estimate_memory
+from fivefold.config.schema import AlgorithmConfig, CriticConfig, SamplingConfig
+from fivefold.model_shape import ModelShape, load_shape, read_config
+from fivefold.plan.estimate import Memory, estimate_memory
 from fivefold.reward.choose import choose_rewards
 
 
@@ -39,8 +41,14 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
         faults.append(f"model.path: no directory {directory}")
     else:
         notes.append(f"model {config.model.path} is not here: it will be taken from the hub, and its sizes are not checked")
-    if config.reference.path and config.reference.path.startswith((".", "/")) and not Path(config.reference.path).is_dir():
-        faults.append(f"reference.path: no directory {config.reference.path}")
+    for key, path in (
+        ("reference.path", config.reference.path),
+        ("critic.path", config.critic.path if config.uses_critic else None),
+        ("reward.model.path", config.reward.model.path),
+    ):
+        if path and path.startswith((".", "/")) and not Path(path).is_dir():
+            faults.append(f"{key}: no directory {path}")
+    faults += _value_model_faults(config)
     if not config.data.train:
         faults.append("data.train names no file")
     for name in [*config.data.train, *config.data.val]:
@@ -57,6 +65,39 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
     faults += _device_faults(config)
     notes += [f"{key} has no effect: {reason}" for key, reason in without_effect(config, experts)]
     return faults, notes
+
+
+def _value_model_faults(config: RunConfig) -> list[str]:
+    """What the critic or the reward model, where they are here, cannot do with these settings."""
+    found: list[str] = []
+    policy, judge = config.policy, config.reward.model
+    models = [("critic.path", config.critic.path or config.model.path, config.critic.settings(policy))] * config.uses_critic
+    if judge.path:
+        models.append(("reward.model.path", judge.path, replace(policy, megatron=judge.megatron or policy.megatron)))
+    for key, path, settings in models:
+        if not Path(path).is_dir():
+            continue
+        try:
+            shape = load_shape(path, values=True)
+            shape.check_layout(config.layout, settings.megatron.stages)
+        except ValueError as error:
+            found.append(f"{key}: {error}")
+            continue
+        if settings.megatron.bridge_type != "native":
+            found.append(f"{key}: a value head needs megatron.bridge_type: native")
+        if key == "critic.path" and (policy_shape := _shape_of(config)) and shape.vocab != policy_shape.vocab:
+            found.append(f"{key} must have the policy's vocabulary: {shape.vocab} != {policy_shape.vocab}")
+        labels = read_config(Path(path)).get("id2label")
+        if key == "reward.model.path" and (labels is None or len(labels) != 1):
+            found.append(f"{key}: a reward model has one label: got {2 if labels is None else len(labels)} in config.json")
+    return found
+
+
+def _shape_of(config: RunConfig) -> ModelShape | None:
+    try:
+        return load_shape(config.model.path) if Path(config.model.path).is_dir() else None
+    except ValueError:
+        return None
 
 
 def _shape_faults(config: RunConfig, shape: ModelShape) -> list[str]:
@@ -94,19 +135,26 @@ def without_effect(config: RunConfig, experts: bool) -> list[tuple[str, str]]:
     optimizer = config.policy.optimizer
     if optimizer.schedule == "constant" and (optimizer.decay_steps is not None or optimizer.min_lr):
         found.append(("policy.optimizer.decay_steps and min_lr", "the schedule is constant"))
-    if config.algorithm.name == "sft":
-        if config.algorithm.group_size != AlgorithmConfig().group_size:
-            found.append(("algorithm.group_size", "sft has one given completion a prompt"))
+    algorithm, name = config.algorithm, config.algorithm.name
+    found += methods.without_effect(name, algorithm)
+    if algorithm.given:
+        if algorithm.group_size != AlgorithmConfig().group_size:
+            found.append(("algorithm.group_size", f"{name} learns from the responses that stand in the data"))
         drawn, usual = config.engine.sampling, SamplingConfig()
         if (drawn.temperature, drawn.top_p, drawn.top_k) != (usual.temperature, usual.top_p, usual.top_k):
-            found.append(("engine.sampling", "sft does not sample for training, and evaluation has its own (eval)"))
+            found.append(("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)"))
         if config.engine.max_logprob_diff is not None:
-            found.append(("engine.max_logprob_diff", "sft does not sample for training"))
+            found.append(("engine.max_logprob_diff", f"{name} does not sample for training"))
         if (config.reward.functions or config.reward.by_source) and not config.data.val:
-            found.append(("reward", "sft without validation files scores nothing"))
-    kl = config.algorithm.kl
-    if config.reference.path and (kl is not None and kl.coef == 0):
+            found.append(("reward", f"{name} without validation files scores nothing"))
+    if config.reference.path and not _needs_reference(config):
         found.append(("reference.path", "the KL coefficient is 0"))
+    if not config.uses_critic and config.critic != CriticConfig():
+        found.append(("critic", f"{name} has no critic: set algorithm.credit: gae"))
+    if not algorithm.resolved.dynamic_sampling and (
+        algorithm.prompts_per_round is not None or algorithm.sampling_rounds != AlgorithmConfig().sampling_rounds
+    ):
+        found.append(("algorithm.sampling_rounds and prompts_per_round", "dynamic_sampling is off"))
     if not config.data.val and config.eval.samples:
         found.append(("eval.samples", "there are no validation files"))
     return found
@@ -114,25 +162,37 @@ def without_effect(config: RunConfig, experts: bool) -> list[tuple[str, str]]:
 
 def _shape_notes(config: RunConfig, shape: ModelShape) -> list[str]:
     algorithm = config.algorithm
-    memory = estimate_memory(
-        shape,
-        config.layout,
-        dtype=config.policy.dtype,
-        recompute=config.policy.recompute,
-        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
-        # Of the published rows only GRPO's has a KL term.
-        reference=algorithm.name == "grpo" if algorithm.kl is None else algorithm.kl.coef != 0,
-        engine_sequences=0 if algorithm.name == "sft" and not config.data.val else config.engine.max_sequences,
-        max_sequence_tokens=config.max_sequence_tokens,
-        stages=config.policy.megatron.stages,
-        offload=config.policy.offload.parts,
-    )
+    memory = memory_of(config, shape)
     return [
         f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters",
         f"layout {config.layout}: {config.layout.world_size} ranks",
         f"{config.samples_per_step} samples a step, {algorithm.updates_per_step * algorithm.epochs} optimizer steps each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
+
+
+def _needs_reference(config: RunConfig) -> bool:
+    return config.algorithm.resolved.kl.coef != 0 or config.algorithm.name == "dpo"
+
+
+def memory_of(config: RunConfig, shape: ModelShape) -> Memory:
+    """Memory of the fullest rank of a run with a policy of this shape."""
+    critic, judge = config.critic.path or config.model.path, config.reward.model.path
+    return estimate_memory(
+        shape,
+        config.layout,
+        dtype=config.policy.dtype,
+        recompute=config.policy.recompute,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        reference=_needs_reference(config),
+        engine_sequences=0 if config.algorithm.given and not config.data.val else config.engine.max_sequences,
+        max_sequence_tokens=config.max_sequence_tokens,
+        stages=config.policy.megatron.stages,
+        offload=config.policy.offload.parts,
+        critic=load_shape(critic, values=True) if config.uses_critic and Path(critic).is_dir() else None,
+        critic_offload=config.critic.settings(config.policy).offload.parts,
+        judge=load_shape(judge, values=True) if judge and Path(judge).is_dir() else None,
+    )
 
 
 def _device_faults(config: RunConfig) -> list[str]:

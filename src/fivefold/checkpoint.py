@@ -1,6 +1,6 @@
 """Checkpoints of a run: written beside and renamed, `latest` last; a damaged one is named and skipped.
 
-checkpoints/step-000030/   policy/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
+checkpoints/step-000030/   policy/ critic/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
 checkpoints/latest         the name of the newest one
 """
 
@@ -20,7 +20,7 @@ _DIGEST_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs besides weights to go on: the order of prompts is a function of the step."""
+    """What a run needs besides weights to go on."""
 
     step: int
     """Steps finished."""
@@ -28,6 +28,10 @@ class RunState:
     """Optimizer steps taken."""
     seed: int
     layout: str
+    position: int
+    """Prompts taken from the sampler: dynamic sampling takes more than the steps alone."""
+    kl_coef: float
+    """Coefficient of the KL, which moves where it has a target."""
     reward_mean: float | None = None
 
     @classmethod
@@ -48,7 +52,6 @@ class Checkpoints:
         if is_main:
             shutil.rmtree(beside, ignore_errors=True)
             (beside / "rng").mkdir(parents=True)
-            (beside / "policy").mkdir()
         barrier()
         fill(beside)
         barrier()

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("export", _export, "write a checkpoint as a Hugging Face directory")
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
+    added.add_argument("--part", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
     added.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (default 5)")
     added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
     added.add_argument("run", type=Path)
@@ -140,7 +141,7 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from fivefold.export import export
 
-    print(export(options.checkpoint, options.out, options.shard_gb))
+    print(export(options.checkpoint, options.out, options.shard_gb, options.part))
     return 0
 
 

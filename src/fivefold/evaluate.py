@@ -1,12 +1,16 @@
-"""Validation prompts -> accuracy, mean@k and pass@k by source."""
+"""Validation prompts -> accuracy, mean@k and pass@k by source, and the loss on given responses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
+
+from fivefold.algo import Objective
+from fivefold.batch import pack, spread
 from fivefold.ranks import Ranks
-from fivefold.rollout import Scorer, sample_groups
-from fivefold.surfaces import Engine
+from fivefold.rollout import Rewards, given_groups, sample_groups
+from fivefold.surfaces import Engine, Model
 from fivefold.types import Group, Prompt, Sampling
 
 EVALUATION_STREAM = 0x5EED
@@ -21,34 +25,55 @@ class Evaluation:
     samples: int
     greedy: Sampling
     sampled: Sampling
+    generate: bool = True
+    """Sample responses and score them."""
+    given: list[Prompt] = field(default_factory=list)
+    """Those of the prompts with responses in the data, whose loss is told: methods that learn from given responses."""
+    together: int = 1
 
-    def run(self, engine: Engine, ranks: Ranks, scorer: Scorer) -> tuple[dict[str, float], list[Group]]:
+    def losses(self, policy: Model, reference: Model | None, objective: Objective, ranks: Ranks) -> dict[str, float]:
+        """`val/loss` and the objective's own metrics on given responses; collective."""
+        batch = pack(given_groups(ranks, self.given), 1.0, sampled=False, together=self.together)
+        lengths_N = torch.tensor([sum(given.learned) for prompt in self.given for given in prompt.responses])
+        logprobs_T = policy.forward(batch)
+        if reference is not None:
+            batch.ref_logprobs_T = reference.forward(batch)
+            reference.offload()
+        prompts = objective.weights(lengths_N, self.greedy.max_tokens).view(-1, self.together)
+        batch.loss_weights_T = spread(prompts[ranks.place.dp :: ranks.layout.dp].reshape(-1), batch)
+        batch.advantages_T = batch.loss_mask_T.float()
+        batch.update_tokens = int(lengths_N.sum())
+        found = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch)
+        names = [name for name in found.sums if name != "policy/entropy"]
+        sums = ranks.total(torch.stack([found.loss, *(found.sums[name] for name in names)]).double()).tolist()
+        metrics = {f"val/{name.removeprefix('policy/')}": value for name, value in zip(names, sums[1:], strict=True)}
+        return {"val/loss": sums[0], **metrics}
+
+    def run(self, engine: Engine, ranks: Ranks, rewards: Rewards) -> tuple[dict[str, float], list[Group]]:
         """(`val/<source>/...`, this replica's greedy groups); collective."""
         metrics: dict[str, float] = {}
-        greedy = self._groups(engine, ranks, scorer, 1, self.greedy)
+        greedy = self._groups(engine, ranks, rewards, 1, self.greedy)
         for source, rows in _by_source(ranks, greedy).items():
             metrics[f"val/{source}/accuracy"] = _mean([row.right[0] for row in rows])
             metrics[f"val/{source}/reward"] = _mean([row.rewards[0] for row in rows])
             metrics[f"val/{source}/length_mean"] = _mean([row.lengths[0] for row in rows])
         if self.samples:
             k = self.samples
-            groups = self._groups(engine, ranks, scorer, k, self.sampled)
+            groups = self._groups(engine, ranks, rewards, k, self.sampled)
             for source, rows in _by_source(ranks, groups).items():
                 metrics[f"val/{source}/mean@{k}"] = _mean([_mean(row.right) for row in rows])
                 metrics[f"val/{source}/pass@{k}"] = _mean([float(any(row.right)) for row in rows])
         return metrics, greedy
 
-    def _groups(self, engine: Engine, ranks: Ranks, scorer: Scorer, size: int, sampling: Sampling) -> list[Group]:
-        groups = sample_groups(engine, ranks, self.prompts, size, sampling)
-        scorer.score(groups)
-        return ranks.gather_replica(groups)
+    def _groups(self, engine: Engine, ranks: Ranks, rewards: Rewards, size: int, sampling: Sampling) -> list[Group]:
+        return rewards.scored(ranks, sample_groups(engine, ranks, self.prompts, size, sampling))
 
 
 @dataclass(frozen=True)
 class _Row:
     source: str
     right: list[float]
-    """1 for a response to which the first reward of its source gives full marks (1 or more)."""
+    """1 for a right response."""
     rewards: list[float]
     lengths: list[float]
 
@@ -58,7 +83,7 @@ def _by_source(ranks: Ranks, groups: list[Group]) -> dict[str, list[_Row]]:
         samples = group.samples
         return _Row(
             group.prompt.source,
-            [float(next(iter(sample.reward_parts.values()), 0.0) >= 1) for sample in samples],
+            [float(sample.is_right) for sample in samples],
             [sample.reward for sample in samples],
             [float(len(sample.token_ids)) for sample in samples],
         )

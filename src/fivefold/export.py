@@ -24,36 +24,56 @@ from fivefold.ranks import Ranks
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
-def export(checkpoint: Path, out: Path, shard_gb: float) -> str:
-    """Write `checkpoint` to the new directory `out` in one process; a sentence about what was written."""
+def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -> str:
+    """Write the policy or the critic of `checkpoint` to the new directory `out` in one process; a sentence about it."""
     if faults := damage(checkpoint):
         raise ValueError(f"checkpoint {checkpoint} cannot be used: {faults}")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose a new directory")
+    if not (checkpoint / part).is_dir():
+        raise ValueError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
     config = load_config(checkpoint / "run.yaml")
-    directory = Path(config.model.path)
+    critic = part == "critic"
+    path = (config.critic.path if critic else None) or config.model.path
+    directory = Path(path)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
 
-        directory = Path(snapshot_download(config.model.path, ignore_patterns=["*.safetensors", "*.bin"]))
+        directory = Path(snapshot_download(path, ignore_patterns=["*.safetensors", "*.bin"]))
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
     try:
         whole = mesh.build_mesh(Ranks(ParallelLayout()), device, seed=0, timeout_minutes=10)
         # One process holds the whole model: what cut it into stages does not apply.
-        policy = replace(config.policy, megatron=replace(config.policy.megatron, pipeline={}))
-        model = MegatronModel(directory, policy, whole, read_weights=False)
-        model.load(checkpoint / "policy")
+        settings = config.critic.settings(config.policy) if critic else config.policy
+        settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
+        model = MegatronModel(directory, settings, whole, read_weights=False, values=critic)
+        model.load(checkpoint / part)
         out.mkdir(parents=True, exist_ok=True)
         files, total = write_safetensors(model.weights(), out, int(shard_gb * 2**30))
     finally:
         mesh.destroy()
     for pattern in _COPIED:
-        for path in directory.glob(pattern):
-            if path.name != "model.safetensors.index.json":
-                shutil.copy(path, out / path.name)
+        for file in directory.glob(pattern):
+            if file.name != "model.safetensors.index.json":
+                shutil.copy(file, out / file.name)
+    if critic:
+        _make_classifier(out / "config.json")
     return f"{out}: {total / 2**20:,.1f} MiB of weights in {files} file{'s' if files > 1 else ''}"
+
+
+def _parts(checkpoint: Path) -> list[str]:
+    return [name for name in ("policy", "critic") if (checkpoint / name).is_dir()]
+
+
+def _make_classifier(path: Path) -> None:
+    """Say in config.json what transformers calls a model with a value head: a sequence classifier with one label."""
+    config = json.loads(path.read_text())
+    family = config["architectures"][0].partition("For")[0]
+    config |= {"architectures": [f"{family}ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    config |= {"label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
+    path.write_text(json.dumps(config, indent=2))
 
 
 def write_safetensors(weights: Iterable[tuple[str, Tensor]], out: Path, limit: int) -> tuple[int, int]:

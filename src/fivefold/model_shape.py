@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,8 @@ class ModelShape:
     experts: Experts | None = None
     latent: Latent | None = None
     yarn: Yarn | None = None
+    values: bool = False
+    """It ends in one number a token instead of a distribution: a critic or a reward model."""
 
     @property
     def padded_vocab(self) -> int:
@@ -144,7 +146,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones once."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        embeddings = self.vocab * self.hidden * (1 if self.tied or self.values else 2) + (self.hidden if self.values else 0)
         layers = sum(self.shared_parameters(layer) + self.expert_parameters(layer) for layer in range(self.layers))
         return layers + self.hidden + embeddings
 
@@ -186,9 +188,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     return loaded
 
 
-def load_shape(directory: str | Path) -> ModelShape:
-    """ModelShape of a Hugging Face model directory; raises ValueError for what is not supported, by its name."""
-    return shape_from_config(read_config(Path(directory)))
+def load_shape(directory: str | Path, values: bool = False) -> ModelShape:
+    """ModelShape of a Hugging Face model directory; raises ValueError for what is not supported, by its name.
+
+    With `values` the model ends in a value head, whatever the directory's own model ends in.
+    """
+    shape = shape_from_config(read_config(Path(directory)))
+    return replace(shape, values=True, tied=False) if values else shape
 
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:

@@ -65,6 +65,12 @@ class Ranks:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world)
         return float(value)
 
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sum over data-parallel replicas of a tensor on the host."""
+        summed = sums.clone()
+        dist.all_reduce(summed, group=self.dp)
+        return summed
+
     def barrier(self) -> None:
         dist.barrier(group=self.world)
 

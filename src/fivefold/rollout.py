@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fivefold.algo.rewards import repetition
 from fivefold.ranks import Ranks
 from fivefold.surfaces import Engine
 from fivefold.types import Group, Prompt, Sample, Sampling
@@ -22,23 +23,84 @@ class Scorer(Protocol):
     def close(self) -> None: ...
 
 
+class Judge(Protocol):
+    """Adds a model's score to the rewards of a replica's samples; called on all its ranks with the same groups."""
+
+    def score(self, groups: list[Group]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Everything that makes rewards."""
+
+    scorer: Scorer
+    judge: Judge | None = None
+
+    def scored(self, ranks: Ranks, groups: list[Group]) -> list[Group]:
+        """The replica's groups with their rewards, from this rank's."""
+        self.scorer.score(groups)
+        groups = ranks.gather_replica(groups)
+        if self.judge is not None:
+            self.judge.score(groups)
+        return groups
+
+
 def sample_groups(engine: Engine, ranks: Ranks, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
     """Groups of this rank's part of the prompts."""
     _, own = ranks.share(prompts)
     return engine.generate(own, group_size, sampling) if own else []
 
 
-def given_groups(ranks: Ranks, prompts: list[Prompt], encode: Callable[[str], list[int]], limit: int) -> list[Group]:
-    """Groups of one sample, the completion that stands in the data, for this rank's part of the prompts."""
-    _, own = ranks.share(prompts)
+def compare_with_greedy(
+    engine: Engine, ranks: Ranks, rewards: Rewards, prompts: list[Prompt], groups: list[Group], sampling: Sampling
+) -> None:
+    """Set `greedy_reward` of the replica's groups: the reward of the most likely response to each prompt."""
+    greedy = sample_groups(engine, ranks, prompts, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0))
+    for group, other in zip(groups, rewards.scored(ranks, greedy), strict=True):
+        group.greedy_reward = other.samples[0].reward
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Dynamic sampling: further prompts in the place of groups that tell nothing (DAPO, 2503.14476, section 3.2)."""
+
+    rounds: int
+    prompts_per_round: int
+
+    def collect(
+        self, needed: int, ranks: Ranks, sample: Callable[[int, int], list[Group]]
+    ) -> tuple[list[Group], dict[str, float]]:
+        """(this replica's groups, metrics); `sample(count, round)` gives the replica's scored groups of further prompts.
+
+        After the last round groups whose samples all have the same reward fill up what is missing.
+        """
+        telling: list[Group] = []
+        silent: list[Group] = []
+        rounds = 0
+        while len(telling) < needed and rounds < self.rounds:
+            for group in ranks.gather_all(sample(self.prompts_per_round, rounds)):
+                same = len({one.reward for one in group.samples}) == 1
+                (silent if same else telling).append(group)
+            rounds += 1
+        sampled = len(telling) + len(silent)
+        metrics = {
+            "sampling/rounds": float(rounds),
+            "sampling/prompts": float(sampled),
+            "sampling/telling_fraction": len(telling) / sampled,
+            "sampling/silent_used": float(max(0, needed - len(telling))),
+        }
+        return (telling + silent)[:needed][ranks.place.dp :: ranks.layout.dp], metrics
+
+
+def given_groups(ranks: Ranks, prompts: list[Prompt]) -> list[Group]:
+    """The replica's groups of the responses that stand in the data; where there are two, the first is the chosen one."""
     groups = []
-    for prompt in own:
-        assert prompt.response is not None
-        token_ids = encode(prompt.response)
-        sample = Sample(
-            token_ids[:limit], [], prompt.response, finished=len(token_ids) <= limit, policy_version=0, reward=1.0
-        )
-        groups.append(Group(prompt, [sample]))
+    for prompt in ranks.share(prompts)[0]:
+        samples = [
+            Sample(given.token_ids, [], given.text, given.whole, policy_version=0, learned=given.learned, reward=reward)
+            for given, reward in zip(prompt.responses, (1.0, 0.0), strict=False)
+        ]
+        groups.append(Group(prompt, samples))
     return groups
 
 
@@ -49,9 +111,13 @@ class SampleTable:
     samples_per_prompt: int
     rewards_N: Tensor
     response_lengths_N: Tensor
+    """Tokens that carry loss."""
     prompt_lengths_N: Tensor
     finished_N: Tensor
     failed_N: Tensor
+    right_N: Tensor
+    repetition_N: Tensor
+    greedy_rewards_N: Tensor | None
     parts: dict[str, float]
     """Mean of each part of the reward, over the samples that have it."""
 
@@ -60,18 +126,36 @@ class SampleTable:
         return torch.arange(len(self.rewards_N)) // self.samples_per_prompt
 
     def metrics(self) -> dict[str, float]:
-        rewards, lengths = self.rewards_N, self.response_lengths_N.double()
-        return {
+        rewards, lengths, k = self.rewards_N, self.response_lengths_N.double(), self.samples_per_prompt
+        right_PG, rewards_PG = self.right_N.view(-1, k), rewards.view(-1, k)
+        found = {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+            "reward/min": float(rewards.min()),
             "reward/max": float(rewards.max()),
             "reward/failed": float(self.failed_N.sum()),
             **{f"reward/{name}": value for name, value in self.parts.items()},
             "response/length_mean": float(lengths.mean()),
+            "response/length_std": float(lengths.std()) if len(lengths) > 1 else 0.0,
+            "response/length_min": float(lengths.min()),
             "response/length_max": float(lengths.max()),
             "response/truncated_fraction": float(1 - self.finished_N.double().mean()),
+            "response/repetition": float(self.repetition_N.mean()),
             "prompt/length_mean": float(self.prompt_lengths_N.double().mean()),
         }
+        for name, chosen in (("right", self.right_N), ("wrong", ~self.right_N)):
+            if chosen.any():
+                found[f"response/length_mean_{name}"] = float(lengths[chosen].mean())
+        if k > 1:
+            found |= {
+                f"reward/mean@{k}": float(right_PG.double().mean()),
+                f"reward/pass@{k}": float(right_PG.any(1).double().mean()),
+                "reward/best": float(rewards_PG.amax(1).mean()),
+                "reward/groups_all_right": float(right_PG.all(1).double().mean()),
+                "reward/groups_all_wrong": float((~right_PG).all(1).double().mean()),
+                "reward/groups_all_same": float((rewards_PG == rewards_PG[:, :1]).all(1).double().mean()),
+            }
+        return found
 
 
 def tabulate(ranks: Ranks, groups: list[Group]) -> SampleTable:
@@ -82,6 +166,7 @@ def tabulate(ranks: Ranks, groups: list[Group]) -> SampleTable:
     for row in flat:
         for name, value in row.parts.items():
             values.setdefault(name, []).append(value)
+    greedy = [row.greedy_reward for row in flat if row.greedy_reward is not None]
     return SampleTable(
         samples_per_prompt=len(rows[0]),
         rewards_N=torch.tensor([row.reward for row in flat], dtype=torch.float64),
@@ -89,6 +174,9 @@ def tabulate(ranks: Ranks, groups: list[Group]) -> SampleTable:
         prompt_lengths_N=torch.tensor([row.prompt_length for row in flat]),
         finished_N=torch.tensor([row.finished for row in flat]),
         failed_N=torch.tensor([row.failed for row in flat]),
+        right_N=torch.tensor([row.right for row in flat]),
+        repetition_N=torch.tensor([row.repetition for row in flat], dtype=torch.float64),
+        greedy_rewards_N=torch.tensor(greedy, dtype=torch.float64) if greedy else None,
         parts={name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())},
     )
 
@@ -101,8 +189,17 @@ class _Row:
     prompt_length: int
     finished: bool
     failed: bool
+    right: bool
+    repetition: float
+    greedy_reward: float | None
 
 
 def _rows(group: Group) -> list[_Row]:
     length = len(group.prompt.token_ids)
-    return [_Row(s.reward, s.reward_parts, len(s.token_ids), length, s.finished, s.reward_failed) for s in group.samples]
+    return [
+        _Row(
+            sample.reward, sample.reward_parts, sample.loss_tokens, length, sample.finished, sample.reward_failed,
+            sample.is_right, repetition(sample.token_ids), group.greedy_reward,
+        )
+        for sample in group.samples
+    ]  # fmt: skip

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from fivefold.algo import Objective
+from fivefold.algo.advantages import Scores
+from fivefold.algo.values import ValueLoss
+from fivefold.batch import spread
 from fivefold.checkpoint import Checkpoints, RunState, damage
 from fivefold.data import Sampler
+from fivefold.engines.draw import row_key
 from fivefold.evaluate import Evaluation
 from fivefold.observe.observer import Observer, cut_after
 from fivefold.ranks import Ranks
 from fivefold.rng import load_rng, save_rng
-from fivefold.rollout import SampleTable, Scorer, sample_groups
+from fivefold.rollout import Refill, Rewards, SampleTable, compare_with_greedy, given_groups, sample_groups
 from fivefold.surfaces import Engine, Model
 from fivefold.types import Group, Prompt, Sampling, StepReport, TokenBatch
 
@@ -36,6 +40,8 @@ class Update:
     own_samples: list[int]
     """The same, by place in this replica's batch."""
     tokens: int
+    number: int
+    """Counted over the step."""
 
 
 @dataclass
@@ -44,14 +50,21 @@ class Run:
     observer: Observer
     policy: Model
     reference: Model | None
+    critic: Model | None
     engine: Engine | None
     objective: Objective
+    value_loss: ValueLoss
+    critic_warmup: int
+    """Steps in which only the critic learns."""
     sampler: Sampler[Prompt]
-    given: Callable[[list[Prompt]], list[Group]] | None
-    """Groups that stand in the data (sft), for this rank's part of the prompts; otherwise the engine samples."""
+    given: bool
+    """The responses stand in the data (sft, dpo); otherwise the engine samples."""
+    together: int
+    """Consecutive samples that the loss compares: 2 for pairs."""
     group_size: int
+    refill: Refill | None
     sampling: Sampling
-    scorer: Scorer
+    rewards: Rewards
     evaluation: Evaluation | None
     checkpoints: Checkpoints
     run_dir: Path
@@ -65,6 +78,7 @@ class Run:
     eval_before: bool
     stop_at: dict[str, float]
     samples_per_step: int
+    """Samples written to samples.jsonl each step."""
     resume: str
     flops: Callable[[int, float], float]
     """Tokens and mean length of a sequence -> floating-point operations of training on them."""
@@ -76,7 +90,12 @@ class Run:
     resolved_config: str
     step: int = 0
     """Steps finished."""
+    position: int = 0
+    """Prompts taken from the sampler."""
     interrupted: bool = False
+    reports: list[StepReport] = field(default_factory=list)
+    """Of the policy's updates of this step."""
+    critic_reports: list[StepReport] = field(default_factory=list)
     _skipped: int = 0
     """Updates skipped in a row."""
     _saved: int = -1
@@ -91,7 +110,7 @@ class Run:
         if self.ranks.is_main:
             (self.run_dir / "run.yaml").write_text(self.resolved_config)
         if self.step == 0 and self.eval_before and self.evaluation is not None:
-            self.evaluate()
+            self.evaluate(self.evaluation)
             self._last_metrics = self.observer.end_step(0)
 
     def _resume(self) -> None:
@@ -114,10 +133,16 @@ class Run:
                 f"trainer.seed must be that of the checkpoint to go on with the same samples: {self.seed} != {state.seed}"
             )
         with self.observer.stage("load"):
-            self.policy.load(found / "policy")
+            for name, model in self._learners.items():
+                if not (found / name).is_dir():
+                    raise ValueError(f"trainer.resume: checkpoint {found} has no {name}: it was written by another method")
+                model.load(found / name)
         assert self.policy.version == state.version, "the checkpoint's optimizer steps and its schedule differ"
         load_rng(found / "rng", self.ranks)
         self.step = self._saved = state.step
+        self.position = state.position
+        if self.objective.kl_target is not None:
+            self.objective = replace(self.objective, kl_coef=state.kl_coef)
         if self.ranks.is_main:
             for name in ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl"):
                 cut_after(self.run_dir / name, state.step)
@@ -133,27 +158,59 @@ class Run:
                 self.engine.update_weights(self.policy.weights(), self.policy.version)
         return self.engine
 
-    def collect(self, prompts: list[Prompt], step: int) -> list[Group]:
-        """Groups of this rank's part of the prompts."""
-        if self.given is not None:
-            return self.given(prompts)
-        sampling = replace(self.sampling, step=step)
-        engine = self.sync_weights()
-        self.policy.offload()
-        return sample_groups(engine, self.ranks, prompts, self.group_size, sampling)
+    @property
+    def _learners(self) -> dict[str, Model]:
+        """The models that are trained and saved, by the name of their part of a checkpoint."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
-    def score(self, groups: list[Group]) -> None:
-        """Give sampled groups their rewards; given ones have theirs."""
-        if self.given is None:
-            self.scorer.score(groups)
+    def collect(self) -> list[Group]:
+        """This replica's groups of the step with their rewards."""
+        self.reports, self.critic_reports = [], []
+        if self.given:
+            return given_groups(self.ranks, self._next(self.sampler.per_step))
+        if self.refill is None:
+            return self._sample(self.sampler.per_step, 0)
+        groups, metrics = self.refill.collect(self.sampler.per_step, self.ranks, self._sample)
+        self.observer.record(metrics)
+        if metrics["sampling/silent_used"]:
+            self.observer.say(
+                f"after {self.refill.rounds} rounds only {metrics['sampling/telling_fraction']:.0%} of "
+                f"{metrics['sampling/prompts']:.0f} prompts had responses of different reward: "
+                f"{metrics['sampling/silent_used']:.0f} without a signal fill up the step"
+            )
+        return groups
+
+    def _next(self, count: int) -> list[Prompt]:
+        self.position += count
+        return self.sampler.take(self.position - count, count)
+
+    def _sample(self, count: int, number: int) -> list[Group]:
+        """The replica's scored groups of the next `count` prompts, in round `number` of the step."""
+        prompts = self._next(count)
+        # A prompt that comes again in a later round of the same step draws other responses.
+        sampling = replace(self.sampling, step=self.step + (number << 32))
+        engine = self.sync_weights()
+        self._make_room()
+        with self.observer.stage("rollout"):
+            groups = sample_groups(engine, self.ranks, prompts, self.group_size, sampling)
+        with self.observer.stage("reward"):
+            groups = self.rewards.scored(self.ranks, groups)
+        if self.objective.needs_greedy:
+            with self.observer.stage("greedy"):
+                compare_with_greedy(engine, self.ranks, self.rewards, prompts, groups, sampling)
+        return groups
+
+    def _make_room(self) -> None:
+        """Let learning models leave the device, as far as the configuration says so."""
+        for model in self._learners.values():
+            model.offload()
 
     @property
     def must_know_old_logprobs(self) -> bool:
-        """Several updates a step compare with the log-probs before the first; the very first step is checked."""
-        if self.given is not None:
+        """The trainer's log-probs before the first update are wanted, or the very first step is to be checked."""
+        if self.given:
             return False
-        several = self.updates_per_step * self.epochs > 1
-        return (several and self.objective.surrogate.needs_old_logprobs) or not self._checked
+        return self.objective.must_know_old_logprobs(self.updates_per_step * self.epochs) or not self._checked
 
     def check_logprobs(self, batch: TokenBatch) -> None:
         """Stop at the first step if the engine's log-probs are not the trainer's."""
@@ -172,19 +229,40 @@ class Run:
                 "the chat template and special tokens, and tied embeddings. Raise the bound only if you know the reason."
             )
 
-    def own(self, values_N: Tensor, update: Update | None = None) -> Tensor:
-        """This replica's entries of a number a sample, of the whole step or of one update."""
-        if update is not None:
-            return values_N[update.own]
+    def own(self, values_N: Tensor) -> Tensor:
+        """This replica's entries of a number a sample of the whole step."""
         groups = values_N.view(self.sampler.per_step, -1)
         return groups[self.ranks.place.dp :: self.ranks.layout.dp].reshape(-1)
+
+    def gather(self, own_N: Tensor) -> Tensor:
+        """A number a sample of the whole step, from every replica's own."""
+        per_prompt = own_N.view(-1, self.samples_per_prompt)
+        return torch.tensor(self.ranks.gather_all(per_prompt.tolist()), dtype=torch.float64).view(-1)
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sum over replicas."""
+        return self.ranks.total(sums)
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.together if self.given else self.group_size
+
+    def scores(self, table: SampleTable) -> Scores:
+        """What the step's advantages are made of."""
+        limit = self.sampling.max_tokens
+        return Scores(
+            rewards_N=self.objective.shaped(table.rewards_N, table.response_lengths_N, limit),
+            group_N=table.group_N,
+            lengths_N=table.response_lengths_N,
+            greedy_rewards_N=table.greedy_rewards_N,
+        )
 
     def updates(self, table: SampleTable) -> Iterator[Update]:
         """The step's samples cut into optimizer steps, by whole prompts in their order, `epochs` times."""
         per_prompt, dp, place = table.samples_per_prompt, self.ranks.layout.dp, self.ranks.place.dp
         prompts = self.sampler.per_step // self.updates_per_step
-        for _ in range(self.epochs):
-            for first in range(0, self.sampler.per_step, prompts):
+        for epoch in range(self.epochs):
+            for number, first in enumerate(range(0, self.sampler.per_step, prompts)):
                 chosen = slice(first * per_prompt, (first + prompts) * per_prompt)
                 mine = [prompt for prompt in range(first, first + prompts) if prompt % dp == place]
                 yield Update(
@@ -192,7 +270,40 @@ class Run:
                     own=[(prompt - first) * per_prompt + i for prompt in mine for i in range(per_prompt)],
                     own_samples=[prompt // dp * per_prompt + i for prompt in mine for i in range(per_prompt)],
                     tokens=int(table.response_lengths_N[chosen].sum()),
+                    number=epoch * self.updates_per_step + number,
                 )
+
+    def part(self, batch: TokenBatch, table: SampleTable, update: Update) -> TokenBatch:
+        """This replica's tokens of one update, with their weights in its loss."""
+        part = replace(batch.select(update.own_samples), update_tokens=update.tokens)
+        lengths_N, finished_N = table.response_lengths_N[update.samples], table.finished_N[update.samples]
+        weights_N = self.objective.weights(lengths_N, self.sampling.max_tokens, finished_N)
+        return replace(part, loss_weights_T=spread(weights_N[update.own], part))
+
+    def marked(self, part: TokenBatch, update: Update) -> TokenBatch:
+        """The part with the tokens that the surrogate chose among all of the update, the same on every layout."""
+        marks = self.objective.marks
+        if marks is None:
+            return part
+        # Before the first update the policy is the old one; later its own log-probs are wanted.
+        now_T = part.old_logprobs_T if update.number == 0 else None
+        now_T = self.policy.forward(part) if now_T is None else now_T
+        assert part.advantages_T is not None
+        rows_3T = torch.stack([now_T, self.objective.old_logprobs(now_T, part), part.advantages_T])
+        sizes = [int(part.loss_mask_T[part.token_index([i])].sum()) for i in range(len(update.own))]
+        # A view would travel with the storage of all.
+        rows = [piece.clone() for piece in rows_3T[:, part.loss_mask_T].split(sizes, 1)]
+        everyone = sorted(self.ranks.gather_all(list(zip(update.own, rows, strict=True))), key=lambda piece: piece[0])
+        values_3S = torch.cat([piece for _, piece in everyone], 1)
+        key = torch.Generator().manual_seed(row_key([self.seed, self.step, update.number]))
+        now_S, old_S, advantages_S = values_3S
+        found_S = marks.mark(now_S, old_S, advantages_S, torch.rand(len(now_S), generator=key))
+        found = found_S.split([piece.shape[1] for _, piece in everyone])
+        by_sample = dict(zip([place for place, _ in everyone], found, strict=True))
+        marked_T = torch.zeros_like(part.loss_mask_T)
+        if sum(sizes):
+            marked_T[part.loss_mask_T] = torch.cat([by_sample[place] for place in update.own])
+        return replace(part, marked_T=marked_T)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The reference's log-probs; its parameters wait on the host between steps where the configuration says so."""
@@ -201,13 +312,30 @@ class Run:
         self.reference.offload()
         return logprobs_T
 
-    def train_step(self, batch: TokenBatch) -> StepReport:
-        """One optimizer step; after too many in a row that had to be skipped, the run ends with the batch saved."""
+    @property
+    def policy_learns(self) -> bool:
+        """The critic's warm-up is over, or there is none."""
+        return self.critic is None or self.step >= self.critic_warmup
+
+    def critic_step(self, batch: TokenBatch) -> None:
+        """One optimizer step of the critic."""
+        assert self.critic is not None
+        report = self.critic.train_step(batch, self.value_loss)
+        self.critic_reports.append(replace(report, metrics=self.value_loss.finished(report.metrics)))
+        self._guard(report, batch, "critic")
+
+    def train_step(self, batch: TokenBatch) -> None:
+        """One optimizer step of the policy."""
         report = self.policy.train_step(batch, self.objective.loss)
+        self.reports.append(replace(report, metrics=self.objective.finished(report.metrics)))
+        self._guard(report, batch, "policy")
+
+    def _guard(self, report: StepReport, batch: TokenBatch, who: str) -> None:
+        """After too many updates in a row that had to be skipped, the run ends with the batch saved."""
         self._skipped = self._skipped + 1 if report.skipped else 0
         if report.skipped:
             self.observer.say(
-                f"update skipped: loss {report.loss}, gradient norm {report.grad_norm} ({self._skipped} in a row)"
+                f"{who}'s update skipped: loss {report.loss}, gradient norm {report.grad_norm} ({self._skipped} in a row)"
             )
         if self._skipped > self.max_skipped:
             directory = self.run_dir / "failed" / f"step-{self.step + 1:06d}"
@@ -215,14 +343,15 @@ class Run:
             batch.save(directory / f"rank-{self.ranks.rank}.safetensors")
             self.ranks.barrier()
             raise RuntimeError(
-                f"{self._skipped} updates in a row had a loss or gradient that was not finite (trainer.guard.max_skipped "
-                f"= {self.max_skipped}); parameters are as after the last good one. Each rank's last batch is in {directory}"
+                f"{self._skipped} updates of the {who} in a row had a loss or gradient that was not finite "
+                f"(trainer.guard.max_skipped = {self.max_skipped}); parameters are as after the last good one. "
+                f"Each rank's last batch is in {directory}"
             )
-        return report
 
     @contextmanager
-    def profiled(self, step: int) -> Iterator[None]:
+    def profiled(self) -> Iterator[None]:
         """A torch profiler trace of the steps and ranks that the configuration names."""
+        step = self.step
         if step + 1 not in self.profile_steps or not self.profile_this_rank:
             yield
             return
@@ -234,20 +363,28 @@ class Run:
 
     # --- after a step ------------------------------------------------------------------------------------------------
 
-    def finish_step(self, step: int, groups: list[Group], table: SampleTable, reports: list[StepReport]) -> None:
+    def finish_step(self, groups: list[Group], table: SampleTable) -> None:
         """Record the step, evaluate and save when it is time, and see whether the run should stop."""
-        self.step = step + 1
+        self.step += 1
         record = self.observer.record
-        record(table.metrics() | {"epoch": float(self.sampler.epoch(step))})
-        record(_combine(reports))
+        record(table.metrics() | {"epoch": float(self.sampler.epoch(self.position - self.sampler.per_step))})
+        if self.reports:
+            found = _combine(self.reports, "policy")
+            if self.objective.kl_target is not None:
+                record({"policy/kl_coef": self.objective.kl_coef})
+                self.objective = self.objective.adapted(found["policy/kl_reference"], len(table.rewards_N))
+            record(found)
+        if self.critic_reports:
+            record(_combine(self.critic_reports, "critic"))
         if self.guard_every and self.step % self.guard_every == 0:
             with self.observer.stage("verify"):
-                self.policy.verify()
-        record(self._throughput(reports))
+                for model in self._learners.values():
+                    model.verify()
+        record(self._throughput())
         self.observer.samples([_sample_row(self.step, groups, i) for i in range(min(self.samples_per_step, len(groups)))])
         last = self.step == self.steps
         if self.evaluation is not None and ((self.eval_every and self.step % self.eval_every == 0) or last):
-            found = self.evaluate()
+            found = self.evaluate(self.evaluation)
             if self.stop_at and all(found.get(name, -math.inf) >= value for name, value in self.stop_at.items()):
                 self.observer.say(f"reached {self.stop_at} after step {self.step}")
                 self.steps, last = self.step, True
@@ -256,17 +393,28 @@ class Run:
         if last or self.interrupted or (self.save_every and self.step % self.save_every == 0):
             self.save()
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the policy as it is."""
-        assert self.evaluation is not None
-        engine = self.sync_weights()
-        self.policy.offload()
-        with self.observer.stage("eval"):
-            metrics, groups = self.evaluation.run(engine, self.ranks, self.scorer)
+    def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
+        """Evaluate the policy as it is, and record what was found."""
+        metrics, groups = self.measure(evaluation)
+        shown = min(self.samples_per_step, len(groups))
+        self.observer.samples([_sample_row(self.step, groups, i) | {"kind": "val"} for i in range(shown)])
         self.observer.record(metrics)
-        rows = [_sample_row(self.step, groups, i) | {"kind": "val"} for i in range(min(self.samples_per_step, len(groups)))]
-        self.observer.samples(rows)
         return metrics
+
+    def measure(self, evaluation: Evaluation) -> tuple[dict[str, float], list[Group]]:
+        """(metrics, this replica's greedy groups) of the policy as it is."""
+        metrics: dict[str, float] = {}
+        groups: list[Group] = []
+        if evaluation.given:
+            with self.observer.stage("eval"):
+                metrics |= evaluation.losses(self.policy, self.reference, self.objective, self.ranks)
+        if evaluation.generate:
+            engine = self.sync_weights()
+            self._make_room()
+            with self.observer.stage("eval"):
+                found, groups = evaluation.run(engine, self.ranks, self.rewards)
+            metrics |= found
+        return metrics, groups
 
     def save(self) -> None:
         """Write a checkpoint of the run as it stands, unless there is one."""
@@ -277,6 +425,8 @@ class Run:
             version=self.policy.version,
             seed=self.seed,
             layout=str(self.ranks.layout),
+            position=self.position,
+            kl_coef=self.objective.kl_coef,
             reward_mean=self._last_metrics.get("reward/mean"),
         )
 
@@ -284,7 +434,11 @@ class Run:
             if self.ranks.is_main:
                 (directory / "run.yaml").write_text(self.resolved_config)
             save_rng(directory / "rng", self.ranks)
-            self.policy.save(directory / "policy")
+            for name, model in self._learners.items():
+                if self.ranks.is_main:
+                    (directory / name).mkdir()
+                self.ranks.barrier()
+                model.save(directory / name)
 
         with self.observer.stage("save"):
             path = self.checkpoints.write(state, self.ranks.is_main, self.ranks.barrier, fill)
@@ -293,46 +447,50 @@ class Run:
 
     def close(self) -> None:
         """End the reward processes and the displays."""
-        self.scorer.close()
+        self.rewards.scorer.close()
         self.observer.close()
 
     def finish(self) -> None:
         """The end of a run that reached its last step."""
         self.observer.say(f"finished {self.steps} steps in {self.run_dir}")
 
-    def _throughput(self, reports: list[StepReport]) -> dict[str, float]:
+    def _throughput(self) -> dict[str, float]:
         times = self.observer.times
-        tokens = sum(report.tokens for report in reports)
-        sequences = sum(report.sequences for report in reports)
+        memory = {"memory/peak_gb": self.ranks.maximum(_peak_bytes()) / 2**30}
+        tokens = sum(report.tokens for report in self.reports)
+        if not tokens:
+            return memory
+        sequences = sum(report.sequences for report in self.reports)
         flops = self.flops(tokens, tokens / max(1, sequences))
-        memory = _peak_bytes()
-        return {
+        return memory | {
             "throughput/tokens_per_second": tokens / times["step"],
             "throughput/samples_per_second": sequences / times["step"],
             "throughput/train_tokens_per_second": tokens / times["train"],
             "throughput/tflops_per_gpu": flops / times["train"] / self.ranks.layout.world_size / 1e12,
-            "memory/peak_gb": self.ranks.maximum(memory) / 2**30,
         }
 
 
-def _combine(reports: list[StepReport]) -> dict[str, float]:
+def _combine(reports: list[StepReport], who: str) -> dict[str, float]:
     """Metrics of a step's updates: the mean, for maxima the largest; how far the rollout was is told by the first."""
     combined = {}
     good = [report for report in reports if not report.skipped] or reports
     for name in reports[0].metrics:
         values = [report.metrics[name] for report in good]
+        told = f"critic/{name}" if who == "critic" and name.startswith("moe/") else name
         if name.startswith("rollout/"):
-            combined[name] = values[0]
+            combined[told] = values[0]
         elif name.endswith("_max"):
-            combined[name] = max(values)
+            combined[told] = max(values)
         else:
-            combined[name] = math.fsum(values) / len(values)
+            combined[told] = math.fsum(values) / len(values)
+    if "policy/kl_old" in combined:
+        combined["policy/kl_old_last"] = good[-1].metrics["policy/kl_old"]
     return {
         **combined,
-        "policy/loss": math.fsum(report.loss for report in good) / len(good),
-        "policy/grad_norm": math.fsum(report.grad_norm for report in good) / len(good),
-        "policy/lr": good[-1].lr,
-        "policy/skipped_updates": float(sum(report.skipped for report in reports)),
+        f"{who}/loss": math.fsum(report.loss for report in good) / len(good),
+        f"{who}/grad_norm": math.fsum(report.grad_norm for report in good) / len(good),
+        f"{who}/lr": good[-1].lr,
+        f"{who}/skipped_updates": float(sum(report.skipped for report in reports)),
     }
 
 

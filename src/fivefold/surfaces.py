@@ -12,7 +12,8 @@ from fivefold.types import Group, LossFn, Prompt, Sampling, StepReport, TokenBat
 
 
 class Model(Protocol):
-    """Policy or reference, one replica cut over the ranks of a layout. Every method is called on all ranks."""
+    """Policy, reference, critic or reward model, one replica cut over the ranks of a layout. Every method is called on all
+    ranks."""
 
     @property
     def version(self) -> int:
@@ -20,7 +21,11 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """[T] log-prob of each response token at the batch's temperature, 0 elsewhere, on the CPU of every rank."""
+        """[T] on the CPU of every rank, 0 where nothing is wanted.
+
+        With a language-model head the log-prob of each response token at the batch's temperature; with a value head the
+        value of the text up to and including each token, from the one before the response on.
+        """
         ...
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:

@@ -26,9 +26,23 @@ class Prompt:
     """`data_source` of the row: chooses the reward and groups the evaluation."""
     text: str
     ground_truth: str
-    response: str | None = None
-    """The completion to imitate, when the row has one."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """What `text` was rendered from."""
+    responses: list[Given] = field(default_factory=list)
+    """What stands in the data to be learned from: one to imitate, or the chosen and the rejected one."""
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A response that stands in the data, tokenized."""
+
+    token_ids: list[int]
+    learned: list[bool]
+    """Which of its tokens carry loss: not those of the user's later turns."""
+    text: str
+    whole: bool = True
+    """It was not cut off at the longest response."""
 
 
 @dataclass
@@ -43,10 +57,22 @@ class Sample:
     """It ended by itself (EOS or stop string), not at the token limit."""
     policy_version: int
     """Optimizer steps taken by the weights that sampled it."""
+    learned: list[bool] | None = None
+    """Which tokens carry loss; all of them when left out."""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_failed: bool = False
     """Its reward function raised or ran out of time."""
+
+    @property
+    def is_right(self) -> bool:
+        """The first of its rewards gives it full marks (1 or more)."""
+        return next(iter(self.reward_parts.values()), 0.0) >= 1
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return len(self.token_ids) if self.learned is None else sum(self.learned)
 
 
 @dataclass
@@ -55,6 +81,8 @@ class Group:
 
     prompt: Prompt
     samples: list[Sample]
+    greedy_reward: float | None = None
+    """Reward of the most likely response, where the method compares with it."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +117,18 @@ class TokenBatch:
     rollout_logprobs_T: Tensor | None = None
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    """The critic's value of the text up to and including each token, before the step's updates."""
+    returns_T: Tensor | None = None
+    """What the critic learns: the return from each response token on."""
+    marked_T: Tensor | None = None
+    """Tokens that the surrogate treats in another way, chosen among all of the update."""
     update_tokens: int = 0
     """Response tokens of the whole update, over all replicas."""
+    update_micro_batches: int = 0
+    """Micro-batches of the whole update that hold samples, over all replicas; known to the loss only."""
+    together: int = 1
+    """So many consecutive samples stay in one micro-batch: 2 where the loss compares pairs."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == sum(self.lengths_N) == len(self.loss_mask_T)
@@ -147,9 +185,9 @@ class LossOutput:
 
 
 class LossFn(Protocol):
-    """logprobs_T and entropy_T (0 where the loss mask is False), the micro-batch -> its share of the loss."""
+    """What the model gives (log-probs or values), entropies (0 without), the micro-batch -> its share of the loss."""
 
-    def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput: ...
+    def __call__(self, output_T: Tensor, entropy_T: Tensor, batch: TokenBatch, /) -> LossOutput: ...
 
 
 @dataclass(frozen=True)

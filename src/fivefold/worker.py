@@ -135,7 +135,7 @@ def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.de
         if run.evaluation is None:
             raise ValueError("nothing to evaluate: name validation files in data.val")
         run.policy.load(checkpoint / "policy")
-        metrics, _ = run.evaluation.run(run.sync_weights(), ranks, run.scorer)
+        metrics, _ = run.measure(run.evaluation)
         if ranks.is_main:
             print(json.dumps({"checkpoint": str(checkpoint), **metrics}, indent=1))
     finally:

@@ -1,5 +1,5 @@
-"""Objectives: pure functions of tensors, and the table of published methods."""
+"""Objectives: pure functions of tensors."""
 
-from fivefold.algo.objective import METHODS, Objective
+from fivefold.algo.objective import Objective, make_objective
 
-__all__ = ["METHODS", "Objective"]
+__all__ = ["Objective", "make_objective"]

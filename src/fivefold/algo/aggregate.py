@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fivefold.methods import LEGACY_AGGREGATE
+
 Aggregate = Callable[[Tensor, int], Tensor]
 """response_lengths_N of the whole update, max_response_tokens -> weight_N of every token of the sample."""
 
@@ -37,9 +39,18 @@ def constant_length(response_lengths_N: Tensor, max_response_tokens: int) -> Ten
     return torch.full_like(lengths_N, 1.0 / (max_response_tokens * max(len(lengths_N), 1)))
 
 
+def micro_batch_token_mean(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
+    """Mean over micro-batches of Σ l / tokens of the micro-batch, which only the micro-batch itself can know: here 1.
+
+    So a token's weight depends on the cut: only for those who must reproduce verl's older actor or siiRL.
+    """
+    return torch.ones_like(response_lengths_N.double())
+
+
 AGGREGATES: dict[str, Aggregate] = {
     "token-mean": token_mean,
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
     "constant-length": constant_length,
+    LEGACY_AGGREGATE: micro_batch_token_mean,
 }

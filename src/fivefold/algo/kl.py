@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
+
+Estimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
@@ -16,8 +20,11 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """e^-d + d - 1 with d = log π - log π_ref: unbiased and never negative (GRPO, 2402.03300 equation 4)."""
-    log_ratio_T = logprobs_T - ref_logprobs_T
+    """e^-d + d - 1 with d = log π - log π_ref: unbiased and never negative (GRPO, 2402.03300 equation 4).
+
+    d is kept within ±20, where e^20 is finite and the penalty long unbearable.
+    """
+    log_ratio_T = (logprobs_T - ref_logprobs_T).clamp(-20, 20)
     return (-log_ratio_T).expm1() + log_ratio_T
 
 
@@ -26,4 +33,27 @@ def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     return (logprobs_T - ref_logprobs_T).abs()
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+def straight_through(value: Estimator) -> Estimator:
+    """The value of an estimator with the gradient of k2, which is the KL's own; k1's would be 0 on average."""
+
+    def estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+        gradient_T = k2(logprobs_T, ref_logprobs_T)
+        return gradient_T - gradient_T.detach() + value(logprobs_T, ref_logprobs_T).detach()
+
+    return estimate
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": straight_through(k1),
+    "k3+": straight_through(k3),
+    "abs+": straight_through(absolute),
+}
+
+
+def adapted(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
+    """coef · (1 + clip(KL / target - 1, ±0.2) · samples / horizon): 1909.08593 section 2.2."""
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

@@ -1,182 +1,266 @@
-"""An objective is one choice on each axis; a published method is a row of METHODS."""
+"""An objective is one choice on each axis: Choices -> advantages, weights and the loss of an update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from fivefold import methods
 from fivefold.algo import kl
-from fivefold.algo.advantages import Advantage, GroupMeanScaled, GroupNorm, LeaveOneOut, LengthWeighted, Ones
-from fivefold.algo.aggregate import AGGREGATES
-from fivefold.algo.ratios import RATIOS
-from fivefold.algo.surrogates import CISPO, LogLikelihood, PPOClip, SoftGate, Surrogate
+from fivefold.algo.advantages import Advantage, Scores, make_advantage
+from fivefold.algo.aggregate import AGGREGATES, Aggregate
+from fivefold.algo.correction import Correction
+from fivefold.algo.credit import Credit, make_credit, whiten
+from fivefold.algo.ratios import RATIOS, Ratio
+from fivefold.algo.rewards import overlong_penalty
+from fivefold.algo.samples import Samples
+from fivefold.algo.surrogates import SURROGATES, Marking, Surrogate, UserSurrogate
+from fivefold.methods import Choices
 from fivefold.types import LossOutput, TokenBatch
+from fivefold.user_code import is_user_code, load_user_code
+
+
+class Replicas(Protocol):
+    """How numbers of samples travel between the data-parallel replicas of a step."""
+
+    def own(self, values_N: Tensor) -> Tensor:
+        """This replica's entries of a number a sample of the whole step."""
+        ...
+
+    def gather(self, own_N: Tensor) -> Tensor:
+        """A number a sample of the whole step, from every replica's own."""
+        ...
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sum over replicas."""
+        ...
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is maximised: Σ weights · (surrogate - kl_coef · KL + entropy_coef · entropy)."""
+    """What is maximised: Σ weights · (correction · surrogate - kl_coef · KL + entropy_coef · entropy)."""
 
     advantage: Advantage
     surrogate: Surrogate
-    aggregate: str = "seq-mean-token-mean"
-    kl_estimator: str = "k3"
+    credit: Credit
+    ratio: Ratio
+    aggregate: Aggregate
+    kl_estimator: kl.Estimator
+    correction: Correction
+    per_micro_batch: bool = False
+    """Tokens are averaged in each micro-batch instead of the update: the legacy aggregation."""
     kl_coef: float = 0.0
-    ratio: str = "token"
-    """The ratio to the old policy: of each token, or of its whole response (GSPO)."""
+    kl_in_reward: bool = False
+    kl_target: float | None = None
+    kl_horizon: int = 10000
     entropy_coef: float = 0.0
+    whiten: bool = False
+    advantage_clip: float | None = None
+    reward_clip: float | None = None
+    overlong_buffer: float = 0.0
+    overlong_penalty: float = 1.0
+    overlong_filter: bool = False
+    old_is_engine: bool = False
+    """The old log-probs are the engine's instead of the trainer's."""
+    needs_greedy: bool = False
+    """The advantage compares with the most likely response to the prompt."""
+
+    @classmethod
+    def of(cls, chosen: Choices) -> Objective:
+        """The functions of choices that were resolved."""
+        correction = chosen.correction
+        kinds = {item.name: getattr(correction, item.name) for item in fields(Correction)}
+        plain = ("kl_coef", "kl_target", "kl_horizon")
+        simple = (
+            "entropy_coef",
+            "whiten",
+            "advantage_clip",
+            "reward_clip",
+            "overlong_buffer",
+            "overlong_penalty",
+            "overlong_filter",
+        )
+        return cls(
+            advantage=_choose(str(chosen.advantage), lambda name: make_advantage(name, str(chosen.normalize))),
+            surrogate=_surrogate(chosen),
+            credit=make_credit(str(chosen.credit), chosen.gamma, chosen.lam),
+            ratio=_choose(str(chosen.ratio), RATIOS.__getitem__),
+            aggregate=_choose(str(chosen.aggregate), AGGREGATES.__getitem__),
+            kl_estimator=_choose(str(chosen.kl.estimator), kl.ESTIMATORS.__getitem__),
+            correction=Correction(**kinds),
+            per_micro_batch=chosen.aggregate == methods.LEGACY_AGGREGATE,
+            kl_in_reward=chosen.kl.place == "reward",
+            old_is_engine=correction.proximal == "engine",
+            needs_greedy=chosen.advantage == "greedy_baseline",
+            **{name: getattr(chosen.kl, name.removeprefix("kl_")) for name in plain},
+            **{name: getattr(chosen, name) for name in simple},
+        )
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_coef != 0
+        return self.kl_coef != 0 or self.surrogate.against == "reference"
 
-    def override(
-        self,
-        *,
-        by_std: bool | None = None,
-        clip_low: float | None = None,
-        clip_high: float | None = None,
-        aggregate: str | None = None,
-        kl_estimator: str | None = None,
-        kl_coef: float | None = None,
-        dual_clip: float | None = None,
-        ratio: str | None = None,
-        entropy_coef: float | None = None,
-    ) -> Objective:
-        """This objective with the given choices; raises ValueError for one that the method does not have."""
-        advantage, surrogate = self.advantage, self.surrogate
-        if by_std is not None:
-            if not isinstance(advantage, GroupNorm):
-                raise ValueError("normalize_by_std belongs to group advantages, which this method does not use")
-            advantage = replace(advantage, by_std=by_std)
-        if clip_low is not None or clip_high is not None:
-            if not isinstance(surrogate, (PPOClip, CISPO)):
-                raise ValueError("clip_low and clip_high belong to a clipped ratio, which this method does not use")
-            surrogate = replace(
-                surrogate,
-                clip_low=surrogate.clip_low if clip_low is None else clip_low,
-                clip_high=surrogate.clip_high if clip_high is None else clip_high,
-            )
-            if not (0 <= surrogate.clip_low <= 1 and surrogate.clip_high >= 0):
-                raise ValueError(
-                    f"clip_low must be in [0, 1] and clip_high at least 0: got {surrogate.clip_low}, {surrogate.clip_high}"
-                )
-        if dual_clip is not None:
-            if not isinstance(surrogate, PPOClip):
-                raise ValueError("dual_clip belongs to PPO's clipped ratio, which this method does not use")
-            if dual_clip <= 1 + surrogate.clip_high:
-                raise ValueError(f"dual_clip must be above 1 + clip_high = {1 + surrogate.clip_high:g}: got {dual_clip:g}")
-            surrogate = replace(surrogate, dual_clip=dual_clip)
-        if ratio is not None and not surrogate.needs_old_logprobs:
-            raise ValueError("ratio belongs to methods that compare with the policy before the update; this one does not")
-        return Objective(
-            advantage=advantage,
-            surrogate=surrogate,
-            aggregate=self.aggregate if aggregate is None else aggregate,
-            kl_estimator=self.kl_estimator if kl_estimator is None else kl_estimator,
-            kl_coef=self.kl_coef if kl_coef is None else kl_coef,
-            ratio=self.ratio if ratio is None else ratio,
-            entropy_coef=self.entropy_coef if entropy_coef is None else entropy_coef,
-        )
+    @property
+    def needs_critic(self) -> bool:
+        return self.credit.needs_critic
 
-    def weights(self, response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
-        """Weight of each sample's tokens in the loss of one update."""
-        return AGGREGATES[self.aggregate](response_lengths_N, max_response_tokens)
+    @property
+    def marks(self) -> Marking | None:
+        """The surrogate, where it chooses tokens among all of the update."""
+        return cast(Marking, self.surrogate) if hasattr(self.surrogate, "mark") else None
+
+    def must_know_old_logprobs(self, updates: int) -> bool:
+        """Whether the log-probs before the first update are wanted; one update on fresh samples has them itself."""
+        if self.kl_coef and self.kl_in_reward:
+            return True
+        if self.marks is not None and not self.old_is_engine:
+            return True
+        compares = (self.surrogate.against == "old" and not self.old_is_engine) or self.correction.acts
+        return updates > 1 and compares
+
+    # --- before the updates ------------------------------------------------------------------------------------------
+
+    def shaped(self, rewards_N: Tensor, lengths_N: Tensor, max_response_tokens: int) -> Tensor:
+        """Rewards with the penalty of overlong responses, within their bounds."""
+        if self.overlong_buffer:
+            share = self.overlong_buffer < 1
+            buffer = self.overlong_buffer * max_response_tokens if share else self.overlong_buffer
+            rewards_N = rewards_N + overlong_penalty(lengths_N, max_response_tokens, buffer, self.overlong_penalty)
+        if self.reward_clip is not None:
+            rewards_N = rewards_N.clamp(-self.reward_clip, self.reward_clip)
+        return rewards_N
+
+    def advantages(self, batch: TokenBatch, scores: Scores, finished_N: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor]:
+        """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
+
+        `scores` and `finished_N` (the response ended by itself) are those of the whole step.
+        """
+        samples = Samples.of(batch)
+        penalties_T = torch.zeros(len(batch.token_ids_T))
+        if self.kl_coef and self.kl_in_reward:
+            old_T = batch.rollout_logprobs_T if self.old_is_engine else batch.old_logprobs_T
+            assert old_T is not None and batch.ref_logprobs_T is not None
+            penalties_T = self.kl_coef * self.kl_estimator(old_T, batch.ref_logprobs_T) * batch.loss_mask_T
+            if not self.credit.by_token:
+                rewards_N = scores.rewards_N - replicas.gather(samples.sums(penalties_T))
+                scores = replace(scores, rewards_N=rewards_N)
+        own_N = replicas.own(self.advantage(scores))
+        finished = replicas.own(finished_N)
+        advantages_T, returns_T = self.credit(own_N, penalties_T, batch.values_T, finished, samples)
+        if self.whiten:
+            advantages_T = whiten(advantages_T, batch.loss_mask_T, replicas.total)
+        if self.advantage_clip is not None:
+            advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
+        return advantages_T, returns_T
+
+    def weights(self, response_lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None = None) -> Tensor:
+        """Weight of each sample's tokens in the loss of one update; `finished_N` matters for `overlong_filter`."""
+        if not self.overlong_filter or finished_N is None:
+            return self.aggregate(response_lengths_N, max_response_tokens)
+        weights_N = torch.zeros(len(response_lengths_N), dtype=torch.float64)
+        weights_N[finished_N] = self.aggregate(response_lengths_N[finished_N], max_response_tokens)
+        return weights_N
+
+    # --- the loss ----------------------------------------------------------------------------------------------------
+
+    def old_logprobs(self, logprobs_T: Tensor, batch: TokenBatch) -> Tensor:
+        """The log-probs that the ratio compares with."""
+        if self.surrogate.against == "reference":
+            chosen_T = batch.ref_logprobs_T
+        elif self.old_is_engine:
+            chosen_T = batch.rollout_logprobs_T
+        else:
+            # One update on fresh samples: the log-probs before the update are these.
+            chosen_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
+        assert chosen_T is not None
+        return chosen_T
 
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""
         assert batch.loss_weights_T is not None and batch.advantages_T is not None
-        mask_T = batch.loss_mask_T
-        # One update on fresh samples: the log-probs before the update are these.
-        old_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
-        log_ratio_T = RATIOS[self.ratio](logprobs_T, old_T, mask_T, batch.lengths_N)
-        objective_T = self.surrogate(log_ratio_T, logprobs_T, batch.advantages_T)
+        mask_T, samples = batch.loss_mask_T, Samples.of(batch)
+        weights_T = batch.loss_weights_T
+        if self.per_micro_batch:
+            weights_T = weights_T / (mask_T.sum().clamp(min=1) * max(batch.update_micro_batches, 1))
         share_T = mask_T / max(batch.update_tokens, 1)
         now_T = logprobs_T.detach()
+        old_T = self.old_logprobs(logprobs_T, batch)
+        log_ratio_T = self.ratio(logprobs_T, old_T, samples)
+        objective_T = self.surrogate(log_ratio_T, logprobs_T, batch.advantages_T, samples)
         sums = {"policy/entropy": (entropy_T.detach() * share_T).sum(), "policy/logprob_mean": (now_T * share_T).sum()}
         maxima = {}
-        if self.needs_reference:
-            assert batch.ref_logprobs_T is not None
-            kl_T = kl.ESTIMATORS[self.kl_estimator](logprobs_T, batch.ref_logprobs_T)
-            objective_T = objective_T - self.kl_coef * kl_T
+        told = self.surrogate.metrics(log_ratio_T.detach(), batch.advantages_T, samples)
+        told_share_T = weights_T if self.surrogate.against == "reference" else share_T
+        sums |= {name: (value_T * told_share_T).sum() for name, value_T in told.items()}
+        if self.surrogate.against == "old":
+            ratio_T = log_ratio_T.detach().clamp(-20, 20).exp()
+            sums["policy/ratio_mean"] = (ratio_T * share_T).sum()
+            # Samples come from the old policy, so k3 of (old, now) estimates KL(old || now).
+            sums["policy/kl_old"] = (kl.k3(old_T, now_T) * share_T).sum()
+            maxima["policy/ratio_max"] = _largest(ratio_T * mask_T)
+        if batch.rollout_logprobs_T is not None:
+            before_T = now_T if batch.old_logprobs_T is None else batch.old_logprobs_T
+            difference_T = (before_T - batch.rollout_logprobs_T) * mask_T
+            sums["rollout/logprob_diff_mean"] = (difference_T.abs() * share_T).sum()
+            sums["rollout/kl"] = (kl.k3(batch.rollout_logprobs_T, before_T) * share_T).sum()
+            maxima["rollout/logprob_diff_max"] = _largest(difference_T.abs())
+            if self.correction.acts:
+                weight_T, kept_T = self.correction(difference_T, samples)
+                objective_T = objective_T * weight_T
+                weights_T = weights_T * kept_T
+                found = self.correction.metrics(difference_T, weight_T, kept_T, samples)
+                sums |= {name: (value_T * share_T).sum() for name, value_T in found.items()}
+                maxima["correction/ratio_max"] = _largest(found["correction/ratio_mean"] * mask_T)
+        if batch.ref_logprobs_T is not None:
             sums["policy/kl_reference"] = (kl.k3(now_T, batch.ref_logprobs_T) * share_T).sum()
+            if self.kl_coef and not self.kl_in_reward:
+                objective_T = objective_T - self.kl_coef * self.kl_estimator(logprobs_T, batch.ref_logprobs_T)
         if self.entropy_coef:
             objective_T = objective_T + self.entropy_coef * entropy_T
-        if self.surrogate.needs_old_logprobs:
-            ratio_T = log_ratio_T.detach().exp()
-            sums["policy/ratio_mean"] = (ratio_T * share_T).sum()
-        if isinstance(self.surrogate, PPOClip):
-            clipped_T = (ratio_T < 1 - self.surrogate.clip_low) & (batch.advantages_T < 0)
-            clipped_T = clipped_T | ((ratio_T > 1 + self.surrogate.clip_high) & (batch.advantages_T > 0))
-            sums["policy/clip_fraction"] = (clipped_T * share_T).sum()
-        if batch.rollout_logprobs_T is not None:
-            difference_T = (old_T - batch.rollout_logprobs_T) * mask_T
-            sums["rollout/logprob_diff_mean"] = (difference_T.abs() * share_T).sum()
-            # Samples come from the engine, so k3 of (engine, trainer) estimates KL(engine || trainer).
-            sums["rollout/kl"] = (kl.k3(batch.rollout_logprobs_T, old_T) * share_T).sum()
-            maxima["rollout/logprob_diff_max"] = difference_T.abs().max() if len(difference_T) else difference_T.sum()
         # Gains cancel: summed in float64 the reported loss does not depend on how they were cut.
-        loss = -(objective_T * batch.loss_weights_T).sum(dtype=torch.float64)
+        loss = -(objective_T * weights_T).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
+    # --- after the updates -------------------------------------------------------------------------------------------
 
-def GRPO() -> Objective:
-    """DeepSeekMath, 2402.03300, equation 3; the KL coefficient is the field's usual 0.001 (the paper's is 0.04)."""
-    return Objective(advantage=GroupNorm(), surrogate=PPOClip(), aggregate="seq-mean-token-mean", kl_coef=0.001)
+    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics of a whole update, with those that are not sums of shares."""
+        found = dict(metrics)
+        if (square := found.pop("correction/weight_square_mean", None)) is not None:
+            # (Σ w)² / (n Σ w²): the share of samples that would tell as much without weights (Kong, 1992).
+            found["correction/effective_sample_size"] = found["correction/weight_mean"] ** 2 / square if square else 0.0
+        return found
 
-
-def DrGRPO() -> Objective:
-    """Understanding R1-Zero-Like Training, 2503.20783: no division by std or by the response's own length, no KL."""
-    return Objective(advantage=GroupNorm(by_std=False), surrogate=PPOClip(), aggregate="constant-length", kl_coef=0.0)
-
-
-def SFT() -> Objective:
-    """Cross-entropy on given completions, mean over tokens."""
-    return Objective(advantage=Ones(), surrogate=LogLikelihood(), aggregate="token-mean", kl_coef=0.0)
-
-
-def RLOO() -> Objective:
-    """Back to Basics, 2402.14740: leave-one-out baseline, REINFORCE on whole responses, no KL by default."""
-    return Objective(advantage=LeaveOneOut(), surrogate=LogLikelihood(), aggregate="seq-mean-token-sum")
+    def adapted(self, kl_reference: float, samples: int) -> Objective:
+        """The objective of the next step: with a target the KL coefficient has moved."""
+        if self.kl_target is None:
+            return self
+        return replace(self, kl_coef=kl.adapted(self.kl_coef, kl_reference, self.kl_target, samples, self.kl_horizon))
 
 
-def OPO() -> Objective:
-    """On-Policy RL with Optimal Reward Baseline, 2505.23585: length-weighted baseline, exact on-policy, no KL."""
-    return Objective(advantage=LengthWeighted(), surrogate=LogLikelihood(), aggregate="token-mean")
+def make_objective(name: str, **choices: Any) -> Objective:
+    """The objective of a method, with these choices in the place of its own; raises ValueError for what makes no sense."""
+    given = Choices(**choices)
+    if faults := methods.problems(name, given, group_size=2):
+        raise ValueError("\n".join(faults))
+    return Objective.of(methods.resolve(name, given))
 
 
-def GPG() -> Objective:
-    """Group Policy Gradient, 2504.02546: centred rewards, scaled for groups that tell nothing; no ratio, no KL."""
-    return Objective(advantage=GroupMeanScaled(), surrogate=LogLikelihood(), aggregate="token-mean")
+def _choose(name: str, built_in: Callable[[str], Any]) -> Any:
+    return load_user_code(name) if is_user_code(name) else built_in(name)
 
 
-def GSPO() -> Objective:
-    """Group Sequence Policy Optimization, 2507.18071, section 5.1: ratio of responses, clipped at 3e-4 and 4e-4, no KL."""
-    surrogate = PPOClip(clip_low=3e-4, clip_high=4e-4)
-    return Objective(advantage=GroupNorm(), surrogate=surrogate, aggregate="seq-mean-token-mean", ratio="sequence")
+def _surrogate(chosen: Choices) -> Surrogate:
+    name = str(chosen.surrogate)
+    if is_user_code(name):
+        return UserSurrogate(load_user_code(name))
+    numbers = {key: value for key in methods.SURROGATES[name] if (value := getattr(chosen, key)) is not None}
+    return SURROGATES[name](**numbers)
 
 
-def CISPOMethod() -> Objective:
-    """MiniMax-M1, 2506.13585: bounded importance weights without a gradient of their own, mean over tokens, no KL."""
-    return Objective(advantage=GroupNorm(), surrogate=CISPO(), aggregate="token-mean")
-
-
-def SAPO() -> Objective:
-    """Soft Adaptive Policy Optimization, 2511.20347: a smooth gate in the place of clipping, no KL."""
-    return Objective(advantage=GroupNorm(), surrogate=SoftGate(), aggregate="seq-mean-token-mean")
-
-
-METHODS: dict[str, Callable[[], Objective]] = {
-    "grpo": GRPO,
-    "dr_grpo": DrGRPO,
-    "rloo": RLOO,
-    "opo": OPO,
-    "gpg": GPG,
-    "gspo": GSPO,
-    "cispo": CISPOMethod,
-    "sapo": SAPO,
-    "sft": SFT,
-}
+def _largest(values_T: Tensor) -> Tensor:
+    return values_T.max() if len(values_T) else values_T.sum()

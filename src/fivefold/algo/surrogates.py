@@ -1,21 +1,40 @@
-"""log-ratio to the policy before the update, logprobs, advantages -> what each token adds to the objective (maximised)."""
+"""log-ratio to the old policy, logprobs, advantages -> what each token adds to the objective (maximised)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from fivefold.algo.samples import Samples
+
+Against = Literal["old", "reference", "nothing"]
+Metrics = dict[str, Tensor]
 
 
 class Surrogate(Protocol):
     @property
-    def needs_old_logprobs(self) -> bool:
-        """It compares with the log-probs before the update."""
+    def against(self) -> Against:
+        """What the ratio compares with: the policy before the updates, the reference, or nothing."""
         ...
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor) -> Tensor: ...
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor: ...
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+        """Numbers a token, of which the weighted mean is reported."""
+        ...
+
+
+class Marking(Surrogate, Protocol):
+    """A surrogate that treats some tokens of the update in another way, chosen among all of them."""
+
+    def mark(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
+        """[S] which tokens, from the response tokens of the whole update and a random number in [0, 1) for each."""
+        ...
 
 
 def ratio(log_ratio_T: Tensor) -> Tensor:
@@ -23,17 +42,23 @@ def ratio(log_ratio_T: Tensor) -> Tensor:
     return log_ratio_T.clamp(-20, 20).exp()
 
 
+class _Plain:
+    against: Against = "old"
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+        return {}
+
+
 @dataclass(frozen=True)
-class PPOClip:
+class PPOClip(_Plain):
     """min(ρA, clip(ρ, 1 - low, 1 + high) A): PPO (1707.06347) equation 7; high > low is DAPO's clip-higher (2503.14476)."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
     """c: where A < 0 the objective is at least c·A (1912.09729 equation 5), so that one token cannot dominate."""
-    needs_old_logprobs: bool = True
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
         ratio_T = ratio(log_ratio_T)
         clipped_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
         objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
@@ -42,41 +67,185 @@ class PPOClip:
         bounded_T = torch.maximum(objective_T, self.dual_clip * advantages_T)
         return torch.where(advantages_T < 0, bounded_T, objective_T)
 
+    def clipped(self, ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
+        """Tokens whose gradient clipping takes away."""
+        low_T = (ratio_T < 1 - self.clip_low) & (advantages_T < 0)
+        return low_T | ((ratio_T > 1 + self.clip_high) & (advantages_T > 0))
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+        ratio_T = ratio(log_ratio_T)
+        found = {"policy/clip_fraction": self.clipped(ratio_T, advantages_T).float()}
+        if self.dual_clip is not None:
+            found["policy/dual_clip_fraction"] = ((advantages_T < 0) & (ratio_T > self.dual_clip)).float()
+        return found
+
 
 @dataclass(frozen=True)
-class CISPO:
-    """sg(clip(ρ, 1 - low, 1 + high)) A log π: MiniMax-M1 (2506.13585). Weights are bounded, no gradient is lost."""
+class GMPO(_Plain):
+    """A · exp(mean over the response of the clipped log ρ): geometric-mean policy optimization (2507.20673) equation 4.
+
+    log ρ is clipped to [-low, high] where that lowers the objective, token by token; every token holds its response's value.
+    """
+
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+        sign_T = advantages_T.sign()
+        bounded_T = log_ratio_T.clamp(-self.clip_low, self.clip_high)
+        pessimistic_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * bounded_T)
+        ratio_N = ratio(samples.means(pessimistic_T))
+        return (samples.means(advantages_T) * ratio_N)[samples.sample_T]
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+        outside_T = (log_ratio_T > self.clip_high) & (advantages_T > 0)
+        return {"policy/clip_fraction": (outside_T | ((log_ratio_T < -self.clip_low) & (advantages_T < 0))).float()}
+
+
+@dataclass(frozen=True)
+class CISPO(_Plain):
+    """sg(clip(ρ, 1 - low, 1 + high)) A log π: MiniMax-M1 (2506.13585) equation 4. Weights are bounded, gradients stay."""
 
     clip_low: float = 1.0
     """1: the weight is not bounded below, as in the paper."""
     clip_high: float = 0.2
     """The paper names no value; 0.2 is what PPO takes."""
-    needs_old_logprobs: bool = True
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
         weight_T = ratio(log_ratio_T).clamp(1 - self.clip_low, 1 + self.clip_high).detach()
         return weight_T * advantages_T * logprobs_T
 
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+        ratio_T = ratio(log_ratio_T)
+        return {"policy/clip_fraction": ((ratio_T < 1 - self.clip_low) | (ratio_T > 1 + self.clip_high)).float()}
+
 
 @dataclass(frozen=True)
-class SoftGate:
+class SAPO(_Plain):
     """4/τ · σ(τ (ρ - 1)) A with τ by the sign of A: SAPO (2511.20347). The gradient fades instead of ending at a bound."""
 
     temperature_positive: float = 1.0
     temperature_negative: float = 1.05
-    needs_old_logprobs: bool = True
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
         ratio_T = ratio(log_ratio_T)
         temperature_T = torch.where(advantages_T > 0, self.temperature_positive, self.temperature_negative)
         return 4 / temperature_T * torch.sigmoid(temperature_T * (ratio_T - 1)) * advantages_T
 
 
 @dataclass(frozen=True)
-class LogLikelihood:
+class LogLikelihood(_Plain):
     """A · log π: REINFORCE, and cross-entropy on given completions when every A is 1."""
 
-    needs_old_logprobs: bool = False
+    against: Against = "nothing"
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
         return logprobs_T * advantages_T
+
+
+def covariances(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
+    """(log π - its mean)(A - its mean) of each token: 2505.22617 equation 10."""
+    logprobs, advantages = logprobs_S.double(), advantages_S.double()
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+@dataclass(frozen=True)
+class ClipCov(PPOClip):
+    """PPO's clipped ratio without some random tokens of high covariance: clip-cov (2505.22617) equation 12."""
+
+    cov_fraction: float = 2e-4
+    """r: share of the update's tokens that are left out."""
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+        assert samples.marked_T is not None
+        objective_T = super().__call__(log_ratio_T, logprobs_T, advantages_T, samples)
+        return torch.where(samples.marked_T, 0.0, objective_T)
+
+    def mark(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
+        found_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
+        cov_S = covariances(logprobs_S, advantages_S)
+        free_S = ~self.clipped(ratio(logprobs_S - old_logprobs_S), advantages_S)
+        candidates = ((cov_S > self.cov_low) & (cov_S < self.cov_high) & free_S).nonzero()[:, 0]
+        count = max(1, int(self.cov_fraction * len(cov_S)))
+        found_S[candidates[uniform_S[candidates].argsort(stable=True)[:count]]] = True
+        return found_S
+
+
+@dataclass(frozen=True)
+class KLCov(_Plain):
+    """ρA, less coef · |log ρ| at the tokens of the highest covariance: kl-cov (2505.22617) equation 14."""
+
+    cov_fraction: float = 2e-4
+    """k: share of the update's tokens that are pulled back."""
+    cov_kl_coef: float = 1.0
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+        assert samples.marked_T is not None
+        penalty_T = torch.where(samples.marked_T, self.cov_kl_coef * log_ratio_T.abs(), 0.0)
+        return ratio(log_ratio_T) * advantages_T - penalty_T
+
+    def mark(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
+        found_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
+        count = min(len(found_S), max(1, int(self.cov_fraction * len(found_S))))
+        cov_S = covariances(logprobs_S, advantages_S)
+        found_S[cov_S.argsort(descending=True, stable=True)[:count]] = True
+        return found_S
+
+
+@dataclass(frozen=True)
+class DPO(_Plain):
+    """log σ(β (log-ratio of the chosen - of the rejected response)), ratios to the reference: DPO (2305.18290) equation 7.
+
+    Samples come in pairs, the chosen one first; each token holds its pair's value. With label smoothing s it is
+    (1 - s) log σ(m) + s log σ(-m) (conservative DPO).
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    against: Against = "reference"
+
+    def _margin(self, log_ratio_T: Tensor, samples: Samples) -> Tensor:
+        pairs = samples.sums(log_ratio_T).view(-1, 2)
+        return (self.beta * (pairs[:, 0] - pairs[:, 1])).repeat_interleave(2)
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+        margin_N = self._margin(log_ratio_T, samples)
+        value_N = (1 - self.label_smoothing) * F.logsigmoid(margin_N) + self.label_smoothing * F.logsigmoid(-margin_N)
+        return value_N[samples.sample_T]
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+        margin_N = self._margin(log_ratio_T, samples)
+        rewards_N = self.beta * samples.sums(log_ratio_T)
+        chosen_N = torch.arange(len(margin_N), device=margin_N.device) % 2 == 0
+        found = {
+            "policy/accuracy": (margin_N > 0).float(),
+            "policy/margin": margin_N,
+            # Each of a pair's two samples has half the weight.
+            "policy/reward_chosen": torch.where(chosen_N, 2 * rewards_N, 0.0),
+            "policy/reward_rejected": torch.where(chosen_N, 0.0, 2 * rewards_N),
+        }
+        return {name: value_N[samples.sample_T] for name, value_N in found.items()}
+
+
+@dataclass(frozen=True)
+class UserSurrogate(_Plain):
+    """A function of the user's: log_ratio_T, logprobs_T, advantages_T, samples -> objective_T."""
+
+    function: Callable[[Tensor, Tensor, Tensor, Samples], Tensor]
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+        return self.function(log_ratio_T, logprobs_T, advantages_T, samples)
+
+
+SURROGATES: dict[str, type[Surrogate]] = {
+    "ppo_clip": PPOClip,
+    "gmpo": GMPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "clip_cov": ClipCov,
+    "kl_cov": KLCov,
+    "log_likelihood": LogLikelihood,
+    "dpo": DPO,
+}

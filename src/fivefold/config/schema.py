@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fivefold.layout import ParallelLayout, Stages
 from fivefold.mcore_options import Options
+from fivefold.methods import GIVEN, Choices, problems, resolve
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,71 @@ class PolicyConfig:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
+    def problems(self, where: str, longest: int) -> list[str]:
+        """What is impossible in this section, called `where`, with sequences (or pairs of them) of `longest` tokens."""
+        found = [fault.replace("policy.", f"{where}.") for fault in self.megatron.options.problems()]
+        optimizer = self.optimizer
+
+        def need(holds: bool, message: str) -> None:
+            if not holds:
+                found.append(f"{where}.{message}")
+
+        need(
+            self.dtype != "float32" or not self.megatron.optimizer.get("optimizer_cpu_offload", False),
+            "megatron.optimizer.optimizer_cpu_offload needs policy.dtype: bfloat16: Megatron-Core moves the float32 "
+            "copies of parameters, and float32 parameters have none",
+        )
+        need(
+            self.recompute == "none" or "recompute_granularity" not in self.megatron.transformer,
+            f"recompute and {where}.megatron.transformer.recompute_granularity say the same: keep one",
+        )
+        need(self.offload.bucket_mb > 0, f"offload.bucket_mb must be above 0: got {self.offload.bucket_mb}")
+        need(
+            self.tokens_per_micro_batch >= longest,
+            "tokens_per_micro_batch must hold the longest sequence, max_prompt_tokens + max_response_tokens (for dpo a pair), "
+            f"which is {longest}: got {self.tokens_per_micro_batch}; raise it or shorten the sequences",
+        )
+        need(
+            len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas),
+            f"optimizer.betas must be two numbers in [0, 1): got {optimizer.betas}",
+        )
+        need(optimizer.lr >= 0 and optimizer.min_lr >= 0, "optimizer.lr and min_lr must not be negative")
+        need(optimizer.min_lr <= optimizer.lr, f"optimizer.min_lr must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
+        need(optimizer.clip_grad >= 0, f"optimizer.clip_grad must not be negative: got {optimizer.clip_grad}")
+        if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
+            need(
+                optimizer.warmup_steps < optimizer.decay_steps,
+                "optimizer.warmup_steps must be below decay_steps: "
+                f"got {optimizer.warmup_steps} and {optimizer.decay_steps}",
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of methods with `credit: gae`; what is left out is the policy's."""
+
+    path: str | None = None
+    """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    recompute: Literal["none", "selective", "full"] | None = None
+    tokens_per_micro_batch: int | None = None
+    megatron: MegatronConfig | None = None
+    offload: OffloadConfig | None = None
+    value_clip: float | None = 0.5
+    """A value may move by so much from what it was before the step; null: no bound."""
+    warmup_steps: int = 0
+    """Steps in which the critic learns and the policy stays as it is."""
+
+    def settings(self, policy: PolicyConfig) -> PolicyConfig:
+        """The critic's whole settings."""
+        own = {
+            name: getattr(self, name)
+            for name in ("optimizer", "recompute", "tokens_per_micro_batch", "megatron", "offload")
+            if getattr(self, name) is not None
+        }
+        return replace(policy, **own)
+
 
 @dataclass(frozen=True)
 class ReferenceConfig:
@@ -124,34 +190,37 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class KLConfig:
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    coef: float = 0.001
+class AlgorithmConfig(Choices):
+    """A published method by its name; every other choice is the method's when left out."""
 
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    name: Literal["grpo", "dr_grpo", "rloo", "opo", "gpg", "gspo", "cispo", "sapo", "sft"] = "grpo"
+    name: Literal[
+        "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gmpo", "clip_cov", "kl_cov", "sft", "dpo",
+    ] = "grpo"  # fmt: skip
     group_size: int = 8
     """Samples drawn for each prompt."""
     updates_per_step: int = 1
     """Optimizer steps into which one rollout is cut."""
     epochs: int = 1
     """Times each rollout is gone through."""
-    normalize_by_std: bool | None = None
-    """Divide group advantages by their standard deviation; by method when left out."""
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    """c of dual-clip PPO; off when left out."""
-    ratio: Literal["token", "sequence"] | None = None
-    """Compare with the policy before the update token by token or response by response; by method when left out."""
-    entropy_coef: float | None = None
-    """Entropy bonus; by method when left out, which is 0 for all of them."""
-    aggregate: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"] | None = None
-    """How tokens are weighted in the loss; by method when left out."""
-    kl: KLConfig | None = None
-    """KL term against the reference; by method when left out, `{coef: 0}` turns it off."""
+    sampling_rounds: int = 10
+    """Rounds of dynamic sampling in one step at most; then groups without a signal fill up what is missing."""
+    prompts_per_round: int | None = None
+    """Prompts sampled in each round of dynamic sampling; data.prompts_per_step when left out."""
+
+    @property
+    def resolved(self) -> Choices:
+        """The method with these choices: every axis has one."""
+        return resolve(self.name, self)
+
+    @property
+    def given(self) -> bool:
+        """It learns from responses in the data instead of sampling."""
+        return self.name in GIVEN
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return {"sft": 1, "dpo": 2}.get(self.name, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -166,6 +235,23 @@ class DataConfig:
     prompt_key: str = "prompt"
     response_key: str = "response"
     """Column with the completion to imitate (sft)."""
+    messages_key: str = "messages"
+    """Column with a whole conversation to imitate (sft): the assistant's turns carry loss."""
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    """Columns with the better and the worse response (dpo): texts, or conversations of which the last turn is it."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A sequence classifier with one label that scores whole responses, on the policy's layout."""
+
+    path: str | None = None
+    """Hugging Face directory or hub id; no reward model when left out."""
+    weight: float = 1.0
+    """Factor of its score in the reward, beside the functions'."""
+    megatron: MegatronConfig | None = None
+    """The policy's when left out."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +266,7 @@ class RewardConfig:
     """Reward processes of each rank."""
     memory_mb: int = 4096
     """Address space of one reward process."""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
 
 @dataclass(frozen=True)
@@ -196,6 +283,8 @@ class EvalConfig:
     top_p: float = 1.0
     max_prompts: int | None = None
     """Only the first so many prompts of each file."""
+    generate: bool | None = None
+    """Sample responses and score them; when left out, dpo does not, and sft does where rewards are known for the files."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +337,7 @@ class LaunchConfig:
 class RunConfig:
     model: ModelConfig
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -267,11 +357,15 @@ class RunConfig:
 
     @property
     def samples_per_step(self) -> int:
-        return self.data.prompts_per_step * (1 if self.algorithm.name == "sft" else self.algorithm.group_size)
+        return self.data.prompts_per_step * self.algorithm.samples_per_prompt
 
     @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.data.max_response_tokens
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algorithm.resolved.credit == "gae"
 
     def problems(self) -> list[str]:
         """What this configuration alone shows to be impossible, one sentence each."""
@@ -296,23 +390,12 @@ class RunConfig:
                 )
         except ValueError as error:
             found.append(f"policy.backend or reference.backend: {error}")
-        found += self.policy.megatron.options.problems()
-        raw = self.policy.megatron.transformer
-        need(
-            self.policy.dtype != "float32" or not self.policy.megatron.optimizer.get("optimizer_cpu_offload", False),
-            "policy.megatron.optimizer.optimizer_cpu_offload needs policy.dtype: bfloat16: Megatron-Core moves the float32 "
-            "copies of parameters, and float32 parameters have none",
-        )
-        need(
-            self.policy.recompute == "none" or "recompute_granularity" not in raw,
-            "policy.recompute and policy.megatron.transformer.recompute_granularity say the same: keep one",
-        )
         need(self.trainer.guard.every >= 0, f"trainer.guard.every must not be negative: got {self.trainer.guard.every}")
         need(
             self.trainer.guard.max_skipped >= 0,
             f"trainer.guard.max_skipped must not be negative: got {self.trainer.guard.max_skipped}",
         )
-        data, algorithm, optimizer = self.data, self.algorithm, self.policy.optimizer
+        data, algorithm, critic = self.data, self.algorithm, self.critic
         positive: dict[str, Any] = {
             "data.prompts_per_step": data.prompts_per_step,
             "data.max_prompt_tokens": data.max_prompt_tokens,
@@ -320,45 +403,52 @@ class RunConfig:
             "algorithm.group_size": algorithm.group_size,
             "algorithm.updates_per_step": algorithm.updates_per_step,
             "algorithm.epochs": algorithm.epochs,
+            "algorithm.sampling_rounds": algorithm.sampling_rounds,
+            "algorithm.prompts_per_round": algorithm.prompts_per_round or 1,
             "engine.max_sequences": self.engine.max_sequences,
             "engine.sync_bucket_mb": self.engine.sync_bucket_mb,
-            "policy.offload.bucket_mb": self.policy.offload.bucket_mb,
             "trainer.keep": self.trainer.keep,
             "trainer.epochs": self.trainer.epochs,
             "reward.timeout_seconds": self.reward.timeout_seconds,
             "reward.workers": self.reward.workers,
         }
+        drawn = (algorithm.prompts_per_round or data.prompts_per_step) * algorithm.sampling_rounds
+        need(
+            not algorithm.resolved.dynamic_sampling or drawn >= data.prompts_per_step,
+            f"algorithm.prompts_per_round x sampling_rounds must reach data.prompts_per_step = {data.prompts_per_step}: "
+            f"got {drawn}",
+        )
         for name, number in positive.items():
             need(number > 0, f"{name} must be above 0: got {number}")
         need(
             self.trainer.steps is None or self.trainer.steps > 0, f"trainer.steps must be above 0: got {self.trainer.steps}"
+        )
+        found += problems(algorithm.name, algorithm, algorithm.group_size)
+        buffer = algorithm.overlong_buffer or 0
+        need(
+            buffer <= data.max_response_tokens,
+            f"algorithm.overlong_buffer must be at most data.max_response_tokens = {data.max_response_tokens}: "
+            f"got {buffer:g}",
+        )
+        need(critic.warmup_steps >= 0, f"critic.warmup_steps must not be negative: got {critic.warmup_steps}")
+        need(
+            critic.value_clip is None or critic.value_clip > 0,
+            f"critic.value_clip must be above 0, or null for no bound: got {critic.value_clip}",
+        )
+        need(
+            self.trainer.steps is None or critic.warmup_steps < self.trainer.steps,
+            f"critic.warmup_steps must be below trainer.steps, or the policy never learns: got {critic.warmup_steps}",
         )
         need(
             data.prompts_per_step % algorithm.updates_per_step == 0,
             f"data.prompts_per_step must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
             f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
         )
-        need(
-            self.policy.tokens_per_micro_batch >= self.max_sequence_tokens,
-            f"policy.tokens_per_micro_batch must hold the longest sequence (max_prompt_tokens + max_response_tokens = "
-            f"{self.max_sequence_tokens}): got {self.policy.tokens_per_micro_batch}; raise it or shorten the sequences",
-        )
-        need(
-            len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas),
-            f"policy.optimizer.betas must be two numbers in [0, 1): got {optimizer.betas}",
-        )
-        need(optimizer.lr >= 0 and optimizer.min_lr >= 0, "policy.optimizer.lr and min_lr must not be negative")
-        need(
-            optimizer.min_lr <= optimizer.lr,
-            f"policy.optimizer.min_lr must be at most lr: {optimizer.min_lr} > {optimizer.lr}",
-        )
-        need(optimizer.clip_grad >= 0, f"policy.optimizer.clip_grad must not be negative: got {optimizer.clip_grad}")
-        if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
-            need(
-                optimizer.warmup_steps < optimizer.decay_steps,
-                "policy.optimizer.warmup_steps must be below decay_steps: "
-                f"got {optimizer.warmup_steps} and {optimizer.decay_steps}",
-            )
+        # Pairs are compared, so both of one must fit.
+        longest = self.max_sequence_tokens * (2 if algorithm.name == "dpo" else 1)
+        found += self.policy.problems("policy", longest)
+        if self.uses_critic:
+            found += critic.settings(self.policy).problems("critic", longest)
         sampling = self.engine.sampling
         need(
             sampling.temperature > 0,

@@ -55,7 +55,9 @@ def texts_of(row: dict[str, Any]) -> list[str]:
     """The texts of a data row that a model will read or write, line breaks as the plain template sets them."""
     prompt = row.get("prompt", "")
     contents = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
-    return [content + "\n" for content in contents] + ([row["response"]] if isinstance(row.get("response"), str) else [])
+    answers = [row[key] for key in ("response", "chosen", "rejected") if isinstance(row.get(key), str)]
+    turns = [message for key in ("messages", "chosen", "rejected") if isinstance(row.get(key), list) for message in row[key]]
+    return [content + "\n" for content in contents + [str(message["content"]) for message in turns]] + answers
 
 
 def make_model(

@@ -1,4 +1,4 @@
-"""Which prompts each step takes: a pure function of seed and step, so that a resumed run goes on exactly."""
+"""Which prompts come when: a pure function of seed and position, so that a resumed run goes on exactly."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ class Sampler(Generic[T]):
     def steps_per_epoch(self) -> int:
         return len(self._items) // self.per_step
 
-    def epoch(self, step: int) -> int:
-        """Epoch, from 0, that `step`, from 0, belongs to."""
-        return step // self.steps_per_epoch
+    def epoch(self, position: int) -> int:
+        """Epoch, from 0, of the item at `position` of the whole run."""
+        return position // (self.steps_per_epoch * self.per_step)
 
-    def batch(self, step: int) -> list[T]:
-        """The items of `step`, counted from 0."""
-        epoch, position = divmod(step, self.steps_per_epoch)
+    def take(self, position: int, count: int) -> list[T]:
+        """`count` items from `position` on, counted over all epochs."""
+        return [self._at(place) for place in range(position, position + count)]
+
+    def _at(self, position: int) -> T:
+        epoch, place = divmod(position, self.steps_per_epoch * self.per_step)
         if self._order is None or self._order[0] != epoch:
             order = np.arange(len(self._items))
             if self._shuffle:
                 np.random.default_rng([self._seed, epoch]).shuffle(order)
             self._order = (epoch, order)
-        chosen = self._order[1][position * self.per_step : (position + 1) * self.per_step]
-        return [self._items[int(i)] for i in chosen]
+        return self._items[int(self._order[1][place])]

@@ -200,6 +200,7 @@ def build_chunks(config: TransformerConfig, shape: ModelShape, mesh: Mesh, polic
                 rope_scaling_factor=shape.rope_llama3_factor or 1.0,
                 seq_len_interpolation_factor=shape.rope_linear_factor,
                 vp_stage=stage,
+                values=shape.values,
             ).to(mesh.device)
         assert len(chunk.decoder.layers) == len(layers)
         chunk.layers_of_model = layers

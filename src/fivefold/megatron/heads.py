@@ -1,4 +1,4 @@
-"""What a model ends in: hidden states -> log-probs and entropies, without a [tokens, vocabulary] tensor."""
+"""What a model ends in: hidden states -> log-probs and entropies, without a [tokens, vocabulary] tensor; or values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 26
@@ -43,6 +44,22 @@ class LogProbHead(ColumnParallelLinear):
         valid = max(0, min(valid_vocab - start, weight.shape[0]))
         logprobs_S, entropy_S = _LogProbs.apply(hidden_SD, weight, targets_S, start, valid, 1.0 / temperature, self.tp_group)
         return logprobs_S, entropy_S
+
+
+class ValueHead(torch.nn.Module):
+    """One number a token: the product of its hidden state with a weight that every tensor-parallel rank has whole."""
+
+    def __init__(self, config: TransformerConfig, tp: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._sequence_parallel, self._tp = config.sequence_parallel, tp
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor, at_S: Tensor) -> Tensor:
+        """[S] values from the hidden states at `at_S`, in float32."""
+        if self._sequence_parallel:
+            # Every rank computes the same from all tokens, so each takes back the gradient of its own.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._tp)
+        return hidden.squeeze(1)[at_S].float() @ self.weight[0].float()
 
 
 def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:

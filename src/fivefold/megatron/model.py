@@ -26,7 +26,7 @@ from fivefold.types import LossFn, StepReport, TokenBatch
 
 
 class MegatronModel:
-    """A language model cut over a mesh; it trains when it was given a number of updates."""
+    """A language model, or one with a value head, cut over a mesh; it trains when it was given a number of updates."""
 
     def __init__(
         self,
@@ -37,13 +37,15 @@ class MegatronModel:
         total_updates: int | None = None,
         bucket_mb: int = 256,
         read_weights: bool = True,
+        values: bool = False,
     ) -> None:
         """Load the Hugging Face model in `directory`.
 
-        `total_updates` is the length of the schedule; without it the model only computes log-probs.
+        `total_updates` is the length of the schedule; without it the model only computes. With `values` it ends in a value
+        head, which starts at 0 where the directory has none (`score.weight`).
         `read_weights` False leaves the weights unset: a checkpoint will be loaded.
         """
-        self.shape: ModelShape = load_shape(directory)
+        self.shape: ModelShape = load_shape(directory, values)
         self.shape.check_layout(mesh.layout, policy.megatron.stages)
         self._mesh = mesh
         config = transformer_config(self.shape, mesh, policy)
@@ -53,6 +55,7 @@ class MegatronModel:
             mesh,
             policy.tokens_per_micro_batch,
             self.shape.vocab,
+            self.shape.values,
             fused=config.transformer_impl == "transformer_engine",
             experts=self.shape.experts is not None,
             virtual=len(self._chunks),
@@ -60,11 +63,16 @@ class MegatronModel:
             equal_length=self.shape.experts is not None and config.moe_token_dispatcher_type == "allgather",
         )
         kind = policy.megatron.bridge_type
+        if values and kind != "native":
+            raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
         foreign = None if kind == "native" else foreign_bridge(kind, self._chunks, directory, self.shape)
+        self.value_head_is_new = False
+        """The directory has no value head, so it started at 0."""
         if read_weights and foreign is not None:
             foreign.load(directory)
         elif read_weights:
             source = SafetensorsSource(directory)
+            self.value_head_is_new = values and not source.has_value_head
             check_names(source, self.shape, directory)
             load_parameters(named_weights(self._chunks), source, self.shape, mesh.ranks.place, mesh.layout)
         stream = WeightStream(lambda: named_weights(self._chunks), self.shape, mesh, bucket_mb)
@@ -88,7 +96,7 @@ class MegatronModel:
         return 0 if self._trainer is None else int(self._trainer.schedule.num_steps)
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """[T] log-prob of each response token, 0 elsewhere, on the host of every rank of the replica."""
+        """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
         self._settle()
         for model in self._models:
             model.eval()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fivefold.megatron.attention import PackedAttention, Packing
 from fivefold.megatron.experts import GroupedExperts, MoE, Router
-from fivefold.megatron.heads import LogProbHead
+from fivefold.megatron.heads import LogProbHead, ValueHead
 from fivefold.megatron.latent import LatentAttention, LatentNorm
 from fivefold.megatron.norm import RMSNorm
 
@@ -120,11 +120,14 @@ class Layer(TransformerLayer):
 
 
 class PolicyModel(GPTModel):
-    """GPTModel over packed sequences; the last stage gives log-probs and entropies instead of logits."""
+    """GPTModel over packed sequences; the last stage gives log-probs and entropies instead of logits, or values."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, values: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.post_process:
+        self._values = values
+        if self.post_process and values:
+            self.output_layer: torch.nn.Module = ValueHead(self.config, self.pg_collection.tp)
+        elif self.post_process:
             # Same parameter, same checkpoint key; only what it computes is ours.
             self.output_layer.__class__ = LogProbHead
 
@@ -140,6 +143,8 @@ class PolicyModel(GPTModel):
     ) -> Tensor:
         """Last stage: [2, S] log-prob and entropy of `targets_S`, the tokens behind `before_S`; other stages: hidden states.
 
+        With a value head: [2, S] the value at `before_S`, and 0.
+
         All tokens are this rank's part of the sequences; `members_ST` says which real tokens each sequence has.
         """
         if members_ST is not None and self.config.sequence_parallel:
@@ -154,6 +159,9 @@ class PolicyModel(GPTModel):
         )
         if not self.post_process:
             return cast(Tensor, hidden)
+        if self._values:
+            values_S = cast(ValueHead, self.output_layer)(hidden, before_S)
+            return torch.stack([values_S, torch.zeros_like(values_S)])
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         head = cast(LogProbHead, self.output_layer)
         logprobs_S, entropy_S = head(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -44,11 +44,13 @@ class MicroBatch:
     members_ST: Tensor | None
     """[sequences, local tokens]: which real tokens a sequence has; only for models with experts."""
     before_S: Tensor
-    """Places of the local tokens whose successor's log-prob is wanted."""
+    """Places of the local tokens whose successor's log-prob, or whose own value, is wanted."""
     targets_S: Tensor
-    """Those successors."""
-    predicted_S: Tensor
-    """Their places among the tokens of `batch`."""
+    """Those successors; of a value head the tokens themselves, which it does not look at."""
+    told_S: Tensor
+    """Where among the tokens of `batch` the numbers belong."""
+    response_tokens: int
+    """Response tokens behind local ones: each counts on one rank."""
     batch: TokenBatch
     """The samples of this micro-batch, whole."""
     token_index_T: Tensor
@@ -64,6 +66,8 @@ class Terms:
     """Most tokens of a micro-batch."""
     vocab: int
     """Vocabulary without padding."""
+    values: bool
+    """The model ends in a value head."""
     fused: bool
     """Layers are Transformer Engine's."""
     experts: bool
@@ -85,13 +89,18 @@ class MicroBatches:
         self._total_multiple = math.lcm(self._multiple, layout.cp * layout.tp)
         self._budget = -(-terms.budget // self._total_multiple) * self._total_multiple
         padded = [self._padded(length) for length in batch.lengths_N]
-        needed = torch.tensor(micro_batches_needed(padded, self._budget))
+        # Samples that are compared with one another lie in one micro-batch.
+        self._units = [list(range(i, i + batch.together)) for i in range(0, len(padded), batch.together)]
+        sizes = [sum(padded[sample] for sample in unit) for unit in self._units]
+        needed = torch.tensor(micro_batches_needed(sizes, self._budget))
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=terms.mesh.ranks.dp)
         # Interleaved stages take micro-batches in rounds of the pipeline's length.
         round_of = layout.pp if terms.virtual > 1 else 1
         self.count = -(-int(needed) // round_of) * round_of
         self._batch, self._terms = batch, terms
-        self._plan = plan_micro_batches(padded, self.count)
+        self._plan = [
+            [sample for unit in units for sample in self._units[unit]] for units in plan_micro_batches(sizes, self.count)
+        ]
         self._made = cache(self._make)
         totals = torch.tensor([sum(padded[sample] for sample in samples) for samples in self._plan])
         # A replica without samples takes part with padding only, or the others would wait for it for ever.
@@ -99,6 +108,11 @@ class MicroBatches:
         if terms.equal_length:
             dist.all_reduce(totals, dist.ReduceOp.MAX, group=terms.mesh.ranks.dp)
         self._totals = [self._budget] * self.count if terms.fixed_length else totals.tolist()
+
+    @property
+    def filled(self) -> int:
+        """Micro-batches of this replica that hold samples."""
+        return sum(bool(samples) for samples in self._plan)
 
     def iterators(self) -> Any:
         """What Megatron-Core's schedule draws micro-batches from: one iterator a virtual stage."""
@@ -132,6 +146,12 @@ class MicroBatches:
         place[source[real]] = real.nonzero()[:, 0]
         predicted = batch.loss_mask_T.nonzero()[:, 0]
         predicted = predicted[place[predicted - 1] >= 0]
+        told, at = predicted, predicted - 1
+        if self._terms.values:
+            # The text before each response token, and with the last one.
+            wanted = batch.loss_mask_T.roll(-1)
+            wanted[torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1] = True
+            told = at = (wanted & (place >= 0)).nonzero()[:, 0]
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(mesh.device, non_blocking=True)
@@ -143,9 +163,10 @@ class MicroBatches:
             token_ids_T=moved(token_ids),
             packing=packing,
             members_ST=members,
-            before_S=moved(place[predicted - 1]),
-            targets_S=moved(batch.token_ids_T[predicted]),
-            predicted_S=moved(predicted),
+            before_S=moved(place[at]),
+            targets_S=moved(batch.token_ids_T[told]),
+            told_S=moved(told),
+            response_tokens=len(predicted),
             batch=batch.to(mesh.device),
             token_index_T=self._batch.token_index(samples),
         )
@@ -168,8 +189,8 @@ class FinalizeOnce:
 
 
 def _whole(values_2S: Tensor, micro: MicroBatch, mesh: Mesh) -> Tensor:
-    """[2, T] numbers of all tokens of the micro-batch, 0 where none is predicted, on every context-parallel rank."""
-    spread_2T = values_2S.new_zeros(2, len(micro.batch.token_ids_T)).index_copy(1, micro.predicted_S, values_2S)
+    """[2, T] numbers of all tokens of the micro-batch, 0 where none is wanted, on every context-parallel rank."""
+    spread_2T = values_2S.new_zeros(2, len(micro.batch.token_ids_T)).index_copy(1, micro.told_S, values_2S)
     # Forward a sum over ranks of which each has its own tokens; backward as it is: all ranks compute the same loss.
     summed: Tensor = reduce_from_tensor_model_parallel_region(spread_2T, group=mesh.cp)
     return summed
@@ -191,7 +212,7 @@ def _forward(iterator: Iterator[MicroBatch], model: Any, terms: Terms) -> tuple[
 
 @torch.no_grad()
 def forward_only(models: list[Any], batch: TokenBatch, terms: Terms) -> Tensor:
-    """[T] log-probs of the response tokens, on the host of every rank of the replica."""
+    """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
     mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
@@ -212,13 +233,13 @@ def forward_only(models: list[Any], batch: TokenBatch, terms: Terms) -> Tensor:
         forward_only=True,
         collect_non_loss_data=True,
     )
-    logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
+    found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     if mesh.is_last_stage:
-        for micro, values_T in results:
-            logprobs_T[micro.token_index_T] = values_T.cpu()
+        for micro, numbers_T in results:
+            found_T[micro.token_index_T] = numbers_T.cpu()
     if mesh.layout.pp > 1:
-        dist.broadcast(logprobs_T, mesh.stage_ranks[-1], group=mesh.ranks.pp)
-    return logprobs_T
+        dist.broadcast(found_T, mesh.stage_ranks[-1], group=mesh.ranks.pp)
+    return found_T
 
 
 @dataclass(frozen=True)
@@ -237,9 +258,9 @@ def forward_backward(
 ) -> Gradients:
     """Gradients of the whole update on every rank, reduced and finalized."""
     mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
-    counts = torch.tensor([sum(batch.lengths_N), len(batch.lengths_N)])
+    counts = torch.tensor([sum(batch.lengths_N), len(batch.lengths_N), micro_batches.filled])
     dist.all_reduce(counts, group=mesh.ranks.dp)
-    tokens, sequences = counts.tolist()
+    tokens, sequences, update_micro_batches = counts.tolist()
     for router in routers:
         router.update_scale = batch.update_tokens / max(1, tokens)
 
@@ -247,9 +268,9 @@ def forward_backward(
         micro, output = _forward(iterator, model, terms)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs_T, entropy_T = _whole(output, micro, mesh)
-            share = loss_fn(logprobs_T, entropy_T, micro.batch)
-            own_tokens = torch.tensor(len(micro.predicted_S), dtype=torch.int, device=mesh.device)
+            output_T, entropy_T = _whole(output, micro, mesh)
+            share = loss_fn(output_T, entropy_T, replace(micro.batch, update_micro_batches=update_micro_batches))
+            own_tokens = torch.tensor(micro.response_tokens, dtype=torch.int, device=mesh.device)
             return share.loss * batch.update_tokens, own_tokens, LossOutput(share.loss.detach(), share.sums, share.maxima)
 
         return output, loss

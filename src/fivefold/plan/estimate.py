@@ -24,19 +24,26 @@ class Memory:
     """Weights of the embedded engine."""
     cache: int
     """Keys and values of the sequences that it decodes at once."""
+    critic: int = 0
+    """The critic's parameters, gradients and optimizer state."""
+    critic_sampling: int = 0
+    """What of it is there while responses are sampled."""
+    judge: int = 0
+    """Parameters of the reward model."""
     offload: frozenset[str] = frozenset()
     """Parts that wait on the host while responses are sampled; with `parameters` the reference's too, but for its turn."""
 
     @property
     def training(self) -> dict[str, int]:
         """What is there during an update."""
-        parts = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "activations", "engine")}
+        names = ("parameters", "gradients", "optimizer", "activations", "critic", "engine", "judge")
+        parts = {name: getattr(self, name) for name in names}
         return parts | ({} if "parameters" in self.offload else {"reference": self.reference})
 
     @property
     def sampling(self) -> dict[str, int]:
         """What is there while responses are sampled."""
-        parts = {"engine": self.engine, "cache": self.cache}
+        parts = {"engine": self.engine, "cache": self.cache, "critic": self.critic_sampling, "judge": self.judge}
         if "parameters" not in self.offload:
             parts |= {"parameters": self.parameters, "reference": self.reference}
         return parts | {name: getattr(self, name) for name in ("gradients", "optimizer") if name not in self.offload}
@@ -77,7 +84,7 @@ def rank_parameters(shape: ModelShape, layout: ParallelLayout, stages: Stages | 
         experts = sum(shape.expert_parameters(layer) for layer in layers)
         if stage == 0:
             dense += embedding
-        if stage == layout.pp - 1 and not (shape.tied and layout.pp == 1):
+        if stage == layout.pp - 1 and not shape.values and not (shape.tied and layout.pp == 1):
             dense += embedding
         found.append(RankParameters(dense // layout.tp, experts // (layout.ep * layout.etp)))
     return found
@@ -121,8 +128,13 @@ def estimate_memory(
     max_sequence_tokens: int,
     stages: Stages | None = None,
     offload: frozenset[str] = frozenset(),
+    critic: ModelShape | None = None,
+    critic_offload: frozenset[str] = frozenset(),
+    judge: ModelShape | None = None,
 ) -> Memory:
     """Memory of the fullest rank, with the embedded engine beside the policy (0 sequences: no engine).
+
+    Policy and critic take turns, so the activations of one of them, the policy's, are counted.
 
     `tokens_per_micro_batch` counts whole sequences; context-parallel ranks hold a part of them each.
     """
@@ -130,12 +142,15 @@ def estimate_memory(
     size = 2 if dtype == "bfloat16" else 4
     logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * shape.padded_vocab // (layout.tp * layout.cp))
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * size * max_sequence_tokens
+    critic_state = _states(critic, layout, size) if critic is not None else {}
+    others = {
+        "critic": sum(critic_state.values()),
+        "critic_sampling": sum(part for name, part in critic_state.items() if name not in critic_offload),
+        "judge": _states(judge, layout, size)["parameters"] if judge is not None else 0,
+    }
     found = []
     parts = rank_parameters(shape, layout, stages)
     for stage, (own, chunks) in enumerate(zip(parts, stages.cut(shape.layers, layout), strict=True)):
-        # Adam's two moments, and the float32 copy of parameters that are not float32, cut over the replicas.
-        state = 12 if size == 2 else 8
-        optimizer = own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
         # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
         in_flight = float(layout.pp - stage)
         if len(chunks) > 1:
@@ -147,15 +162,28 @@ def estimate_memory(
             Memory(
                 parameters=own.total * size,
                 gradients=own.total * 4,
-                optimizer=optimizer,
+                optimizer=_optimizer(own, layout, size),
                 activations=activations + (logits if stage == layout.pp - 1 else 0),
                 reference=own.total * size if reference else 0,
                 engine=shape.parameters * size if engine_sequences else 0,
                 cache=engine_sequences * cache,
                 offload=offload,
+                **others,
             )
         )
     return max(found, key=lambda memory: memory.total)
+
+
+def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:
+    """Adam's two moments, and the float32 copy of parameters that are not float32, cut over the replicas."""
+    state = 12 if size == 2 else 8
+    return own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
+
+
+def _states(shape: ModelShape, layout: ParallelLayout, size: int) -> dict[str, int]:
+    """Parameters, gradients and optimizer state of the fullest rank of another model."""
+    own = max(rank_parameters(shape, layout), key=lambda parts: parts.total)
+    return {"parameters": own.total * size, "gradients": own.total * 4, "optimizer": _optimizer(own, layout, size)}
 
 
 def training_flops(shape: ModelShape, tokens: int, mean_length: float) -> float:

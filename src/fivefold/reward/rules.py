@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
+
+from fivefold.user_code import check_user_code, is_user_code, load_user_code
 
 RewardFunction = Callable[..., float]
 
@@ -81,30 +81,20 @@ def check_name(name: str) -> None:
     """Raise ValueError for a reward name that `resolve` would not find; runs none of the user's code."""
     if name in BUILT_IN:
         return
-    path, colon, function = name.rpartition(":")
-    if not colon:
+    if not is_user_code(name):
         raise ValueError(
             f"unknown reward {name!r}; built in: {', '.join(BUILT_IN)}; your own is written path/to/file.py:function"
         )
-    if not Path(path).is_file():
-        raise ValueError(f"reward {name!r}: no file at {path}")
-    if not re.search(
-        rf"^\s*(?:def|async def)\s+{re.escape(function)}\b|^{re.escape(function)}\s*=", Path(path).read_text(), re.M
-    ):
-        raise ValueError(f"reward {name!r}: {path} defines no {function}")
+    try:
+        check_user_code(name)
+    except ValueError as error:
+        raise ValueError(f"reward {error}") from error
 
 
 def resolve(name: str) -> RewardFunction:
     """The reward function of a name, or of `path/to/file.py:function`."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
     check_name(name)
-    path, _, function = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"fivefold_reward_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, function)  # type: ignore[no-any-return]
+    return BUILT_IN[name] if name in BUILT_IN else load_user_code(name)
 
 
 def call(function: RewardFunction, offered: dict[str, Any]) -> float:

@@ -46,6 +46,8 @@ REPLICATE, COLUMN, ROW, VOCABULARY, GATE_UP, QKV_CUT = (
 
 EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, Place.FIRST)
 OUTPUT = Row("output_layer.weight", ("lm_head.weight",), VOCABULARY, Place.LAST)
+VALUE = Row("output_layer.weight", ("score.weight",), REPLICATE, Place.LAST)
+"""The value head, in the place of the output layer: what transformers calls a sequence classifier with one label."""
 FINAL = (Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATE, Place.LAST), OUTPUT)
 
 
@@ -140,6 +142,8 @@ def family_table(shape: ModelShape) -> tuple[Row, ...]:
         rows = (*rows, *DEEPSEEK_QUERIES)
     if shape.experts is not None and not shape.experts.shared_ffn:
         rows = tuple(row for row in rows if row not in SHARED)
+    if shape.values:
+        rows = tuple(VALUE if row is OUTPUT else row for row in rows)
     return rows
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.layout import Coordinates, ParallelLayout
 from fivefold.megatron.bridge.cuts import Sliceable
-from fivefold.megatron.bridge.families import EMBEDDING, mapped_names
+from fivefold.megatron.bridge.families import EMBEDDING, VALUE, mapped_names
 from fivefold.model_shape import ModelShape
 
 _NOT_PARAMETERS = ("rotary_emb.inv_freq",)
@@ -40,6 +40,10 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._files)
 
+    @property
+    def has_value_head(self) -> bool:
+        return set(VALUE.hf) <= set(self._files)
+
     def __getitem__(self, name: str) -> Sliceable:
         file = self._files[name]
         if file not in self._open:
@@ -49,9 +53,11 @@ class SafetensorsSource:
 
 def check_names(source: SafetensorsSource, shape: ModelShape, directory: Path) -> None:
     """Raise ValueError where the files lack a tensor of the family or hold one that it does not have."""
-    wanted = {name for item in mapped_names(shape) for name in item.hf}
-    # Some tied models store the shared weight a second time.
+    # A value head may be new.
+    wanted = {name for item in mapped_names(shape) for name in item.hf} - set(VALUE.hf)
+    # Some tied models store the shared weight a second time; a critic has no use for it.
     extra = {name for name in source.names - wanted if not _left_out(name, shape)} - {"lm_head.weight"}
+    extra -= set(VALUE.hf) if shape.values else set()
     if missing := sorted(wanted - source.names):
         raise ValueError(f"{directory} lacks {len(missing)} tensors of a {shape.family} model, the first: {missing[:3]}")
     if extra:
@@ -75,7 +81,10 @@ def load_parameters(
     """Fill `parameters` (by Megatron-Core name, layers and experts counted over the whole model) from `source`."""
     filled = set()
     for item in mapped_names(shape):
-        if item.mcore in parameters:
+        if item.mcore in parameters and item.hf == VALUE.hf and not source.has_value_head:
+            parameters[item.mcore].zero_()
+            filled.add(item.mcore)
+        elif item.mcore in parameters:
             rank, size = (place.tp, layout.tp) if item.expert is None else (place.etp, layout.etp)
             _fill(parameters[item.mcore], item.cut.shard([source[name] for name in item.hf], rank, size, shape), item.mcore)
             filled.add(item.mcore)
@@ -88,5 +97,6 @@ def load_parameters(
 
 
 def _fill(parameter: Tensor, value: Tensor, name: str) -> None:
-    assert parameter.shape == value.shape, f"{name}: {tuple(parameter.shape)} in the model, {tuple(value.shape)} in the file"
+    if parameter.shape != value.shape:
+        raise ValueError(f"{name} must have the shape {tuple(parameter.shape)}: got {tuple(value.shape)} in the file")
     parameter.copy_(value)

@@ -1,0 +1,152 @@
+"""advantages_N -> advantages_T: how what a response earned comes to its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fivefold.algo.samples import Samples
+
+
+class Credit(Protocol):
+    @property
+    def by_token(self) -> bool:
+        """Penalties of tokens come to the tokens before them; otherwise they belong to the reward of the response."""
+        ...
+
+    @property
+    def needs_critic(self) -> bool: ...
+
+    def __call__(
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+    ) -> tuple[Tensor, Tensor]:
+        """(advantages_T, returns_T), 0 outside of responses.
+
+        `values_T` are the critic's, each of the text up to and including its token; `finished_N` says which responses
+        ended by themselves.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WholeResponse:
+    """Every token has its response's advantage."""
+
+    by_token: bool = False
+    needs_critic: bool = False
+
+    def __call__(
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+    ) -> tuple[Tensor, Tensor]:
+        advantages_T = advantages_N.float()[samples.sample_T] * samples.mask_T
+        return advantages_T, advantages_T
+
+
+@dataclass(frozen=True)
+class Discounted:
+    """G_t = r_t + γ G_{t+1}, the reward at the last token: REINFORCE++ (2501.03262) equation 3."""
+
+    gamma: float = 1.0
+    by_token: bool = True
+    needs_critic: bool = False
+
+    def __call__(
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+    ) -> tuple[Tensor, Tensor]:
+        table = _Table(samples)
+        advantages_T = table.flat(_returns(table.rewards(advantages_N, penalties_T), self.gamma))
+        return advantages_T, advantages_T
+
+
+@dataclass(frozen=True)
+class GAE:
+    """δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, returns A + V: 1506.02438 equations 11 to 16.
+
+    V_t is the value before token t. Behind the last token it is 0 when the response ended by itself; when it was cut off,
+    it is the critic's value of the whole text.
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    by_token: bool = True
+    needs_critic: bool = True
+
+    def __call__(
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+    ) -> tuple[Tensor, Tensor]:
+        assert values_T is not None
+        table = _Table(samples)
+        before_NL = table.rows(before(values_T))
+        behind_N = torch.where(finished_N, 0.0, table.last(values_T))
+        after_NL = torch.cat([before_NL[:, 1:], before_NL.new_zeros(len(before_NL), 1)], 1)
+        after_NL = torch.where(table.is_last_NL, behind_N[:, None], after_NL)
+        delta_NL = table.rewards(advantages_N, penalties_T) + self.gamma * after_NL - before_NL
+        advantages_T = table.flat(_returns(delta_NL * table.present_NL, self.gamma * self.lam))
+        return advantages_T, advantages_T + before(values_T) * samples.mask_T
+
+
+def before(values_T: Tensor) -> Tensor:
+    """The value of the text before each token; a sample's first token is never a response's."""
+    return values_T.roll(1)
+
+
+def _returns(rewards_NL: Tensor, factor: float) -> Tensor:
+    """x_t + factor · x_{t+1} + ..., from the end."""
+    found_NL = rewards_NL.clone()
+    for place in range(rewards_NL.shape[1] - 2, -1, -1):
+        found_NL[:, place] += factor * found_NL[:, place + 1]
+    return found_NL
+
+
+class _Table:
+    """Response tokens as rows [N, L] in float64, each row filled from the left."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._place_S = samples.mask_T.nonzero()[:, 0]
+        self._tokens = len(samples.mask_T)
+        self._row_S = samples.sample_T[self._place_S]
+        count_N = torch.bincount(self._row_S, minlength=len(samples.lengths_N))
+        self._column_S = torch.arange(len(self._row_S)) - (count_N.cumsum(0) - count_N)[self._row_S]
+        longest = max(int(count_N.max()), 1) if len(count_N) else 1
+        self.present_NL = torch.arange(longest)[None] < count_N[:, None]
+        self.is_last_NL = torch.arange(longest)[None] == count_N[:, None] - 1
+
+    def rows(self, values_T: Tensor) -> Tensor:
+        found_NL = torch.zeros(self.present_NL.shape, dtype=torch.float64)
+        found_NL[self._row_S, self._column_S] = values_T[self._place_S].double()
+        return found_NL
+
+    def rewards(self, advantages_N: Tensor, penalties_T: Tensor) -> Tensor:
+        """Each token's reward: what it is penalised by, and at the last one what the response earned."""
+        return torch.where(self.is_last_NL, advantages_N.double()[:, None], 0.0) - self.rows(penalties_T)
+
+    def last(self, values_T: Tensor) -> Tensor:
+        """[N] the value at the last response token of each sample, 0 of an empty one."""
+        return torch.where(self.is_last_NL, self.rows(values_T), 0.0).sum(1)
+
+    def flat(self, values_NL: Tensor) -> Tensor:
+        """Back to [T] in float32."""
+        found_T = torch.zeros(self._tokens)
+        found_T[self._place_S] = values_NL[self._row_S, self._column_S].float()
+        return found_T
+
+
+def whiten(values_T: Tensor, mask_T: Tensor, total: Callable[[Tensor], Tensor], eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(unbiased variance + eps) over the response tokens of all replicas; `total` sums over them."""
+    values = values_T[mask_T].double()
+    count, summed = total(torch.stack([torch.tensor(float(len(values)), dtype=torch.float64), values.sum()])).tolist()
+    mean = summed / max(count, 1)
+    variance = float(total((values - mean).square().sum()[None])) / max(count - 1, 1)
+    return torch.where(mask_T, (values_T.double() - mean) / (variance + eps) ** 0.5, 0.0).float()
+
+
+def make_credit(name: str, gamma: float | None, lam: float | None) -> Credit:
+    """The credit of this name; numbers left out are its own."""
+    gamma = 1.0 if gamma is None else gamma
+    if name == "gae":
+        return GAE(gamma, 1.0 if lam is None else lam)
+    return Discounted(gamma) if name == "discounted" else WholeResponse()

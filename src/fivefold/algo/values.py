@@ -1,0 +1,51 @@
+"""The critic's loss: values_T, the micro-batch -> its share of the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.algo.credit import before
+from fivefold.types import LossOutput, TokenBatch
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), weighted like the policy's tokens: PPO's released code (ppo2)."""
+
+    clip: float | None = 0.5
+    """None: ½ (V - R)²."""
+
+    def __call__(self, values_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
+        """`values_T` are those of the text up to and including each token, as the critic gives them."""
+        assert batch.values_T is not None and batch.returns_T is not None and batch.loss_weights_T is not None
+        mask_T = batch.loss_mask_T
+        value_T, old_T = before(values_T) * mask_T, before(batch.values_T) * mask_T
+        error_T = (value_T - batch.returns_T).square()
+        share_T = mask_T / max(batch.update_tokens, 1)
+        now_T, return_T = value_T.detach(), batch.returns_T
+        means = {
+            "critic/value_mean": now_T,
+            "critic/return_mean": return_T,
+            "critic/return_square_mean": return_T.square(),
+            "critic/residual_mean": return_T - now_T,
+            "critic/residual_square_mean": (return_T - now_T).square(),
+        }
+        if self.clip is not None:
+            near_T = torch.maximum(torch.minimum(value_T, old_T + self.clip), old_T - self.clip)
+            clipped_T = (near_T - return_T).square()
+            means["critic/clip_fraction"] = (clipped_T > error_T).detach().float()
+            error_T = torch.maximum(error_T, clipped_T)
+        loss = 0.5 * (error_T * batch.loss_weights_T).sum(dtype=torch.float64)
+        return LossOutput(loss=loss, sums={name: (value_T * share_T).sum() for name, value_T in means.items()})
+
+    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics of a whole update, with 1 - Var(R - V) / Var(R) in the place of its parts."""
+        found = dict(metrics)
+        residual, residual_square = found.pop("critic/residual_mean"), found.pop("critic/residual_square_mean")
+        variance = found.pop("critic/return_square_mean") - found["critic/return_mean"] ** 2
+        left = residual_square - residual**2
+        found["critic/explained_variance"] = 1 - left / variance if variance > 1e-12 else 0.0
+        return found

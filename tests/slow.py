@@ -1,0 +1,172 @@
+"""Every objective once more, slowly: loops over samples and tokens, one scalar at a time, written from the papers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import torch
+
+
+def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list[int], normalize="none", greedy=None):
+    """One number a sample."""
+    found = []
+    informative = sum(len({r for r, g in zip(rewards, groups, strict=True) if g == own}) > 1 for own in groups)
+    for i, (r, own) in enumerate(zip(rewards, groups, strict=True)):
+        members = [j for j, g in enumerate(groups) if g == own]
+        inside = [rewards[j] for j in members]
+        others = [rewards[j] for j in members if j != i]
+        if kind in ("reward", "given"):
+            value = r
+        elif kind == "group":
+            value = r - statistics.fmean(inside)
+        elif kind == "leave_one_out":
+            value = r - statistics.fmean(others) if others else 0.0
+        elif kind == "length_weighted":
+            total = sum(lengths[j] for j in members)
+            value = r - sum(rewards[j] * lengths[j] for j in members) / max(total, 1)
+        elif kind == "group_scaled":
+            value = (r - statistics.fmean(inside)) * len(rewards) / max(informative, 1)
+        elif kind == "greedy_baseline":
+            value = r - greedy[i]
+        elif kind == "pass_at_k":
+            best = max(inside)
+            value = best - sorted(inside)[-2] if i == members[inside.index(best)] and len(inside) > 1 else 0.0
+        spread = inside if normalize == "group" else rewards
+        std = statistics.stdev(spread) if len(spread) > 1 else 0.0
+        if normalize != "none" and not (kind == "leave_one_out" and std == 0):
+            value /= std + 1e-6
+        found.append(value)
+    return found
+
+
+def gae(rewards: list[float], before: list[float], behind: float, gamma: float, lam: float):
+    """(advantages, returns) of the tokens of one response, by the definition as a double sum."""
+    values = [*before, behind]
+    deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(len(rewards))]
+    found = [sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
+    return found, [a + v for a, v in zip(found, before, strict=True)]
+
+
+def kl(estimator: str, logp, ref):
+    d = logp - ref
+    plain = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1, "abs": abs(d)}
+    if estimator.endswith("+"):
+        half = d * d / 2
+        return half - half.item() + plain[estimator[:-1]].item()
+    return plain[estimator]
+
+
+def token_weight(aggregate: str, sample: int, lengths: list[int], longest: int) -> float:
+    n = len(lengths)
+    return {
+        "token-mean": 1 / sum(lengths),
+        "seq-mean-token-mean": 1 / (n * max(lengths[sample], 1)),
+        "seq-mean-token-sum": 1 / n,
+        "constant-length": 1 / (n * longest),
+    }[aggregate]
+
+
+def log_ratios(level: str, now: list, old: list) -> list:
+    own = [a - b for a, b in zip(now, old, strict=True)]
+    if level == "token":
+        return own
+    mean = sum(own) / len(own)
+    if level == "sequence":
+        return [mean] * len(own)
+    return [a - a.item() + mean.item() for a in now]
+
+
+def clip(x, low, high):
+    return x if low <= float(x) <= high else torch.tensor(float(low if float(x) < low else high), dtype=torch.float64)
+
+
+def surrogate(chosen: Any, now: list, ratios: list, advantage: list[float], marked: list[bool]) -> list:
+    """What each token of one response adds to the objective, from the log-ratios."""
+    name = chosen.surrogate
+    low = chosen.clip_low if chosen.clip_low is not None else {"cispo": 1.0, "gmpo": 0.4}.get(name, 0.2)
+    high = chosen.clip_high if chosen.clip_high is not None else {"gmpo": 0.4}.get(name, 0.2)
+    if name == "gmpo":
+        logs = []
+        for d, a in zip(ratios, advantage, strict=True):
+            if a >= 0:
+                logs.append(clip(d, -math.inf, high) if a > 0 else d * 0)
+            else:
+                logs.append(clip(d, -low, math.inf))
+        ratio = torch.exp(sum(logs) / len(logs))
+        return [ratio * (sum(advantage) / len(advantage))] * len(now)
+    found = []
+    for logp, d, a, mark in zip(now, ratios, advantage, marked, strict=True):
+        rho = torch.exp(d)
+        if name in ("ppo_clip", "clip_cov"):
+            value = min(rho * a, clip(rho, 1 - low, 1 + high) * a, key=float)
+            if chosen.dual_clip is not None and a < 0:
+                bound = torch.tensor(chosen.dual_clip * a, dtype=torch.float64)
+                value = max(value, bound, key=float)
+            if name == "clip_cov" and mark:
+                value = value * 0
+        elif name == "kl_cov":
+            value = rho * a - (1.0 if chosen.cov_kl_coef is None else chosen.cov_kl_coef) * abs(d) * mark
+        elif name == "cispo":
+            value = float(clip(rho, 1 - low, 1 + high)) * a * logp
+        elif name == "sapo":
+            tau = 1.0 if a > 0 else 1.05
+            value = 4 / tau * torch.sigmoid(tau * (rho - 1)) * a
+        elif name == "log_likelihood":
+            value = a * logp
+        found.append(value)
+    return found
+
+
+def correction(chosen: Any, gaps: list[float]) -> tuple[list[float], list[bool]]:
+    """(weight, kept) of the tokens of one response from log trainer - log engine."""
+    levels = {
+        "token": [math.exp(g) for g in gaps],
+        "sequence": [math.exp(sum(gaps))] * len(gaps),
+        "geometric": [math.exp(sum(gaps) / len(gaps))] * len(gaps),
+    }
+    weights, kept = [1.0] * len(gaps), [True] * len(gaps)
+    if chosen.weight != "none":
+        weights = []
+        for w in levels[chosen.weight]:
+            inside = chosen.low <= w <= chosen.high
+            weights.append(w if inside else 0.0 if chosen.outside == "mask" else min(max(w, chosen.low), chosen.high))
+    if chosen.reject != "none":
+        kept = [chosen.reject_low <= w <= chosen.reject_high for w in levels[chosen.reject]]
+    return weights, kept
+
+
+def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batches: list[list[int]] | None = None):
+    """The loss of one update; a sample has lists now, old, ref, engine, advantage, entropy, marked, one entry a token."""
+    lengths = [len(sample["now"]) for sample in samples]
+    total = torch.zeros((), dtype=torch.float64)
+    if chosen.surrogate == "dpo":
+        beta = 0.1 if chosen.beta is None else chosen.beta
+        smooth = chosen.label_smoothing or 0.0
+        for pair in range(0, len(samples), 2):
+            better, worse = (sum(samples[pair + i]["now"]) - sum(samples[pair + i]["ref"]) for i in range(2))
+            margin = beta * (better - worse)
+            value = (1 - smooth) * torch.log(torch.sigmoid(margin)) + smooth * torch.log(torch.sigmoid(-margin))
+            total = total - value / (len(samples) // 2)
+        return total
+    for number, sample in enumerate(samples):
+        if not lengths[number]:
+            continue
+        old = sample["engine"] if chosen.correction.proximal == "engine" else sample["old"]
+        ratios = log_ratios(chosen.ratio, sample["now"], old)
+        gains = surrogate(chosen, sample["now"], ratios, sample["advantage"], sample["marked"])
+        gaps = [float(a) - float(b) for a, b in zip(sample["old"], sample["engine"], strict=True)]
+        weights, kept = correction(chosen.correction, gaps)
+        for t, gain in enumerate(gains):
+            if chosen.aggregate == "micro-batch-token-mean":
+                own = next(batch for batch in micro_batches if number in batch)
+                share = 1 / (sum(lengths[i] for i in own) * len(micro_batches))
+            else:
+                share = token_weight(chosen.aggregate, number, lengths, longest)
+            value = gain * weights[t]
+            if chosen.kl.coef and chosen.kl.place == "loss":
+                value = value - chosen.kl.coef * kl(chosen.kl.estimator, sample["now"][t], sample["ref"][t])
+            value = value + chosen.entropy_coef * sample["entropy"][t]
+            total = total - value * share * kept[t]
+    return total
