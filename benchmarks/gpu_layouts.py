@@ -152,7 +152,7 @@ def rank_main(rank: int, world: int, ports: list[int], jobs: list[Any], out: str
         mesh = megatron_mesh.build_mesh(Ranks(ParallelLayout.parse(f"megatron:{layout}")), device, 0, 3)
         begin = time.perf_counter()
         try:
-            value = globals()[function](mesh, *arguments)
+            value = (function if callable(function) else globals()[function])(mesh, *arguments)
         except Exception:
             # The other ranks cannot go on without this one; the jobs behind it run in new processes.
             print(f"     {function} {layout} rank {rank}: {traceback.format_exc()[-1500:]}", flush=True)

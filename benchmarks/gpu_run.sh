@@ -23,3 +23,14 @@ $ff train "$root/run.yaml"
 $ff train "$root/run.yaml" policy.backend=megatron:p2 trainer.steps=5
 $ff export "$root/run/checkpoints/step-000005" "$root/out"
 ls "$root/out"
+# PPO with a critic on t2, resumed on p2, both models exported; DAPO on d2; DPO on t2.
+$ff train "$root/run.yaml" algorithm.name=ppo critic.warmup_steps=1 trainer.run_dir="$root/ppo"
+$ff train "$root/run.yaml" algorithm.name=ppo critic.warmup_steps=1 trainer.run_dir="$root/ppo" policy.backend=megatron:p2 trainer.steps=5
+$ff export "$root/ppo/checkpoints/step-000005" "$root/out-critic" --part critic
+$ff train "$root/run.yaml" algorithm.name=dapo trainer.run_dir="$root/dapo" policy.backend=megatron:d2
+python3 - "$root" <<'EOF'
+import json, sys
+rows = [{"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"{a + b}"} for a in range(10) for b in range(10)]
+open(f"{sys.argv[1]}/pairs.jsonl", "w").write("\n".join(map(json.dumps, rows)))
+EOF
+$ff train "$root/run.yaml" algorithm.name=dpo trainer.run_dir="$root/dpo" data.train="$root/pairs.jsonl" data.val="$root/pairs.jsonl"

@@ -1,0 +1,148 @@
+"""The gradient of every surrogate, ratio and aggregation: the same for every cut into micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold import methods
+from fivefold.algo import make_objective
+from fivefold.batch import plan_micro_batches, spread
+from fivefold.config.schema import MegatronConfig, PolicyConfig
+from tests.test_step_equality import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
+
+COMBINATIONS = [
+    (surrogate, ratio, aggregate)
+    for surrogate in methods.SURROGATES
+    if surrogate != "dpo"
+    for ratio in (methods.RATIOS if surrogate in ("ppo_clip", "cispo", "sapo") else ["token"])
+    for aggregate in methods.AGGREGATES
+    if aggregate != methods.LEGACY_AGGREGATE
+]
+CUTS = [("d1", 2), ("d1", 5), *[(layout, count) for layout in ("d2", "t2", "p2", "c2") for count in (1, 2, 5)]]
+"""Layout and micro-batches of each replica."""
+RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
+
+
+def objectives() -> list:
+    """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
+    extra = {"kl": methods.KL(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
+    extra["correction"] = methods.Correction(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
+    found = []
+    for surrogate, ratio, aggregate in COMBINATIONS:
+        own = {} if surrogate in methods.NO_RATIO else {"ratio": ratio}
+        found.append(make_objective("cispo", surrogate=surrogate, aggregate=aggregate, **own, **extra))
+    return [*found, make_objective("dpo", beta=0.5)]
+
+
+def batch_for(objective, base_T: torch.Tensor):
+    """The batch of the step's tests, on which the old, the reference's and the engine's log-probs differ from the policy's."""
+    batch = whole_batch()
+    noise = torch.randn(3, sum(LENGTHS), generator=torch.Generator().manual_seed(9)) * torch.tensor([[0.3], [0.3], [0.1]])
+    mask = batch.loss_mask_T
+    return replace(
+        batch,
+        together=2 if objective.surrogate.against == "reference" else 1,
+        loss_weights_T=spread(objective.weights(RESPONSES, MAX_RESPONSE), batch),
+        old_logprobs_T=base_T + noise[0] * mask,
+        ref_logprobs_T=base_T + noise[1] * mask,
+        rollout_logprobs_T=base_T + (noise[0] + noise[2]) * mask,
+        marked_T=mask & (torch.arange(len(mask)) % 3 == 0),
+    )
+
+
+def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
+    """[objectives, parameters] gradients on rank 0: what a step leaves before the optimizer."""
+    from fivefold.megatron import step
+    from fivefold.megatron.bridge import WeightStream
+    from fivefold.megatron.build import named_weights
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, policy, mesh, total_updates=1)
+    mine = mesh.ranks.share(range(len(LENGTHS) // 2))[0]
+    mine = [sample for pair in mine for sample in (2 * pair, 2 * pair + 1)]
+    base_T = torch.zeros(sum(LENGTHS))
+    index = whole_batch().token_index(mine)
+    base_T[index] = model.forward(whole_batch().select(mine))
+    torch.distributed.all_reduce(base_T, group=mesh.ranks.dp)
+    stream = WeightStream(
+        lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.shape, mesh, 64
+    )
+    step.micro_batches_needed = lambda sizes, budget: count
+    rows = []
+    for objective in objectives():
+        for ddp in model._models:
+            ddp.train()
+            ddp.zero_grad_buffer()
+        part = batch_for(objective, base_T).select(mine)
+        found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._terms, [])
+        row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
+        rows.append(row.clone() if mesh.ranks.rank == 0 else None)
+        assert found.micro_batches == count
+    return torch.stack(rows) if mesh.ranks.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def found(cluster, models):
+    # With the distributed optimizer each replica would keep a part of the sums only.
+    megatron = MegatronConfig(ddp={"use_distributed_optimizer": False})
+
+    @cache
+    def of(layout: str, count: int):
+        policy = replace(POLICY, megatron=megatron)
+        return cluster.run(gradients, f"megatron:{layout}", models("qwen3"), policy, count)[0]
+
+    return of
+
+
+@pytest.mark.parametrize(("layout", "count"), CUTS)
+def test_every_objective_has_the_same_gradient_for_every_cut(found, layout, count):
+    """Relative to each objective's gradient norm: sums in another order differ by float32's rounding and no more."""
+    expected, gradient = found("d1", 1), found(layout, count)
+    norms = expected.norm(dim=1)
+    assert norms.min() > 1e-3
+    # Different objectives have different gradients: the comparison is not of zeros or of one number.
+    assert len({round(float(row.norm() / 1e-3)) for row in expected}) > len(COMBINATIONS) // 2
+    assert ((gradient - expected).norm(dim=1) / norms).max() <= 1e-6
+
+
+def legacy_loss(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, policy, mesh, total_updates=1)
+    objective = make_objective("grpo", kl=methods.KL(coef=0.0), aggregate=methods.LEGACY_AGGREGATE)
+    mine = mesh.ranks.share(range(len(LENGTHS)))[0]
+    batch = batch_for(objective, base_T).select(mine)
+    return model.train_step(batch, objective.loss).loss, mine
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_the_legacy_aggregation_is_the_mean_over_micro_batches_of_all_replicas(cluster, models, layout):
+    budget = 60 if layout == "d1" else 32
+    policy = replace(POLICY, tokens_per_micro_batch=budget)
+    base_T = -torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2)) * whole_batch().loss_mask_T
+    results = cluster.run(legacy_loss, f"megatron:{layout}", models("qwen3"), policy, base_T)
+    assert len({loss for loss, _ in results}) == 1
+    # The same by hand, from the log-probs of one process.
+    (logprobs,) = cluster.run(own_logprobs, "megatron:d1", models("qwen3"))
+    batch = batch_for(make_objective("grpo"), base_T)
+    means = []
+    for _, mine in results:
+        lengths = [LENGTHS[i] for i in mine]
+        for samples in plan_micro_batches(lengths, 2):
+            index = batch.token_index([mine[i] for i in samples])
+            index = index[batch.loss_mask_T[index]]
+            ratio = (logprobs[index] - batch.old_logprobs_T[index]).exp()
+            advantage = batch.advantages_T[index]
+            means.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean().item())
+    assert results[0][0] == pytest.approx(sum(means) / len(means), rel=1e-5)
+
+
+def own_logprobs(mesh, directory: Path):
+    from fivefold.megatron.model import MegatronModel
+
+    return MegatronModel(directory, POLICY, mesh).forward(whole_batch())

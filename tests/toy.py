@@ -1,0 +1,113 @@
+"""The two surfaces in a few lines: a table of logits that learns and an engine that draws from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.engines.draw import draw, row_key, uniform
+from fivefold.types import Given, Group, LossFn, Prompt, Sample, Sampling, StepReport, TokenBatch
+
+PROMPTS, LENGTH, VOCAB = 8, 3, 12
+
+
+class ToyModel:
+    """Log-probs (or values) of a response token by its prompt and place: nothing but a table."""
+
+    def __init__(self, values: bool = False, lr: float = 0.1) -> None:
+        self.table = torch.zeros(PROMPTS, LENGTH + 1, 1 if values else VOCAB, requires_grad=True)
+        self.version, self._values = 0, values
+        self._adam = torch.optim.Adam([self.table], lr=lr)
+
+    def _output(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """(log-probs or values, entropies) of every token; prompts are one token, their number."""
+        place_T = batch.positions_T
+        prompt_T = batch.token_ids_T[torch.arange(len(place_T)) - place_T]
+        if self._values:
+            return self.table[prompt_T, place_T, 0], torch.zeros(len(place_T))
+        logp_TV = torch.log_softmax(self.table[prompt_T, (place_T - 1).clamp(min=0)] / batch.temperature, -1)
+        own_T = logp_TV.gather(1, batch.token_ids_T[:, None])[:, 0]
+        return own_T * batch.loss_mask_T, -(logp_TV.exp() * logp_TV).sum(-1) * batch.loss_mask_T
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        return self._output(batch)[0].detach()
+
+    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
+        """Two micro-batches, one step."""
+        self._adam.zero_grad()
+        sums: dict[str, float] = {}
+        loss, half = 0.0, len(batch.lengths_N) // 2
+        for samples in (range(half), range(half, len(batch.lengths_N))):
+            part = batch.select(list(samples))
+            found = loss_fn(*self._output(part), part)
+            found.loss.backward()
+            loss += float(found.loss)
+            for name, value in [*found.sums.items(), *found.maxima.items()]:
+                sums[name] = sums.get(name, 0.0) + float(value)
+        norm = float(self.table.grad.norm())
+        self._adam.step()
+        self.version += 1
+        return StepReport(loss, norm, 0.1, sums, 2, len(batch.token_ids_T), len(batch.lengths_N))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "table", self.table.detach()
+
+    def verify(self) -> None: ...
+    def offload(self) -> dict[str, int]:
+        return {}
+
+    def onload(self) -> None: ...
+    def save(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None: ...
+
+
+class ToyEngine:
+    """Draws LENGTH tokens from the table."""
+
+    def __init__(self) -> None:
+        self.version = -1
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        ((_, table),) = weights
+        self.table, self.version = table.clone(), version
+
+    def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
+        return [Group(p, [self._sample(p, i, sampling) for i in range(group_size)]) for p in prompts]
+
+    def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
+        key = torch.tensor([row_key([sampling.seed, sampling.step, prompt.id, index])])
+        tokens, logprobs = [], []
+        for place in range(LENGTH):
+            logits = self.table[prompt.token_ids[0], place][None]
+            token, logprob = draw(logits, uniform(key, place), sampling.temperature, 1.0, 0)
+            tokens.append(int(token))
+            logprobs.append(float(logprob))
+        return Sample(tokens, logprobs, str(tokens), True, self.version)
+
+
+class ToyScorer:
+    """The share of tokens that are the prompt's own."""
+
+    def score(self, groups: list[Group]) -> None:
+        for group in groups:
+            for sample in group.samples:
+                sample.reward = sum(token == target(group.prompt.id) for token in sample.token_ids) / LENGTH
+                sample.reward_parts = {"own": sample.reward}
+
+    def close(self) -> None: ...
+
+
+def target(prompt: int) -> int:
+    return (5 * prompt + 1) % VOCAB
+
+
+def toy_prompts() -> list[Prompt]:
+    """With a right and a wrong response to learn from."""
+    found = []
+    for i in range(PROMPTS):
+        given = [Given([token] * LENGTH, [True] * LENGTH, "") for token in (target(i), (target(i) + 1) % VOCAB)]
+        found.append(Prompt(i, [i], "toy", str(i), "", responses=given))
+    return found
