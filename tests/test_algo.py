@@ -453,14 +453,22 @@ def test_correction_weights_by_hand():
     assert float(ratio_at("sequence", gap, samples)[0]) == pytest.approx(0.6, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(methods.CORRECTIONS))
-def test_rejected_tokens_keep_their_place_in_the_denominator(name):
-    """Doubling the lengths' weights of the others would be what happens when a denominator shrinks."""
-    objective = make_objective("grpo", correction=methods.Correction(name=name))
+CORRECTIONS = {name: methods.Correction(name=name) for name in methods.CORRECTIONS}
+CORRECTIONS |= {
+    level: methods.Correction(reject=level, reject_low=low, reject_high=high)
+    for level, low, high in [("token", 0.7, 1.4), ("sequence", 0.5, 1.5), ("geometric", 0.8, 1.0)]
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_what_is_masked_or_rejected_keeps_its_place_in_the_denominator(name):
+    objective = make_objective("grpo", correction=CORRECTIONS[name])
     batch = make_batch()
-    loss = float(objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch).loss)
-    expected = slow.loss(methods.resolve("grpo", given(correction=methods.Correction(name=name))), as_lists(batch), 8)
-    assert loss == pytest.approx(float(expected), rel=1e-5, abs=1e-7)
+    out = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch)
+    expected = slow.loss(methods.resolve("grpo", given(correction=CORRECTIONS[name])), as_lists(batch), 8)
+    assert float(out.loss) == pytest.approx(float(expected), rel=1e-5, abs=1e-7)
+    if name not in methods.CORRECTIONS:
+        assert 0.1 < float(out.sums["correction/rejected_fraction"]) < 0.9
 
 
 def given(**choices):
@@ -549,6 +557,7 @@ def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggre
     batch = make_batch()
     responses = torch.tensor([3, 3, 3])
     batch.loss_weights_T = spread(objective.weights(responses, 8), batch)
+    batch.per_micro_batch = objective.per_micro_batch
     entropy = torch.linspace(0.5, 2.0, 15) * batch.loss_mask_T
     for cut in ([[0, 1, 2]], [[2], [0, 1]]):
         now = (-torch.linspace(0.1, 1.5, 15)).requires_grad_()

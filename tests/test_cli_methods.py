@@ -136,8 +136,8 @@ def test_an_exported_critic_is_a_sequence_classifier(root, base):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(root / "critic-hf")
     assert torch.equal(model.score.weight, tensors["score.weight"]) and model.score.weight.abs().max() > 0
     # It is a model to start from like any other: its head is read, so values are not 0 at first.
-    found, _ = train(root, "from-critic", f"critic.path={root}/critic-hf", "trainer.steps=1")
-    fresh, _ = train(root, "from-fresh", "trainer.steps=1", "algorithm.updates_per_step=1")
+    found, _ = train(root, "from-critic", f"critic.path={root}/critic-hf", "trainer.steps=1", "critic.warmup_steps=0")
+    fresh, _ = train(root, "from-fresh", "trainer.steps=1", "critic.warmup_steps=0", "algorithm.updates_per_step=1")
     assert found[0]["critic/value_mean"] != 0 and fresh[0]["critic/value_mean"] == 0
     done = fivefold("export", root / "runs/base/checkpoints/step-000002", root / "nothing", "--part", "policies")
     assert done.returncode == 2
@@ -228,12 +228,8 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(root, judge):
 
 
 def pairs(root: Path) -> Path:
-    """The right sum against a wrong one."""
-    rows = [
-        {"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"#### {a + b + 1}"}
-        for a in range(8)
-        for b in range(8)
-    ]
+    """The sum in the form that is asked for, against the bare one."""
+    rows = [{"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"{a + b}"} for a in range(8) for b in range(8)]
     path = root / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
@@ -248,7 +244,7 @@ def dpo_options(root: Path) -> list[str]:
     path = pairs(root)
     return [
         "algorithm={name: dpo, updates_per_step: 2}", f"data.train={path}", f"data.val={path}", "trainer.eval_every=2",
-        "trainer.steps=4", "data.prompts_per_step=16",
+        "trainer.steps=6", "data.prompts_per_step=16", "policy.optimizer.lr=5e-3",
     ]  # fmt: skip
 
 
@@ -261,7 +257,13 @@ def test_dpo_starts_at_log_2_and_learns_the_pairs(dpo):
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "c2"])
 def test_a_dpo_run_has_the_same_metrics_on_every_layout(root, dpo, layout):
-    assert_same(train(root, f"dpo-{layout}", *dpo_options(root), f"policy.backend=megatron:{layout}")[0], dpo)
+    found, _ = train(root, f"dpo-{layout}", *dpo_options(root), f"policy.backend=megatron:{layout}")
+
+    def comparable(rows):
+        """At first policy and reference are one: the sign of a margin of 0 is rounding."""
+        return [{k: v for k, v in row.items() if row["step"] > 1 or not k.endswith("/accuracy")} for row in rows]
+
+    assert_same(comparable(found), comparable(dpo))
 
 
 def test_sft_learns_the_assistant_s_turns_of_conversations(root):
@@ -274,9 +276,9 @@ def test_sft_learns_the_assistant_s_turns_of_conversations(root):
     ]  # fmt: skip
     path = root / "talks.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    found, told = train(
+    found, _ = train(
         root, "talks", "algorithm={name: sft}", f"data.train={path}", f"data.val={path}", "trainer.eval_every=4",
-        "trainer.steps=12", "data.prompts_per_step=12", "policy.backend=megatron:d2",
+        "trainer.steps=12", "data.prompts_per_step=12", "policy.backend=megatron:d2", "policy.optimizer.lr=1e-2", "reward={}",
     )  # fmt: skip
     assert found[0]["val/loss"] > 2 > found[-1]["val/loss"]
     # No reward is known for these rows, so nothing is sampled.

@@ -187,12 +187,12 @@ def test_a_head_whose_gradient_is_counted_on_every_tensor_parallel_rank_is_seen(
     assert difference(results, critic_oracle)[1] > 0.1
 
 
-def ppo_step(mesh, directory: Path, critic_directory: Path, policy: PolicyConfig, old_T: torch.Tensor):
+def ppo_step(mesh, directory: Path, critic_directory: Path, policy: PolicyConfig, old_T: torch.Tensor, critic_policy=None):
     """Values, GAE, whitening over replicas, then one step of both models: what the loop does."""
     from fivefold.megatron.model import MegatronModel
 
     actor = MegatronModel(directory, policy, mesh, total_updates=1)
-    critic = MegatronModel(critic_directory, policy, mesh, total_updates=1, values=True)
+    critic = MegatronModel(critic_directory, critic_policy or policy, mesh, total_updates=1, values=True)
     mine = mesh.ranks.share(range(len(LENGTHS)))[0]
     whole = replace(whole_batch(), old_logprobs_T=old_T)
     batch = replace(whole.select(mine), values_T=critic.forward(whole.select(mine)))
@@ -267,5 +267,14 @@ def ppo_oracle(models, classifier, critic_oracle, tmp_path_factory):
 def test_a_ppo_step_is_the_same_on_every_layout(cluster, models, classifier, ppo_oracle, layout):
     policy = replace(POLICY, tokens_per_micro_batch=32)
     results = cluster.run(ppo_step, f"megatron:{layout}", models("qwen3"), classifier, policy, ppo_oracle[2])
+    for found, bound in zip(difference(results, ppo_oracle), BOUNDS, strict=True):
+        assert found <= bound
+
+
+@pytest.mark.parametrize("virtual", ["policy", "critic"])
+def test_policy_and_critic_may_have_different_virtual_stages(cluster, models, classifier, ppo_oracle, virtual):
+    plain, staged = (policy_of("qwen3", case, 32) for case in (Case("p2"), Case("p2", VPP2)))
+    policy, critic = (staged, plain) if virtual == "policy" else (plain, staged)
+    results = cluster.run(ppo_step, "megatron:p2", models("qwen3"), classifier, policy, ppo_oracle[2], critic)
     for found, bound in zip(difference(results, ppo_oracle), BOUNDS, strict=True):
         assert found <= bound

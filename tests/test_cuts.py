@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fivefold import methods
-from fivefold.algo import make_objective
+from fivefold.algo import Objective, make_objective
 from fivefold.batch import plan_micro_batches, spread
 from fivefold.config.schema import MegatronConfig, PolicyConfig
+from tests import slow
+from tests.test_algo import as_lists
 from tests.test_step_equality import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
 COMBINATIONS = [
@@ -28,15 +30,21 @@ CUTS = [("d1", 2), ("d1", 5), *[(layout, count) for layout in ("d2", "t2", "p2",
 RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 
 
-def objectives() -> list:
+@cache
+def choices() -> list:
     """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
     extra = {"kl": methods.KL(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
     extra["correction"] = methods.Correction(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
     found = []
     for surrogate, ratio, aggregate in COMBINATIONS:
         own = {} if surrogate in methods.NO_RATIO else {"ratio": ratio}
-        found.append(make_objective("cispo", surrogate=surrogate, aggregate=aggregate, **own, **extra))
-    return [*found, make_objective("dpo", beta=0.5)]
+        found.append(("cispo", methods.Choices(surrogate=surrogate, aggregate=aggregate, **own, **extra)))
+    found.append(("dpo", methods.Choices(beta=0.5)))
+    return [methods.resolve(name, given) for name, given in found]
+
+
+def objectives() -> list[Objective]:
+    return [Objective.of(chosen) for chosen in choices()]
 
 
 def batch_for(objective, base_T: torch.Tensor):
@@ -46,6 +54,7 @@ def batch_for(objective, base_T: torch.Tensor):
     mask = batch.loss_mask_T
     return replace(
         batch,
+        per_micro_batch=objective.per_micro_batch,
         together=2 if objective.surrogate.against == "reference" else 1,
         loss_weights_T=spread(objective.weights(RESPONSES, MAX_RESPONSE), batch),
         old_logprobs_T=base_T + noise[0] * mask,
@@ -56,7 +65,7 @@ def batch_for(objective, base_T: torch.Tensor):
 
 
 def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
-    """[objectives, parameters] gradients on rank 0: what a step leaves before the optimizer."""
+    """([objectives, parameters] gradients, losses) on rank 0: what a step leaves before the optimizer."""
     from fivefold.megatron import step
     from fivefold.megatron.bridge import WeightStream
     from fivefold.megatron.build import named_weights
@@ -73,7 +82,7 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
         lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.shape, mesh, 64
     )
     step.micro_batches_needed = lambda sizes, budget: count
-    rows = []
+    rows, losses = [], []
     for objective in objectives():
         for ddp in model._models:
             ddp.train()
@@ -83,7 +92,8 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
         row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
         rows.append(row.clone() if mesh.ranks.rank == 0 else None)
         assert found.micro_batches == count
-    return torch.stack(rows) if mesh.ranks.rank == 0 else None
+        losses.append(found.loss)
+    return (torch.stack(rows), losses) if mesh.ranks.rank == 0 else None
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +112,33 @@ def found(cluster, models):
 @pytest.mark.parametrize(("layout", "count"), CUTS)
 def test_every_objective_has_the_same_gradient_for_every_cut(found, layout, count):
     """Relative to each objective's gradient norm: sums in another order differ by float32's rounding and no more."""
-    expected, gradient = found("d1", 1), found(layout, count)
+    expected, gradient = found("d1", 1)[0], found(layout, count)[0]
     norms = expected.norm(dim=1)
     assert norms.min() > 1e-3
     # Different objectives have different gradients: the comparison is not of zeros or of one number.
     assert len({round(float(row.norm() / 1e-3)) for row in expected}) > len(COMBINATIONS) // 2
     assert ((gradient - expected).norm(dim=1) / norms).max() <= 1e-6
+
+
+def test_every_objective_s_loss_on_megatron_core_equals_the_loop(found, models):
+    """Log-probs and entropies by transformers, the loss by tests/slow.py."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(models("qwen3")).float()
+    batch, logprobs, entropies, start = whole_batch(), [], [], 0
+    with torch.no_grad():
+        for length in LENGTHS:
+            tokens = batch.token_ids_T[start : start + length]
+            logp = torch.log_softmax(model(tokens[None]).logits[0] / batch.temperature, -1)[:-1]
+            logprobs += [torch.zeros(1), logp.gather(1, tokens[1:, None])[:, 0]]
+            entropies += [torch.zeros(1), -(logp.exp() * logp).sum(1)]
+            start += length
+    now, entropy = torch.cat(logprobs) * batch.loss_mask_T, torch.cat(entropies)
+    losses = found("d2", 2)[1]
+    for chosen, objective, loss in zip(choices(), objectives(), losses, strict=True):
+        expected = slow.loss(chosen, as_lists(batch_for(objective, now), now.double(), entropy), MAX_RESPONSE)
+        assert loss == pytest.approx(float(expected), rel=2e-5, abs=1e-6), chosen
+    assert len({round(loss, 4) for loss in losses}) > len(losses) // 2
 
 
 def legacy_loss(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):

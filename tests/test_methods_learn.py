@@ -108,7 +108,7 @@ def test_pass_at_k_raises_the_best_of_a_group(cluster, tmp_path):
 
 
 def refilled(mesh, run_dir: Path, known: int):
-    rows, *_, run = toy_run(mesh, run_dir, "dapo", methods.Choices(), steps=3, policy=knowing(known))
+    rows, *_, run = toy_run(mesh, run_dir, "dapo", methods.Choices(), steps=3, policy=knowing(known), group_size=32)
     return rows, run.position
 
 

@@ -125,28 +125,33 @@ class SampleTable:
     def group_N(self) -> Tensor:
         return torch.arange(len(self.rewards_N)) // self.samples_per_prompt
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, sampled: bool) -> dict[str, float]:
+        """Numbers of the step; of rewards only where responses were `sampled`."""
         rewards, lengths, k = self.rewards_N, self.response_lengths_N.double(), self.samples_per_prompt
-        right_PG, rewards_PG = self.right_N.view(-1, k), rewards.view(-1, k)
         found = {
+            "response/length_mean": float(lengths.mean()),
+            "response/length_std": float(lengths.std()) if len(lengths) > 1 else 0.0,
+            "response/length_min": float(lengths.min()),
+            "response/length_max": float(lengths.max()),
+            "response/truncated_fraction": float(1 - self.finished_N.double().mean()),
+            "prompt/length_mean": float(self.prompt_lengths_N.double().mean()),
+        }
+        if not sampled:
+            return found
+        found |= {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
             "reward/min": float(rewards.min()),
             "reward/max": float(rewards.max()),
             "reward/failed": float(self.failed_N.sum()),
             **{f"reward/{name}": value for name, value in self.parts.items()},
-            "response/length_mean": float(lengths.mean()),
-            "response/length_std": float(lengths.std()) if len(lengths) > 1 else 0.0,
-            "response/length_min": float(lengths.min()),
-            "response/length_max": float(lengths.max()),
-            "response/truncated_fraction": float(1 - self.finished_N.double().mean()),
             "response/repetition": float(self.repetition_N.mean()),
-            "prompt/length_mean": float(self.prompt_lengths_N.double().mean()),
         }
         for name, chosen in (("right", self.right_N), ("wrong", ~self.right_N)):
             if chosen.any():
                 found[f"response/length_mean_{name}"] = float(lengths[chosen].mean())
         if k > 1:
+            right_PG, rewards_PG = self.right_N.view(-1, k), rewards.view(-1, k)
             found |= {
                 f"reward/mean@{k}": float(right_PG.double().mean()),
                 f"reward/pass@{k}": float(right_PG.any(1).double().mean()),

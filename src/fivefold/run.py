@@ -278,7 +278,8 @@ class Run:
         part = replace(batch.select(update.own_samples), update_tokens=update.tokens)
         lengths_N, finished_N = table.response_lengths_N[update.samples], table.finished_N[update.samples]
         weights_N = self.objective.weights(lengths_N, self.sampling.max_tokens, finished_N)
-        return replace(part, loss_weights_T=spread(weights_N[update.own], part))
+        weights_T = spread(weights_N[update.own], part)
+        return replace(part, loss_weights_T=weights_T, per_micro_batch=self.objective.per_micro_batch)
 
     def marked(self, part: TokenBatch, update: Update) -> TokenBatch:
         """The part with the tokens that the surrogate chose among all of the update, the same on every layout."""
@@ -303,6 +304,10 @@ class Run:
         marked_T = torch.zeros_like(part.loss_mask_T)
         if sum(sizes):
             marked_T[part.loss_mask_T] = torch.cat([by_sample[place] for place in update.own])
+        if update.number == 0:
+            # The policy is the old one: the loss then compares it with itself, and not with the rounding of another pass,
+            # whose sign is all that the gradient of |log ratio| sees.
+            part = replace(part, old_logprobs_T=None)
         return replace(part, marked_T=marked_T)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
@@ -367,7 +372,10 @@ class Run:
         """Record the step, evaluate and save when it is time, and see whether the run should stop."""
         self.step += 1
         record = self.observer.record
-        record(table.metrics() | {"epoch": float(self.sampler.epoch(self.position - self.sampler.per_step))})
+        record(
+            table.metrics(sampled=not self.given)
+            | {"epoch": float(self.sampler.epoch(self.position - self.sampler.per_step))}
+        )
         if self.reports:
             found = _combine(self.reports, "policy")
             if self.objective.kl_target is not None:

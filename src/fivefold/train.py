@@ -30,6 +30,7 @@ def train(run: Run) -> None:
                 with stage("critic"):
                     for update in run.updates(table):
                         run.critic_step(run.part(batch, table, update))
+                    critic.offload()
             with stage("train"):
                 for update in run.updates(table) if run.policy_learns else ():
                     run.train_step(run.marked(run.part(batch, table, update), update))

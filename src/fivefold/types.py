@@ -127,6 +127,8 @@ class TokenBatch:
     """Response tokens of the whole update, over all replicas."""
     update_micro_batches: int = 0
     """Micro-batches of the whole update that hold samples, over all replicas; known to the loss only."""
+    per_micro_batch: bool = False
+    """`loss_weights_T` are still to be divided by the tokens of the micro-batch and the number of micro-batches (legacy)."""
     together: int = 1
     """So many consecutive samples stay in one micro-batch: 2 where the loss compares pairs."""
 
@@ -139,6 +141,14 @@ class TokenBatch:
         if not self.lengths_N:
             return torch.zeros(0, dtype=torch.long)
         return torch.cat([torch.arange(length) for length in self.lengths_N])
+
+    @property
+    def weights_T(self) -> Tensor:
+        """The share of the loss that each token carries in this micro-batch."""
+        assert self.loss_weights_T is not None
+        if not self.per_micro_batch:
+            return self.loss_weights_T
+        return self.loss_weights_T / (self.loss_mask_T.sum().clamp(min=1) * max(self.update_micro_batches, 1))
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields with one number a token."""

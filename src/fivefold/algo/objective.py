@@ -181,11 +181,8 @@ class Objective:
 
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""
-        assert batch.loss_weights_T is not None and batch.advantages_T is not None
-        mask_T, samples = batch.loss_mask_T, Samples.of(batch)
-        weights_T = batch.loss_weights_T
-        if self.per_micro_batch:
-            weights_T = weights_T / (mask_T.sum().clamp(min=1) * max(batch.update_micro_batches, 1))
+        assert batch.advantages_T is not None
+        mask_T, weights_T, samples = batch.loss_mask_T, batch.weights_T, Samples.of(batch)
         share_T = mask_T / max(batch.update_tokens, 1)
         now_T = logprobs_T.detach()
         old_T = self.old_logprobs(logprobs_T, batch)

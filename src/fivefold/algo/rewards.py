@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 
@@ -16,4 +17,9 @@ def repetition(token_ids: list[int], n: int = 4) -> float:
     grams = len(token_ids) - n + 1
     if grams <= 0:
         return 0.0
-    return 1 - len({tuple(token_ids[i : i + n]) for i in range(grams)}) / grams
+    tokens = np.asarray(token_ids, dtype=np.uint64)
+    # One 64-bit number for each n-gram: that two share one by chance does not matter to a share.
+    numbers = np.zeros(grams, dtype=np.uint64)
+    for place in range(n):
+        numbers = numbers * np.uint64(0x9E3779B97F4A7C15) + tokens[place : place + grams] + np.uint64(1)
+    return 1 - len(np.unique(numbers)) / grams

@@ -20,7 +20,7 @@ class ValueLoss:
 
     def __call__(self, values_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """`values_T` are those of the text up to and including each token, as the critic gives them."""
-        assert batch.values_T is not None and batch.returns_T is not None and batch.loss_weights_T is not None
+        assert batch.values_T is not None and batch.returns_T is not None
         mask_T = batch.loss_mask_T
         value_T, old_T = before(values_T) * mask_T, before(batch.values_T) * mask_T
         error_T = (value_T - batch.returns_T).square()
@@ -38,7 +38,7 @@ class ValueLoss:
             clipped_T = (near_T - return_T).square()
             means["critic/clip_fraction"] = (clipped_T > error_T).detach().float()
             error_T = torch.maximum(error_T, clipped_T)
-        loss = 0.5 * (error_T * batch.loss_weights_T).sum(dtype=torch.float64)
+        loss = 0.5 * (error_T * batch.weights_T).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums={name: (value_T * share_T).sum() for name, value_T in means.items()})
 
     def finished(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -114,8 +114,8 @@ class PolicyConfig:
         need(self.offload.bucket_mb > 0, f"offload.bucket_mb must be above 0: got {self.offload.bucket_mb}")
         need(
             self.tokens_per_micro_batch >= longest,
-            "tokens_per_micro_batch must hold the longest sequence, max_prompt_tokens + max_response_tokens (for dpo a pair), "
-            f"which is {longest}: got {self.tokens_per_micro_batch}; raise it or shorten the sequences",
+            "tokens_per_micro_batch must hold the longest sequence, max_prompt_tokens + max_response_tokens (for dpo a pair "
+            f"of them), which is {longest}: got {self.tokens_per_micro_batch}; raise it or shorten the sequences",
         )
         need(
             len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas),
@@ -436,7 +436,7 @@ class RunConfig:
             f"critic.value_clip must be above 0, or null for no bound: got {critic.value_clip}",
         )
         need(
-            self.trainer.steps is None or critic.warmup_steps < self.trainer.steps,
+            not self.uses_critic or self.trainer.steps is None or critic.warmup_steps < self.trainer.steps,
             f"critic.warmup_steps must be below trainer.steps, or the policy never learns: got {critic.warmup_steps}",
         )
         need(

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
@@ -210,6 +211,12 @@ def _forward(iterator: Iterator[MicroBatch], model: Any, terms: Terms) -> tuple[
     return micro, output
 
 
+def _schedule(terms: Terms) -> Any:
+    """Megatron-Core's schedule for this model: it asks a global for virtual stages, of which models have their own."""
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(terms.virtual if terms.virtual > 1 else None)
+    return get_forward_backward_func()
+
+
 @torch.no_grad()
 def forward_only(models: list[Any], batch: TokenBatch, terms: Terms) -> Tensor:
     """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
@@ -223,7 +230,7 @@ def forward_only(models: list[Any], batch: TokenBatch, terms: Terms) -> Tensor:
 
         return output, collect
 
-    results = get_forward_backward_func()(
+    results = _schedule(terms)(
         forward_step_func=step,
         data_iterator=micro_batches.iterators(),
         model=models,
@@ -276,7 +283,7 @@ def forward_backward(
         return output, loss
 
     calls = finalize.calls
-    outputs: list[LossOutput] = get_forward_backward_func()(
+    outputs: list[LossOutput] = _schedule(terms)(
         forward_step_func=step,
         data_iterator=micro_batches.iterators(),
         model=models,

@@ -1,0 +1,37 @@
+"""docs/methods.md says what the code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fivefold import methods
+from fivefold.algo import Objective
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "methods.md").read_text()
+BLOCKS = dict(re.findall(r"^### (\w+)\n.*?```yaml\n(.*?)```", PAGE.partition("## Axes")[0], re.M | re.S))
+
+
+def test_every_method_has_its_paper_and_its_row():
+    assert set(BLOCKS) == set(methods.METHODS)
+
+
+@pytest.mark.parametrize("name", sorted(methods.METHODS))
+def test_the_row_written_out_is_the_row_of_the_code(name, monkeypatch):
+    told = yaml.safe_load(BLOCKS[name])
+    kl = methods.KL(**told.pop("kl", {}))
+    monkeypatch.setitem(methods.METHODS, "blank", methods.Choices())
+    written = methods.resolve("blank", methods.Choices(kl=kl, **told))
+    assert Objective.of(written) == Objective.of(methods.resolve(name))
+    assert written.dynamic_sampling == methods.resolve(name).dynamic_sampling
+
+
+def test_every_choice_is_explained():
+    for item in dataclasses.fields(methods.Choices):
+        assert f"`{item.name}" in PAGE or f" {item.name}:" in PAGE or f"{{{item.name}" in PAGE, item.name
+    for name in [*methods.CORRECTIONS, *methods.ADVANTAGES, *methods.AGGREGATES, *methods.SURROGATES]:
+        assert name in PAGE, name
