@@ -39,6 +39,7 @@ gsm8k: $(READY)
 gpu-test:
 	$(PYTHON) benchmarks/gpu_check.py
 	$(PYTHON) benchmarks/gpu_layouts.py
+	$(PYTHON) benchmarks/gpu_methods.py
 
 clean:
 	rm -rf $(VENV) demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

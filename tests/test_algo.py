@@ -704,6 +704,8 @@ def test_the_numbers_of_a_surrogate_are_its_fields():
         ("grpo", {"surrogate": "dpo"}, "write name: dpo"),
         ("grpo", {"surrogate": "ppo"}, "surrogate must be one of ppo_clip"),
         ("grpo", {"advantage": "nowhere.py:mine"}, "no file at nowhere.py"),
+        ("grpo", {"advantage": "given"}, "which do not sample"),
+        ("grpo", {"credit": "gea"}, "credit must be one of response, discounted, gae"),
         ("sft", {"credit": "gae"}, "credit has nothing to act on"),
         ("sft", {"dynamic_sampling": True}, "does not sample"),
         ("dpo", {"kl": methods.KL(coef=0.1)}, "has the reference in its loss already"),
@@ -747,6 +749,13 @@ def half(logprobs_T, old_logprobs_T, samples):
 def by_root(response_lengths_N, max_response_tokens):
     return 1 / response_lengths_N.double().sqrt()
 
+def last_only(advantages_N, penalties_T, samples):
+    ends_N = torch.tensor(samples.lengths_N).cumsum(0) - 1
+    return torch.zeros(len(penalties_T)).index_copy(0, ends_N, advantages_N)
+
+def halved(log_ratio_T, samples):
+    return (log_ratio_T / 2).exp()
+
 def cubic(logprobs_T, ref_logprobs_T):
     return (logprobs_T - ref_logprobs_T).abs() ** 3
 """
@@ -763,13 +772,18 @@ def test_a_function_of_the_user_s_own_plugs_in_on_every_axis(tmp_path):
         ratio=f"{path}:half",
         aggregate=f"{path}:by_root",
         kl=methods.KL(estimator=f"{path}:cubic", coef=0.5),
+        credit=f"{path}:last_only",
+        correction=methods.Correction(weight=f"{path}:halved", high=1.1),
     )
     assert objective.advantage(scores([1.0, 3.0])).tolist() == [-1.0, 1.0]
     batch = make_batch()
+    found, _ = objective.advantages(batch, scores([1.0, 3.0, 5.0]), torch.ones(3, dtype=torch.bool), Alone())
+    assert found.nonzero()[:, 0].tolist() == [4, 14] and found[[4, 8, 14]].tolist() == [-2.0, 0.0, 2.0]
     batch.loss_weights_T = spread(objective.weights(torch.tensor([3, 3, 3]), 8), batch)
     now = -torch.linspace(0.1, 1.5, 15)
     expected = 0.0
     for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
-        gain = float(now[t] - batch.old_logprobs_T[t]) / 2 * float(batch.advantages_T[t])
+        weight = min(math.exp(float(batch.old_logprobs_T[t] - batch.rollout_logprobs_T[t]) / 2), 1.1)
+        gain = weight * float(now[t] - batch.old_logprobs_T[t]) / 2 * float(batch.advantages_T[t])
         expected -= (gain - 0.5 * abs(float(now[t] - batch.ref_logprobs_T[t])) ** 3) / math.sqrt(3)
     assert float(objective.loss(now, torch.zeros(15), batch).loss) == pytest.approx(expected, rel=1e-5)

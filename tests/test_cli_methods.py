@@ -186,8 +186,8 @@ def judge(root) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layout", ["d1", "d2", "t2", "p2", "c2"])
-def test_a_reward_model_s_score_is_transformers_on_every_layout(root, judge, layout):
+@pytest.mark.parametrize("layout", ["d2", "p2"])
+def test_a_reward_model_s_score_is_transformers(root, judge, layout):
     """The score of each sample in samples.jsonl, once more by transformers' own classifier."""
     import transformers
 
@@ -255,8 +255,8 @@ def test_dpo_starts_at_log_2_and_learns_the_pairs(dpo):
     assert {"policy/accuracy", "policy/reward_chosen", "policy/reward_rejected"} <= set(dpo[-1])
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "c2"])
-def test_a_dpo_run_has_the_same_metrics_on_every_layout(root, dpo, layout):
+@pytest.mark.parametrize("layout", ["d2", "c2"])
+def test_a_dpo_run_has_the_same_metrics_on_other_layouts(root, dpo, layout):
     found, _ = train(root, f"dpo-{layout}", *dpo_options(root), f"policy.backend=megatron:{layout}")
 
     def comparable(rows):
@@ -290,7 +290,7 @@ def test_sft_learns_the_assistant_s_turns_of_conversations(root):
 # --- other methods ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["remax", "clip_cov", "kl_cov", "dapo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", ["remax", "clip_cov", "kl_cov", "dapo"])
 def test_a_run_of_a_method_that_looks_at_the_whole_step_is_the_same_on_two_replicas(root, name):
     """Greedy responses, tokens chosen among all of the update, refilled groups, whitening."""
     algorithm = f"algorithm={{name: {name}, group_size: 4, updates_per_step: 2"

@@ -142,6 +142,28 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
     assert "engine.sampling has no effect: sft does not sample" in sft.stdout
 
 
+def test_the_configuration_names_every_method():
+    import typing
+
+    from fivefold.config.schema import AlgorithmConfig
+    from fivefold.methods import METHODS
+
+    assert set(typing.get_args(typing.get_type_hints(AlgorithmConfig)["name"])) == set(METHODS)
+
+
+def test_updates_that_a_method_cannot_correct_are_noted(tmp_path, models):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\n"
+        f"data: {{train: {data}, prompts_per_step: 8, max_prompt_tokens: 100, max_response_tokens: 20}}\n",
+    )
+    noted = "of 4 updates a step all but the first are off-policy"
+    assert noted in check(path, "algorithm.name=rloo", "algorithm.updates_per_step=4").stdout
+    assert noted not in check(path, "algorithm.name=grpo", "algorithm.updates_per_step=4").stdout
+
+
 def test_check_answers_in_two_seconds_and_without_torch(tmp_path, models):
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "1+1="}\n')

@@ -63,6 +63,8 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
     if config.trainer.resume not in ("auto", "never") and not Path(config.trainer.resume).is_dir():
         faults.append(f"trainer.resume must be auto, never or a checkpoint directory: got {config.trainer.resume!r}")
     faults += _device_faults(config)
+    updates = config.algorithm.updates_per_step * config.algorithm.epochs
+    notes += methods.notes(config.algorithm.name, config.algorithm, updates)
     notes += [f"{key} has no effect: {reason}" for key, reason in without_effect(config, experts)]
     return faults, notes
 

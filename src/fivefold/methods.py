@@ -35,8 +35,9 @@ class Correction:
 
     name: Literal["none", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric", "decoupled"] | None = None
     """A row of CORRECTIONS, which the other keys change."""
-    weight: Literal["none", "token", "sequence", "geometric"] | None = None
-    """Weight of a token: trainer / engine of the token, the product over its response, or the geometric mean of that."""
+    weight: str | None = None
+    """Weight of a token: trainer / engine of the token, the product over its response (sequence), or the geometric mean of
+    that; none; or `path.py:function`."""
     low: float | None = None
     high: float | None = None
     """Bounds of the weight."""
@@ -58,8 +59,9 @@ class Choices:
     """How rewards of samples are compared: one of ADVANTAGES, or `path.py:function`."""
     normalize: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the rewards in the group, or in the whole step."""
-    credit: Literal["response", "discounted", "gae"] | None = None
-    """How a response's advantage comes to its tokens: all the same, as discounted return, or by GAE with a critic."""
+    credit: str | None = None
+    """How a response's advantage comes to its tokens: all the same (response), as discounted return, or by GAE with a
+    critic; or `path.py:function`."""
     gamma: float | None = None
     """Discount of a token (discounted, gae)."""
     lam: float | None = None
@@ -136,6 +138,8 @@ SURROGATES: dict[str, tuple[str, ...]] = {
 NO_RATIO = ("log_likelihood", "dpo")
 """Surrogates that do not compare with the old policy."""
 
+CREDITS = ("response", "discounted", "gae")
+WEIGHTS = ("none", "token", "sequence", "geometric")
 RATIOS = ("token", "sequence", "sequence-token")
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 LEGACY_AGGREGATE = "micro-batch-token-mean"
@@ -240,10 +244,12 @@ def problems(name: str, given: Choices, group_size: int) -> list[str]:
     chosen = resolve(name, given)
     for axis, choice, known in (
         ("advantage", chosen.advantage, ADVANTAGES),
+        ("credit", chosen.credit, CREDITS),
         ("ratio", chosen.ratio, RATIOS),
         ("surrogate", chosen.surrogate, SURROGATES),
         ("aggregate", chosen.aggregate, AGGREGATES),
         ("kl.estimator", chosen.kl.estimator, ESTIMATORS),
+        ("correction.weight", chosen.correction.weight, WEIGHTS),
     ):
         assert choice is not None
         if is_user_code(choice):
@@ -302,6 +308,7 @@ def problems(name: str, given: Choices, group_size: int) -> list[str]:
     for key in ("gamma", "lam"):
         value = getattr(chosen, key)
         need(value is None or 0 <= value <= 1, f"{key} must be in [0, 1]: got {value}")
+    need(advantage != "given" or not sampled, f"advantage: given belongs to {' and '.join(GIVEN)}, which do not sample")
     if surrogate == "dpo":
         need(advantage == "given" and not sampled, "surrogate: dpo compares given pairs: write name: dpo")
     if not sampled:
@@ -359,6 +366,17 @@ def _correction_problems(correction: Correction, surrogate: str, need: Any) -> N
             surrogate not in NO_RATIO,
             f"correction.proximal: engine changes the ratio, which {surrogate} does not have",
         )
+
+
+def notes(name: str, given: Choices, updates: int) -> list[str]:
+    """What is worth knowing of these choices; `updates` are the optimizer steps of a rollout."""
+    chosen = resolve(name, given)
+    if name not in GIVEN and chosen.surrogate == "log_likelihood" and updates > 1 and chosen.correction.weight == "none":
+        return [
+            f"{name} has no ratio to the policy that sampled: of {updates} updates a step all but the first are off-policy; "
+            "algorithm.updates_per_step: 1, or a correction, makes up for it"
+        ]
+    return []
 
 
 def without_effect(name: str, given: Choices) -> list[tuple[str, str]]:

@@ -96,8 +96,8 @@ class Run:
     reports: list[StepReport] = field(default_factory=list)
     """Of the policy's updates of this step."""
     critic_reports: list[StepReport] = field(default_factory=list)
-    _skipped: int = 0
-    """Updates skipped in a row."""
+    _skipped: dict[str, int] = field(default_factory=dict)
+    """Updates skipped in a row, of the policy and of the critic."""
     _saved: int = -1
     _checked: bool = False
     _last_metrics: dict[str, float] = field(default_factory=dict)
@@ -337,18 +337,18 @@ class Run:
 
     def _guard(self, report: StepReport, batch: TokenBatch, who: str) -> None:
         """After too many updates in a row that had to be skipped, the run ends with the batch saved."""
-        self._skipped = self._skipped + 1 if report.skipped else 0
+        skipped = self._skipped[who] = self._skipped.get(who, 0) + 1 if report.skipped else 0
         if report.skipped:
             self.observer.say(
-                f"{who}'s update skipped: loss {report.loss}, gradient norm {report.grad_norm} ({self._skipped} in a row)"
+                f"{who}'s update skipped: loss {report.loss}, gradient norm {report.grad_norm} ({skipped} in a row)"
             )
-        if self._skipped > self.max_skipped:
+        if skipped > self.max_skipped:
             directory = self.run_dir / "failed" / f"step-{self.step + 1:06d}"
             directory.mkdir(parents=True, exist_ok=True)
             batch.save(directory / f"rank-{self.ranks.rank}.safetensors")
             self.ranks.barrier()
             raise RuntimeError(
-                f"{self._skipped} updates of the {who} in a row had a loss or gradient that was not finite "
+                f"{skipped} updates of the {who} in a row had a loss or gradient that was not finite "
                 f"(trainer.guard.max_skipped = {self.max_skipped}); parameters are as after the last good one. "
                 f"Each rank's last batch is in {directory}"
             )

@@ -7,6 +7,7 @@ Truncated importance sampling (TIS): Yao et al., "Your Efficient RL Framework Se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,16 @@ from torch import Tensor
 
 from fivefold.algo.samples import Samples
 
+Level = Callable[[Tensor, Samples], Tensor]
+"""log trainer - log engine of each token, samples -> the ratio that a token is weighted by."""
+
 
 @dataclass(frozen=True)
 class Correction:
     """weight = trainer / engine, kept within bounds, and rejection of what lies too far off."""
 
-    weight: str = "none"
+    weight: str | Level = "none"
+    """none, token, sequence, geometric, or a function of the user's."""
     low: float = 0.0
     high: float = 2.0
     outside: str = "truncate"
@@ -62,8 +67,10 @@ class Correction:
         }
 
 
-def ratio_at(level: str, log_ratio_T: Tensor, samples: Samples) -> Tensor:
+def ratio_at(level: str | Level, log_ratio_T: Tensor, samples: Samples) -> Tensor:
     """trainer / engine of each token, or of its response: the product over its tokens, or that product's geometric mean."""
+    if not isinstance(level, str):
+        return level(log_ratio_T, samples)
     if level == "sequence":
         log_ratio_T = samples.sums(log_ratio_T)[samples.sample_T]
     elif level == "geometric":

@@ -89,6 +89,21 @@ class GAE:
         return advantages_T, advantages_T + before(values_T) * samples.mask_T
 
 
+@dataclass(frozen=True)
+class UserCredit:
+    """A function of the user's: advantages_N, penalties_T, samples -> advantages_T."""
+
+    function: Callable[[Tensor, Tensor, Samples], Tensor]
+    by_token: bool = True
+    needs_critic: bool = False
+
+    def __call__(
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+    ) -> tuple[Tensor, Tensor]:
+        advantages_T = self.function(advantages_N, penalties_T, samples) * samples.mask_T
+        return advantages_T, advantages_T
+
+
 def before(values_T: Tensor) -> Tensor:
     """The value of the text before each token; a sample's first token is never a response's."""
     return values_T.roll(1)

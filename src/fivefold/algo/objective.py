@@ -14,7 +14,7 @@ from fivefold.algo import kl
 from fivefold.algo.advantages import Advantage, Scores, make_advantage
 from fivefold.algo.aggregate import AGGREGATES, Aggregate
 from fivefold.algo.correction import Correction
-from fivefold.algo.credit import Credit, make_credit, whiten
+from fivefold.algo.credit import Credit, UserCredit, make_credit, whiten
 from fivefold.algo.ratios import RATIOS, Ratio
 from fivefold.algo.rewards import overlong_penalty
 from fivefold.algo.samples import Samples
@@ -74,6 +74,7 @@ class Objective:
         """The functions of choices that were resolved."""
         correction = chosen.correction
         kinds = {item.name: getattr(correction, item.name) for item in fields(Correction)}
+        kinds["weight"] = _choose(str(correction.weight), str)
         plain = ("kl_coef", "kl_target", "kl_horizon")
         simple = (
             "entropy_coef",
@@ -87,7 +88,7 @@ class Objective:
         return cls(
             advantage=_choose(str(chosen.advantage), lambda name: make_advantage(name, str(chosen.normalize))),
             surrogate=_surrogate(chosen),
-            credit=make_credit(str(chosen.credit), chosen.gamma, chosen.lam),
+            credit=_credit(chosen),
             ratio=_choose(str(chosen.ratio), RATIOS.__getitem__),
             aggregate=_choose(str(chosen.aggregate), AGGREGATES.__getitem__),
             kl_estimator=_choose(str(chosen.kl.estimator), kl.ESTIMATORS.__getitem__),
@@ -257,6 +258,11 @@ def _surrogate(chosen: Choices) -> Surrogate:
         return UserSurrogate(load_user_code(name))
     numbers = {key: value for key in methods.SURROGATES[name] if (value := getattr(chosen, key)) is not None}
     return SURROGATES[name](**numbers)
+
+
+def _credit(chosen: Choices) -> Credit:
+    name = str(chosen.credit)
+    return UserCredit(load_user_code(name)) if is_user_code(name) else make_credit(name, chosen.gamma, chosen.lam)
 
 
 def _largest(values_T: Tensor) -> Tensor:
