@@ -268,6 +268,7 @@ def describe(
         *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
         f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
         f"{chosen.ratio}, {chosen.aggregate}, KL {kl}{correction}",
+        *_describe_others(config),
         f"data     {len(training.prompts)} prompts{dropped}"
         + (f"; {len(validation.prompts)} for validation" if validation else ""),
         f"batch    {data.prompts_per_step} prompts x {group} samples = {samples} samples a step; {updates} optimizer "
@@ -277,6 +278,16 @@ def describe(
         f"memory   on the fullest rank about: {memory_of(config, shape).describe()}",
     ]
     return "\n".join(lines)
+
+
+def _describe_others(config: RunConfig) -> list[str]:
+    lines, critic, judge = [], config.critic, config.reward.model
+    if config.uses_critic:
+        warmup = f", {critic.warmup_steps} steps of warm-up" if critic.warmup_steps else ""
+        lines.append(f"critic   {critic.path or config.model.path}, learning rate {critic.optimizer.lr:g}{warmup}")
+    if judge.path:
+        lines.append(f"reward   model {judge.path} x {judge.weight:g}")
+    return lines
 
 
 def _describe_experts(shape: ModelShape, layout: ParallelLayout) -> list[str]:

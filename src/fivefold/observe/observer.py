@@ -18,6 +18,7 @@ LINE = {
     "policy/grad_norm": "grad norm",
     "policy/entropy": "entropy",
     "policy/kl_reference": "kl",
+    "critic/explained_variance": "explained variance",
     "response/length_mean": "length",
     "rollout/logprob_diff_mean": "engine diff",
 }
@@ -97,7 +98,9 @@ class Observer:
                 self._board.flush()
             shown = [f"{label} {metrics[name]:.4g}" for name, label in LINE.items() if name in metrics]
             shown += [
-                f"{name} {metrics[name]:.3g}" for name in sorted(metrics) if name.startswith("val/") and "accuracy" in name
+                f"{name} {metrics[name]:.3g}"
+                for name in sorted(metrics)
+                if name == "val/loss" or (name.startswith("val/") and "accuracy" in name)
             ]
             self.say(f"step {step} | {' | '.join(shown)} | {metrics.get('time/step', 0):.1f} s")
             if self._progress is not None:

@@ -14,15 +14,26 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 58, 26, 12
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/mean", "reward/std")),
     ("Validation accuracy", ("val/*/accuracy", "val/*/mean@*", "val/*/pass@*")),
+    ("Groups", ("reward/pass@*", "reward/mean@*", "reward/groups_all_right", "reward/groups_all_wrong")),
+    ("Validation loss", ("val/loss",)),
+    ("Validation pairs", ("val/accuracy", "val/margin")),
     ("Loss", ("policy/loss",)),
     ("Gradient norm", ("policy/grad_norm",)),
     ("Entropy", ("policy/entropy",)),
     ("KL to the reference", ("policy/kl_reference",)),
     ("Ratio and clipping", ("policy/ratio_mean", "policy/clip_fraction")),
+    ("KL from the policy before the step", ("policy/kl_old", "policy/kl_old_last")),
+    (
+        "Correction of the rollout",
+        ("correction/weight_mean", "correction/masked_fraction", "correction/effective_sample_size"),
+    ),
+    ("Critic: explained variance", ("critic/explained_variance",)),
+    ("Critic: loss", ("critic/loss",)),
+    ("Dynamic sampling: prompts that tell something", ("sampling/telling_fraction",)),
     ("Engine against trainer: log-prob difference", ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")),
     ("Response length", ("response/length_mean", "response/length_max")),
-    ("Truncated responses", ("response/truncated_fraction",)),
-    ("Learning rate", ("policy/lr",)),
+    ("Truncated and repetitive responses", ("response/truncated_fraction", "response/repetition")),
+    ("Learning rate", ("policy/lr", "critic/lr")),
     ("Tokens a second", ("throughput/tokens_per_second", "throughput/train_tokens_per_second")),
     ("Peak memory, GB", ("memory/peak_gb",)),
 )
@@ -113,7 +124,9 @@ def _number(value: float) -> str:
 def _summary(rows: list[dict[str, Any]]) -> str:
     shown = [
         "reward/mean",
+        "val/loss",
         "policy/loss",
+        "critic/explained_variance",
         "response/length_mean",
         "rollout/logprob_diff_mean",
         "throughput/tokens_per_second",
