@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config.schema import RewardConfig
+from fivefold.config.schema import RewardConfig, RewardModelConfig
 from fivefold.reward import rules
 from fivefold.reward.choose import choose_rewards
 from fivefold.reward.pool import RewardPool
@@ -140,3 +140,17 @@ def test_a_reward_that_cannot_be_found_is_refused(functions, says):
 def test_a_file_without_the_function_is_refused_before_it_runs(user_file):
     with pytest.raises(ValueError, match="defines no nothing"):
         choose_rewards(RewardConfig(functions={f"{user_file}:nothing": 1.0}), "mine")
+
+
+def test_with_a_reward_model_no_function_is_chosen_by_itself():
+    judged = RewardConfig(model=RewardModelConfig(path="somewhere"))
+    assert choose_rewards(judged, "gsm8k") == {} == choose_rewards(judged, "never heard of")
+    assert choose_rewards(RewardConfig(functions={"gsm8k": 0.0}, model=judged.model), "any") == {"gsm8k": 0.0}
+    groups = [group("#### 18")]
+    pool = RewardPool(judged)
+    pool.score(groups)
+    pool.close()
+    (sample,) = groups[0].samples
+    assert (sample.reward, sample.reward_parts, sample.reward_failed) == (0.0, {}, False)
+    sample.reward_parts["model"] = 7.0
+    assert not sample.is_right, "a model's score says nothing of being right"

@@ -45,6 +45,10 @@ class Given:
     """It was not cut off at the longest response."""
 
 
+MODEL_PART = "model"
+"""Name of a reward model's score among the parts of a reward."""
+
+
 @dataclass
 class Sample:
     """One response to a prompt."""
@@ -66,8 +70,8 @@ class Sample:
 
     @property
     def is_right(self) -> bool:
-        """The first of its rewards gives it full marks (1 or more)."""
-        return next(iter(self.reward_parts.values()), 0.0) >= 1
+        """The first of its reward functions gives it full marks (1 or more); a model's score says nothing of that."""
+        return next((value for name, value in self.reward_parts.items() if name != MODEL_PART), 0.0) >= 1
 
     @property
     def loss_tokens(self) -> int:

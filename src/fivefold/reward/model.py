@@ -7,10 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fivefold.surfaces import Model
-from fivefold.types import Group, Prompt, Sample, TokenBatch
-
-PART = "model"
-"""Its name among the parts of a reward."""
+from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch
 
 
 class ModelReward:
@@ -35,6 +32,6 @@ class ModelReward:
         ends_N = torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1
         scores = dict(zip(whole, values_T[ends_N].tolist(), strict=True))
         for i, (_, sample) in enumerate(samples):
-            sample.reward_parts[PART] = scores.get(i, 0.0)
+            sample.reward_parts[MODEL_PART] = scores.get(i, 0.0)
             sample.reward += self._weight * scores.get(i, 0.0)
             sample.reward_failed |= i not in scores

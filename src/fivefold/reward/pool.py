@@ -64,6 +64,9 @@ class RewardPool:
 
     def _score_one(self, worker: _Worker, prompt: Prompt, sample: Sample) -> None:
         weights = self.weights(prompt.source)
+        if not weights:
+            sample.reward, sample.reward_parts, sample.reward_failed = 0.0, {}, False
+            return
         offered = {
             "response": sample.text,
             "solution_str": sample.text,
