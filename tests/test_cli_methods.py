@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models import SIZES, make_classifier
-from tests.test_cli_runs import assert_same, fivefold
+from tests.test_cli_runs import TIMES, assert_same, fivefold, make_model
 
 pytestmark = pytest.mark.xdist_group("cli-methods")
 
@@ -27,32 +27,12 @@ REWARD = """
 def digits(response):
     return sum(c.isdigit() for c in response) / 12
 """
-TIMES = ("time/", "throughput/", "memory/", "wall")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("methods")
-    for command in (
-        ["data", "arithmetic", "--out", root / "data", "--limit", 64],
-        ["tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
-        [
-            "model",
-            "qwen3",
-            "--tokenizer",
-            root / "tokenizer",
-            "--out",
-            root / "model",
-            "--hidden",
-            32,
-            "--layers",
-            2,
-            "--ffn",
-            64,
-        ],
-    ):
-        done = fivefold(*command)
-        assert done.returncode == 0, done.stderr
+    make_model(root)
     (root / "reward.py").write_text(REWARD)
     (root / "run.yaml").write_text(RUN.format(root=root))
     return root
@@ -96,21 +76,21 @@ def test_a_ppo_run_tells_what_its_critic_does(root, base):
     assert {"policy", "critic"} <= set(kept)
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "c2"])
-def test_a_ppo_run_has_the_same_metrics_on_every_layout(root, base, layout):
+@pytest.mark.parametrize("layout", ["d2", "c2"])
+def test_a_ppo_run_has_the_same_metrics_on_other_layouts(root, base, layout):
     assert_same(train(root, layout, f"policy.backend=megatron:{layout}")[0], base)
 
 
 @pytest.fixture(scope="module")
 def resumed(root):
-    for steps, layout in [(2, "d1"), (4, "t2")]:
+    for steps, layout in [(2, "p2"), (4, "t2")]:
         found, _ = train(
             root, "resumed", f"trainer.steps={steps}", f"policy.backend=megatron:{layout}", "policy.optimizer.decay_steps=10"
         )
     return found
 
 
-def test_a_ppo_run_resumed_on_another_layout_goes_on_as_if_never_stopped(base, resumed):
+def test_a_ppo_run_on_p2_and_resumed_on_t2_goes_on_as_if_never_stopped(base, resumed):
     assert_same(resumed, base)
 
 

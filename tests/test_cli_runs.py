@@ -47,29 +47,22 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("run")
+def make_model(root: Path) -> None:
+    """Sums, a tokenizer of their characters and a tiny Qwen3, made by the command line."""
+    sizes = ["--hidden", 32, "--layers", 2, "--ffn", 64]
     for command in (
         ["data", "arithmetic", "--out", root / "data", "--limit", 64],
         ["tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
-        [
-            "model",
-            "qwen3",
-            "--tokenizer",
-            root / "tokenizer",
-            "--out",
-            root / "model",
-            "--hidden",
-            32,
-            "--layers",
-            2,
-            "--ffn",
-            64,
-        ],
+        ["model", "qwen3", "--tokenizer", root / "tokenizer", "--out", root / "model", *sizes],
     ):
         done = fivefold(*command)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    make_model(root)
     (root / "reward.py").write_text(REWARD)
     (root / "run.yaml").write_text(RUN.format(root=root))
     return root

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold import methods
-from tests.test_cli_runs import fivefold
+from tests.test_cli_runs import fivefold, make_model
 from tests.toy import ToyEngine, ToyModel, ToyScorer, target, toy_prompts
 
 GROUP = 8
@@ -192,13 +192,7 @@ trainer: {{run_dir: {root}/runs/x, steps: 40, loggers: [console]}}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("learn")
-    for command in (
-        ["data", "arithmetic", "--out", root / "data", "--limit", 64],
-        ["tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
-        ["model", "qwen3", "--tokenizer", root / "tokenizer", "--out", root / "model", "--hidden", 32, "--layers", 2],
-    ):
-        done = fivefold(*command)
-        assert done.returncode == 0, done.stderr
+    make_model(root)
     (root / "reward.py").write_text(REWARD)
     (root / "run.yaml").write_text(RUN.format(root=root))
     return root
