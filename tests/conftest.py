@@ -31,10 +31,3 @@ def models(tmp_path_factory: pytest.TempPathFactory):
         return made[name]
 
     return get
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share ranks run one after another in one worker: two pools on few cores would starve each other."""
-    for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("cluster"))

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from tests.models import SIZES, make_classifier
 from tests.test_cli_runs import TIMES, assert_same, fivefold, make_model
 
-pytestmark = pytest.mark.xdist_group("cli-methods")
-
 RUN = """
 model: {{path: {root}/model}}
 policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}

@@ -198,7 +198,6 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.xdist_group("learn")
 @pytest.mark.parametrize(("name", "layout"), [("grpo", "t2"), ("ppo", "d2"), ("dapo", "p2")])
 def test_a_method_learns_on_megatron_core(root, name, layout):
     """Say 7: one of about twenty tokens at first."""

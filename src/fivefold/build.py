@@ -89,13 +89,15 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     steps = config.trainer.steps or config.trainer.epochs * sampler.steps_per_epoch
     updates = algorithm.updates_per_step * algorithm.epochs
     warmup = config.critic.warmup_steps if objective.needs_critic else 0
+    if warmup >= steps:
+        raise ValueError(
+            f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: {warmup}"
+        )
     mesh = build_mesh(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
     observer = Observer(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps)
     observer.say(describe(config, shape, training, validation, objective, steps))
     bucket_mb = config.engine.sync_bucket_mb
-    policy = MegatronModel(
-        directory, config.policy, mesh, total_updates=max(1, steps - warmup) * updates, bucket_mb=bucket_mb
-    )
+    policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, bucket_mb=bucket_mb)
     reference = critic = judge = engine = None
     if objective.needs_reference:
         other = fetch_model(config.reference.path, ranks) if config.reference.path else directory
@@ -217,13 +219,19 @@ def _evaluation(config: RunConfig, validation: PromptSet) -> Evaluation:
     generate = config.eval.generate
     if generate is None:
         generate = config.algorithm.name != "dpo" and _rewards_are_known(config, validation)
+    given = [prompt for prompt in validation.prompts if prompt.responses]
+    if not generate and not given:
+        raise ValueError(
+            "data.val: there is nothing to evaluate, the rows have no responses to learn from and nothing is sampled; "
+            "leave data.val out, or name rewards and set eval.generate: true"
+        )
     return Evaluation(
         validation.prompts,
         config.eval.samples,
         greedy=dataclasses.replace(seeded, temperature=0.0, top_p=1.0),
         sampled=dataclasses.replace(seeded, temperature=config.eval.temperature, top_p=config.eval.top_p),
         generate=generate,
-        given=[prompt for prompt in validation.prompts if prompt.responses],
+        given=given,
         together=2 if config.algorithm.name == "dpo" else 1,
     )
 

@@ -36,7 +36,10 @@ class RunState:
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
-        return cls(**json.loads((directory / "state.json").read_text()))
+        try:
+            return cls(**json.loads((directory / "state.json").read_text()))
+        except TypeError as error:
+            raise ValueError(f"{directory / 'state.json'} was written by another version of fivefold: {error}") from error
 
 
 class Checkpoints:
