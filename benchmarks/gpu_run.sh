@@ -23,14 +23,29 @@ $ff train "$root/run.yaml"
 $ff train "$root/run.yaml" policy.backend=megatron:p2 trainer.steps=5
 $ff export "$root/run/checkpoints/step-000005" "$root/out"
 ls "$root/out"
-# PPO with a critic on t2, resumed on p2, both models exported; DAPO on d2; DPO on t2.
-$ff train "$root/run.yaml" algorithm.name=ppo critic.warmup_steps=1 trainer.run_dir="$root/ppo"
-$ff train "$root/run.yaml" algorithm.name=ppo critic.warmup_steps=1 trainer.run_dir="$root/ppo" policy.backend=megatron:p2 trainer.steps=5
+# PPO with a critic on t2, resumed on p2, both models exported; DAPO on d2; DPO on t2; PPO with a reward model on d2.
+ppo="algorithm.name=ppo critic.warmup_steps=1 trainer.run_dir=$root/ppo"
+$ff train "$root/run.yaml" $ppo
+$ff train "$root/run.yaml" $ppo policy.backend=megatron:p2 trainer.steps=5
 $ff export "$root/ppo/checkpoints/step-000005" "$root/out-critic" --part critic
 $ff train "$root/run.yaml" algorithm.name=dapo trainer.run_dir="$root/dapo" policy.backend=megatron:d2
 python3 - "$root" <<'EOF'
-import json, sys
+import json
+import sys
+
+import torch
+import transformers
+
+root = sys.argv[1]
 rows = [{"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"{a + b}"} for a in range(10) for b in range(10)]
-open(f"{sys.argv[1]}/pairs.jsonl", "w").write("\n".join(map(json.dumps, rows)))
+with open(f"{root}/pairs.jsonl", "w") as file:
+    file.write("\n".join(map(json.dumps, rows)))
+config = transformers.AutoConfig.from_pretrained(f"{root}/model", num_labels=1)
+judge = transformers.AutoModelForSequenceClassification.from_config(config)
+torch.nn.init.normal_(judge.score.weight, std=0.1)
+judge.save_pretrained(f"{root}/judge")
+transformers.AutoTokenizer.from_pretrained(f"{root}/model").save_pretrained(f"{root}/judge")
 EOF
-$ff train "$root/run.yaml" algorithm.name=dpo trainer.run_dir="$root/dpo" data.train="$root/pairs.jsonl" data.val="$root/pairs.jsonl"
+pairs="data.train=$root/pairs.jsonl data.val=$root/pairs.jsonl trainer.eval_every=2"
+$ff train "$root/run.yaml" algorithm.name=dpo trainer.run_dir="$root/dpo" policy.optimizer.lr=1e-3 $pairs
+$ff train "$root/run.yaml" algorithm.name=ppo trainer.run_dir="$root/judged" policy.backend=megatron:d2 reward.model.path="$root/judge"

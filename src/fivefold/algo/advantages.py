@@ -115,7 +115,7 @@ def group_scaled(scores: Scores) -> Tensor:
 
 
 def greedy_baseline(scores: Scores) -> Tensor:
-    """r - reward of the most likely response: ReMax (2310.10505) equation 5."""
+    """r - reward of the most likely response: ReMax (2310.10505)."""
     assert scores.greedy_rewards_N is not None
     return (scores.rewards_N.double() - scores.greedy_rewards_N).float()
 

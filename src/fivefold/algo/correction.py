@@ -2,7 +2,7 @@
 
 Truncated importance sampling (TIS): Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 (2025); masked (MIS) and sequence-level forms: Liu et al., "When Speed Kills Stability" (2025); IcePop: Ring-1T
-(2510.18855); decoupled: AReaL (2505.24298) equation 5.
+(2510.18855); decoupled PPO: AReaL (2505.24298).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class WholeResponse:
 
 @dataclass(frozen=True)
 class Discounted:
-    """G_t = r_t + γ G_{t+1}, the reward at the last token: REINFORCE++ (2501.03262) equation 3."""
+    """G_t = r_t + γ G_{t+1}, the reward at the last token: REINFORCE++ (2501.03262)."""
 
     gamma: float = 1.0
     by_token: bool = True

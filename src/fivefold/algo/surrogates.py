@@ -82,7 +82,7 @@ class PPOClip(_Plain):
 
 @dataclass(frozen=True)
 class GMPO(_Plain):
-    """A · exp(mean over the response of the clipped log ρ): geometric-mean policy optimization (2507.20673) equation 4.
+    """A · exp(mean over the response of the clipped log ρ): geometric-mean policy optimization (2507.20673).
 
     log ρ is clipped to [-low, high] where that lowers the objective, token by token; every token holds its response's value.
     """
@@ -144,14 +144,14 @@ class LogLikelihood(_Plain):
 
 
 def covariances(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
-    """(log π - its mean)(A - its mean) of each token: 2505.22617 equation 10."""
+    """(log π - its mean)(A - its mean) of each token: 2505.22617."""
     logprobs, advantages = logprobs_S.double(), advantages_S.double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 @dataclass(frozen=True)
 class ClipCov(PPOClip):
-    """PPO's clipped ratio without some random tokens of high covariance: clip-cov (2505.22617) equation 12."""
+    """PPO's clipped ratio without some random tokens of high covariance: clip-cov (2505.22617)."""
 
     cov_fraction: float = 2e-4
     """r: share of the update's tokens that are left out."""
@@ -175,7 +175,7 @@ class ClipCov(PPOClip):
 
 @dataclass(frozen=True)
 class KLCov(_Plain):
-    """ρA, less coef · |log ρ| at the tokens of the highest covariance: kl-cov (2505.22617) equation 14."""
+    """ρA, less coef · |log ρ| at the tokens of the highest covariance: kl-cov (2505.22617)."""
 
     cov_fraction: float = 2e-4
     """k: share of the update's tokens that are pulled back."""
