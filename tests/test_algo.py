@@ -70,6 +70,9 @@ def test_gpg_scales_for_groups_that_tell_nothing():
     found = make_advantage("group_scaled", "none")(scores([1.0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]))
     assert found.tolist() == pytest.approx([0.5 * 3, -0.5 * 3, 0, 0, 0, 0])
     assert make_advantage("group_scaled", "none")(scores([1.0] * 4)).tolist() == [0.0] * 4
+    # Three times 0.1 is not three equal parts of 0.3 in floating point, but it tells nothing either.
+    found = make_advantage("group_scaled", "none")(scores([0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1]))
+    assert found.tolist() == pytest.approx([0, 0, 0, 0.5 * 5 / 2, -0.5 * 5 / 2])
 
 
 def test_pass_at_k_rewards_the_best_by_its_lead():

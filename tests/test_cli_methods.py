@@ -121,23 +121,17 @@ def test_an_exported_critic_is_a_sequence_classifier(root, base):
     assert done.returncode == 2
 
 
-def test_a_critic_of_another_family_and_size_trains_beside_the_policy(root):
-    done = fivefold(
-        "model",
-        "llama",
-        "--tokenizer",
-        root / "tokenizer",
-        "--out",
-        root / "llama",
-        "--hidden",
-        48,
-        "--heads",
-        4,
-        "--layers",
-        2,
-    )
+@pytest.fixture(scope="module")
+def llama(root) -> Path:
+    """Another family and size with the same tokenizer."""
+    sizes = ["--hidden", 48, "--heads", 4, "--layers", 2]
+    done = fivefold("model", "llama", "--tokenizer", root / "tokenizer", "--out", root / "llama", *sizes)
     assert done.returncode == 0, done.stderr
-    found, _ = train(root, "llama", f"critic.path={root}/llama", "policy.backend=megatron:t2", "trainer.steps=2")
+    return root / "llama"
+
+
+def test_a_critic_of_another_family_and_size_trains_beside_the_policy(root, llama):
+    found, _ = train(root, "llama", f"critic.path={llama}", "policy.backend=megatron:t2", "trainer.steps=2")
     assert found[-1]["critic/grad_norm"] > 0
     done = fivefold("export", root / "runs/llama/checkpoints/step-000002", root / "llama-out", "--part", "critic")
     assert done.returncode == 0, done.stderr
@@ -231,6 +225,12 @@ def test_dpo_starts_at_log_2_and_learns_the_pairs(dpo):
     assert dpo[0]["val/accuracy"] <= 0.5 and abs(dpo[0]["val/margin"]) < 1e-5
     assert dpo[-1]["val/loss"] < 0.69 and dpo[-1]["val/accuracy"] > 0.9 and dpo[-1]["val/margin"] > 0
     assert {"policy/accuracy", "policy/reward_chosen", "policy/reward_rejected"} <= set(dpo[-1])
+
+
+def test_dpo_against_a_reference_of_its_own(root, llama):
+    """Policy and reference are not one at first, so the loss is not log 2."""
+    found, _ = train(root, "dpo-llama", *dpo_options(root), f"reference.path={llama}", "trainer.steps=1")
+    assert abs(found[0]["val/loss"] - 0.693147) > 1e-4 and abs(found[0]["val/margin"]) > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["d2", "c2"])

@@ -148,6 +148,20 @@ def first_groups(mesh, run_dir: Path):
     return [(group.prompt.id, [sample.token_ids for sample in group.samples]) for group in engine_run.collect()]
 
 
+def several_epochs(mesh, run_dir: Path):
+    rows, *_, run = toy_run(mesh, run_dir, "grpo", methods.Choices(), steps=4, epochs=3)
+    return rows, run.policy.version
+
+
+def test_several_epochs_move_away_from_the_policy_that_sampled_and_say_so(cluster, tmp_path):
+    ((rows, version),) = cluster.run(several_epochs, "megatron:d1", tmp_path)
+    assert version == 4 * 2 * 3
+    for row in rows:
+        # The mean over the step's updates starts from 0; the last one is farthest.
+        assert row["policy/kl_old_last"] > row["policy/kl_old"] > 0
+        assert row["policy/ratio_max"] > 1.1 and row["policy/clip_fraction"] > 0
+
+
 def warmed_up(mesh, run_dir: Path):
     rows, _, _, run = toy_run(mesh, run_dir, "ppo", methods.Choices(), steps=3, critic_warmup=2)
     return rows, run.policy.version, run.critic.version

@@ -110,7 +110,13 @@ def length_weighted(scores: Scores) -> Tensor:
 
 def group_scaled(scores: Scores) -> Tensor:
     """(r - mean of its group) · samples / samples whose group is not all alike: GPG (2504.02546)."""
-    told_N = scores.group_sums(scores.centred_N.abs()) > 0
+
+    def extreme(kind: str) -> Tensor:
+        empty = torch.zeros(int(scores.group_N.max()) + 1).double()
+        return empty.scatter_reduce(0, scores.group_N, scores.rewards_N.double(), kind, include_self=False)[scores.group_N]
+
+    # Not compared with the mean, which is rounded: equal rewards need not be equal to it.
+    told_N = extreme("amax") != extreme("amin")
     return (scores.centred_N * len(scores.rewards_N) / told_N.sum().clamp(min=1)).float()
 
 
