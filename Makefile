@@ -24,11 +24,11 @@ check: $(READY)
 test: check
 	$(BIN)/python -m pytest -n 2
 
-# Every layout of tests/layouts.py for three models and two micro-batch budgets, as a table, and checkpoints of ten layouts
-# read on all the others; about a quarter of an hour on two cores.
+# Every layout of tests/layouts.py for three models and two micro-batch budgets, as a table, and the tests that take minutes:
+# checkpoints of ten layouts read on all the others, the demo shortened. About twenty minutes on two cores.
 test-layouts: $(READY)
 	$(BIN)/python -m tests.layout_table
-	$(BIN)/python -m pytest tests/test_reshard.py -m slow --timeout=1800
+	$(BIN)/python -m pytest -m slow --timeout=1800
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.test_cli_runs import fivefold, metrics
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "demo"
 
 
+@pytest.mark.slow
 def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path):
     def do(*arguments: object) -> None:
         done = fivefold(*arguments)

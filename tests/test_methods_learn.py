@@ -87,7 +87,7 @@ EXTRAS = {
     "kl in the reward, adaptive": ("grpo", {"kl": methods.KL(place="reward", estimator="k1", coef=0.01, target=0.5)}),
     "groups with a critic": ("ppo", {"advantage": "group", "lam": 0.95}),
     "straight-through kl": ("rloo", {"kl": methods.KL(estimator="k1+", coef=0.001)}),
-    **{name: ("grpo", {"correction": methods.Correction(name=name)}) for name in methods.CORRECTIONS if name != "none"},
+    **{name: ("grpo", {"correction": methods.Correction(name=name)}) for name in ("tis", "sequence_mis", "decoupled")},
     "engine as old policy": ("grpo", {"correction": methods.Correction(proximal="engine")}),
 }
 
