@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,13 +14,8 @@ from typing import Any
 
 import psutil
 
+from fivefold.launch.local import free_port
 from fivefold.layout import ParallelLayout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _send(pipe: Connection, value: Any) -> None:

@@ -75,6 +75,15 @@ def test_values_equal_those_of_transformers(cluster, classifier, layout):
     assert expected.abs().max() > 0.3
 
 
+@pytest.mark.parametrize("layout", ["d2e2", "t2e2"])
+def test_values_of_a_model_with_experts_equal_those_of_transformers(cluster, tmp_path, layout):
+    directory = make_classifier(tmp_path, "qwen3_moe")
+    batch = whole_batch()
+    expected = hf_values(directory, batch).detach() * wanted_places()
+    for mine, found in cluster.run(values_of, f"megatron:{layout}", directory, replace(POLICY, tokens_per_micro_batch=32)):
+        assert torch.allclose(found, expected[batch.token_index(mine)], atol=2e-6)
+
+
 def test_a_value_head_that_is_not_there_starts_at_zero(cluster, models):
     for _, values in cluster.run(values_of, "megatron:t2", models("qwen3_tied"), POLICY):
         assert not values.any()

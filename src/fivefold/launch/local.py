@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,9 +27,16 @@ def joined() -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that systems hand to outgoing connections.
+
+    Ranks bind it seconds later; one of the others would be taken by then now and then, for the ranks of a run alone open
+    hundreds of connections.
+    """
+    for port in random.SystemRandom().sample(range(15000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError("no port between 15000 and 32000 is free on this machine")
 
 
 def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int | None) -> int:
