@@ -131,8 +131,13 @@ def llama(root) -> Path:
 
 
 def test_a_critic_of_another_family_and_size_trains_beside_the_policy(root, llama):
-    found, _ = train(root, "llama", f"critic.path={llama}", "policy.backend=megatron:t2", "trainer.steps=2")
+    found, _ = train(
+        root, "llama", f"critic.path={llama}", "policy.backend=megatron:t2", "trainer.steps=2", "critic.optimizer.warmup_steps=8"
+    )  # fmt: skip
     assert found[-1]["critic/grad_norm"] > 0
+    # Its own schedule: two updates a step, of eight that lead up to its rate; the policy's is constant.
+    assert [row["critic/lr"] for row in found] == pytest.approx([2.0e-3 * 2 / 8, 2.0e-3 * 4 / 8])
+    assert found[-1]["policy/lr"] == pytest.approx(1.0e-3)
     done = fivefold("export", root / "runs/llama/checkpoints/step-000002", root / "llama-out", "--part", "critic")
     assert done.returncode == 0, done.stderr
     assert json.loads((root / "llama-out/config.json").read_text())["model_type"] == "llama"
@@ -193,6 +198,9 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(root, judge):
     assert "critic.path must have the policy's vocabulary" in check(f"critic.path={make_classifier(root / 'wide')}")
     assert "critic.warmup_steps must be below trainer.steps" in check("critic.warmup_steps=4")
     assert "group_size must be at least 2" in check("algorithm={name: rloo, group_size: 1}")
+    judged = f"reward.model.path={judge}"
+    assert "did you mean" in check(judged, "reward.model.megatron.transformer={recompute_granularty: full}")
+    assert "critic.optimizer.betas must be two numbers" in check("critic.optimizer.betas=[0.9]")
     assert "did you mean 'algorithm.surrogate'?" in check("algorithm.surogate=cispo")
 
 
@@ -268,15 +276,21 @@ def test_sft_learns_the_assistant_s_turns_of_conversations(root):
 # --- other methods ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["remax", "clip_cov", "kl_cov", "dapo"])
+WHOLE_STEP = {
+    # Greedy responses, and a penalty that is summed over responses and told to all replicas before they are compared.
+    "remax": "kl: {coef: 0.1, place: reward, estimator: k1}",
+    "clip_cov": "cov_fraction: 0.05, cov_low: 0.001",
+    "kl_cov": "cov_fraction: 0.05",
+    "dapo": "",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_STEP)
 def test_a_run_of_a_method_that_looks_at_the_whole_step_is_the_same_on_two_replicas(root, name):
-    """Greedy responses, tokens chosen among all of the update, refilled groups, whitening."""
-    algorithm = f"algorithm={{name: {name}, group_size: 4, updates_per_step: 2"
-    algorithm += (
-        ", cov_fraction: 0.05, cov_low: 0.001" if name == "clip_cov" else ", cov_fraction: 0.05" if name == "kl_cov" else ""
-    )
+    """Greedy responses, KL in the reward, tokens chosen among all of the update, refilled groups."""
+    algorithm = f"algorithm={{name: {name}, group_size: 4, updates_per_step: 2, {WHOLE_STEP[name]}}}"
     runs = [
-        train(root, f"{name}-{layout}", algorithm + "}", "trainer.steps=2", f"policy.backend=megatron:{layout}")[0]
+        train(root, f"{name}-{layout}", algorithm, "trainer.steps=2", f"policy.backend=megatron:{layout}")[0]
         for layout in ("d1", "d2")
     ]
     assert_same(runs[1], runs[0])

@@ -136,10 +136,21 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
     )
     result = check(path)
     assert "policy.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in result.stdout
-    assert "eval.samples has no effect" in result.stdout
+    assert "eval.samples and generate has no effect" in result.stdout
     sft = check(path, "algorithm.name=sft", "algorithm.group_size=4", "engine.sampling.temperature=0.5")
     assert "algorithm.group_size has no effect: sft learns from the responses that stand in the data" in sft.stdout
     assert "engine.sampling has no effect: sft does not sample" in sft.stdout
+    dpo = check(path, "algorithm.name=dpo", "reward.functions={format: 1}", "data.messages_key=m", "data.chosen_key=c")
+    assert "reward has no effect: dpo scores nothing" in dpo.stdout
+    assert "data.messages_key has no effect: dpo does not read it" in dpo.stdout and "data.chosen_key" not in dpo.stdout
+    ppo = check(
+        path, "algorithm.name=ppo", "trainer.device=cpu", "critic.optimizer.decay_steps=9", "critic.offload={optimizer: true}",
+        "critic.megatron.transformer={moe_aux_loss_coeff: 0.1}",
+    )  # fmt: skip
+    assert "critic.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in ppo.stdout
+    assert "critic.offload.optimizer has no effect: on the CPU" in ppo.stdout
+    assert "critic.megatron.transformer.moe_aux_loss_coeff has no effect" in ppo.stdout
+    assert "critic has no effect: grpo has no critic" in check(path, "critic.warmup_steps=2").stdout
 
 
 def test_the_configuration_names_every_method():

@@ -13,18 +13,11 @@ from fivefold import methods
 from fivefold.algo import Objective, make_objective
 from fivefold.batch import plan_micro_batches, spread
 from fivefold.config.schema import MegatronConfig, PolicyConfig
-from tests import slow
+from tests import slow, test_algo
 from tests.test_algo import as_lists
 from tests.test_step_equality import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
-COMBINATIONS = [
-    (surrogate, ratio, aggregate)
-    for surrogate in methods.SURROGATES
-    if surrogate != "dpo"
-    for ratio in (methods.RATIOS if surrogate in ("ppo_clip", "cispo", "sapo") else ["token"])
-    for aggregate in methods.AGGREGATES
-    if aggregate != methods.LEGACY_AGGREGATE
-]
+COMBINATIONS = [each for each in test_algo.COMBINATIONS if methods.LEGACY_AGGREGATE not in each]
 CUTS = [("d1", 2), ("d1", 5), *[(layout, count) for layout in ("d2", "t2", "p2", "c2") for count in (1, 2, 5)]]
 """Layout and micro-batches of each replica."""
 RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from fivefold import methods
 from tests.test_cli_runs import fivefold, make_model
-from tests.toy import ToyEngine, ToyModel, ToyScorer, target, toy_prompts
+from tests.toy import VOCAB, ToyEngine, ToyModel, ToyScorer, target, toy_prompts
 
 GROUP = 8
 
@@ -184,6 +185,27 @@ def test_a_critic_comes_to_explain_the_returns_of_a_policy_that_stays(cluster, t
     assert abs(rows[0]["critic/explained_variance"]) < 0.1
     assert rows[-1]["critic/explained_variance"] > 0.8
     assert rows[-1]["critic/loss"] < rows[0]["critic/loss"] / 4
+
+
+def validation_losses(mesh):
+    """Of a policy that knows nothing, by every aggregation that is a mean over tokens."""
+    from fivefold.algo import Objective
+    from fivefold.evaluate import Evaluation
+    from fivefold.types import Sampling
+
+    prompts = [replace(prompt, responses=prompt.responses[:1]) for prompt in toy_prompts()]
+    evaluation = Evaluation(prompts, 0, Sampling(5), Sampling(5), generate=False, given=prompts)
+    found = []
+    for aggregate in ("token-mean", "seq-mean-token-mean", methods.LEGACY_AGGREGATE):
+        objective = Objective.of(methods.resolve("sft", methods.Choices(aggregate=aggregate)))
+        found.append(evaluation.losses(ToyModel(), None, objective, mesh.ranks)["val/loss"])
+    return found
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_the_validation_loss_of_a_uniform_policy_is_the_log_of_its_vocabulary(cluster, layout):
+    for losses in cluster.run(validation_losses, f"megatron:{layout}"):
+        assert losses == pytest.approx([math.log(VOCAB)] * 3, rel=1e-6)
 
 
 # --- with real Megatron-Core -----------------------------------------------------------------------------------------

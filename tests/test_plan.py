@@ -72,7 +72,13 @@ def test_a_critic_and_a_reward_model_take_their_place(models):
     shape = load_shape(models("qwen3"))
     values = load_shape(models("qwen3"), values=True)
     assert values.parameters == shape.parameters - shape.vocab * shape.hidden + shape.hidden
-    both = estimate(shape, "d1", critic=values, judge=values, critic_offload=frozenset({"gradients", "optimizer"}))
+    both = estimate(
+        shape,
+        "d1",
+        critic=(values, Stages()),
+        judge=(values, Stages()),
+        critic_offload=frozenset({"gradients", "optimizer"}),
+    )
     count = rank_parameters(values, ParallelLayout())[0].total
     assert both.training["critic"] == 18 * count
     assert both.sampling["critic"] == both.sampling["judge"] == 2 * count

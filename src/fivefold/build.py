@@ -114,9 +114,10 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
             values=True,
         )
         same_vocabulary("critic.path", critic.shape, shape)
-    if config.reward.model.path:
+    samples = not algorithm.given or generates
+    if config.reward.model.path and samples:
         judge = _judge(config, fetch_model(config.reward.model.path, ranks), mesh)
-    if not algorithm.given or generates:
+    if samples:
         engine = TransformersEngine(
             directory, tokenizer, device, DTYPES[config.policy.dtype], config.engine.max_sequences, observer.advance
         )
@@ -183,17 +184,15 @@ def _sampling(config: RunConfig) -> Sampling:
 
 
 def _judge(config: RunConfig, directory: Path, mesh: Mesh) -> ModelReward:
-    settings = config.reward.model
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
-    own = dataclasses.replace(config.policy, megatron=settings.megatron or config.policy.megatron)
-    model = MegatronModel(directory, own, mesh, values=True)
+    model = MegatronModel(directory, config.reward.model.settings(config.policy), mesh, values=True)
     if model.value_head_is_new:
         raise ValueError(f"reward.model.path: {directory} has no value head (score.weight): it is not a sequence classifier")
 
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
         return encode_conversation(prompt.messages, sample.text, tokenizer)
 
-    return ModelReward(model, encode, settings.weight, model.shape.max_positions)
+    return ModelReward(model, encode, config.reward.model.weight, model.shape.max_positions)
 
 
 def _prompts(
@@ -206,7 +205,7 @@ def _prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         columns=Columns(data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key),
-        learn="sft" if algorithm.name == "sft" else "dpo" if algorithm.name == "dpo" else None,
+        learn=algorithm.learn,
         need_responses=need_responses,
         max_response_tokens=data.max_response_tokens,
         first=first,
@@ -218,7 +217,7 @@ def _evaluation(config: RunConfig, validation: PromptSet) -> Evaluation:
     seeded = dataclasses.replace(sampling, seed=config.trainer.seed ^ EVALUATION_STREAM, top_k=0)
     generate = config.eval.generate
     if generate is None:
-        generate = config.algorithm.name != "dpo" and _rewards_are_known(config, validation)
+        generate = config.may_generate and _rewards_are_known(config, validation)
     given = [prompt for prompt in validation.prompts if prompt.responses]
     if not generate and not given:
         raise ValueError(

@@ -3,52 +3,82 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold import methods
 from fivefold.config import RunConfig
-from fivefold.config.schema import AlgorithmConfig, CriticConfig, SamplingConfig
+from fivefold.config.schema import (
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    PolicyConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SamplingConfig,
+)
 from fivefold.model_shape import ModelShape, load_shape, read_config
 from fivefold.plan.estimate import Memory, estimate_memory
 from fivefold.reward.choose import choose_rewards
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of the models that a run cuts over its layout."""
+
+    where: str
+    """Its section of the configuration."""
+    key: str
+    path: str
+    settings: PolicyConfig
+    values: bool = False
+    """It ends in a value head."""
+
+
+def _parts(config: RunConfig) -> list[_Part]:
+    policy, judge = config.policy, config.reward.model
+    parts = [_Part("policy", "model.path", config.model.path, policy)]
+    if config.uses_critic:
+        path = config.critic.path or config.model.path
+        parts.append(_Part("critic", "critic.path", path, config.critic.settings(policy), values=True))
+    if judge.path:
+        parts.append(_Part("reward.model", "reward.model.path", judge.path, judge.settings(policy), values=True))
+    return parts
 
 
 def check(config: RunConfig) -> tuple[list[str], list[str]]:
     """(what keeps the run from starting, what is worth knowing)."""
     faults: list[str] = []
     notes: list[str] = []
-    directory, experts = Path(config.model.path), True
-    if directory.is_dir():
-        try:
-            shape = load_shape(directory)
-            shape.check_layout(config.layout, config.policy.megatron.stages)
-            notes += _shape_notes(config, shape)
-            faults += _shape_faults(config, shape)
-            experts = shape.experts is not None
-            if config.max_sequence_tokens > shape.max_positions:
-                faults.append(
-                    f"data.max_prompt_tokens + data.max_response_tokens = {config.max_sequence_tokens} is more than the "
-                    f"{shape.max_positions} positions of the model"
-                )
-        except ValueError as error:
-            faults.append(f"model.path: {error}")
-        if not any(directory.glob("*.safetensors")):
-            faults.append(f"model.path: no *.safetensors in {directory}")
-        if config.model.tokenizer is None and not any(directory.glob("tokenizer*")):
-            faults.append(f"model.path: no tokenizer in {directory}; name one in model.tokenizer")
-    elif config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") != 1:
-        faults.append(f"model.path: no directory {directory}")
-    else:
-        notes.append(f"model {config.model.path} is not here: it will be taken from the hub, and its sizes are not checked")
-    for key, path in (
-        ("reference.path", config.reference.path),
-        ("critic.path", config.critic.path if config.uses_critic else None),
-        ("reward.model.path", config.reward.model.path),
-    ):
-        if path and path.startswith((".", "/")) and not Path(path).is_dir():
-            faults.append(f"{key}: no directory {path}")
-    faults += _value_model_faults(config)
+    shapes: dict[str, ModelShape] = {}
+    for part in _parts(config):
+        again = part.where != "policy" and part.path == config.model.path
+        if Path(part.path).is_dir():
+            try:
+                shapes[part.where] = shape = load_shape(part.path, part.values)
+                shape.check_layout(config.layout, part.settings.megatron.stages)
+                faults += _shape_faults(config, part, shape)
+            except ValueError as error:
+                faults.append(f"{part.key}: {error}")
+            if not again and not any(Path(part.path).glob("*.safetensors")):
+                faults.append(f"{part.key}: no *.safetensors in {part.path}")
+        elif again:
+            continue
+        elif part.path.startswith((".", "/", "~")) or part.path.count("/") != 1:
+            faults.append(f"{part.key}: no directory {Path(part.path)}")
+        else:
+            notes.append(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
+    if "policy" in shapes:
+        if config.model.tokenizer is None and not any(Path(config.model.path).glob("tokenizer*")):
+            faults.append(f"model.path: no tokenizer in {config.model.path}; name one in model.tokenizer")
+        if "critic" in shapes and shapes["critic"].vocab != shapes["policy"].vocab:
+            faults.append(
+                f"critic.path must have the policy's vocabulary: {shapes['critic'].vocab} != {shapes['policy'].vocab}"
+            )
+        if not faults:
+            notes += _shape_notes(config, shapes["policy"])
+    if config.reference.path and config.reference.path.startswith((".", "/")) and not Path(config.reference.path).is_dir():
+        faults.append(f"reference.path: no directory {config.reference.path}")
     if not config.data.train:
         faults.append("data.train names no file")
     for name in [*config.data.train, *config.data.val]:
@@ -65,79 +95,75 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
     faults += _device_faults(config)
     updates = config.algorithm.updates_per_step * config.algorithm.epochs
     notes += methods.notes(config.algorithm.name, config.algorithm, updates)
-    notes += [f"{key} has no effect: {reason}" for key, reason in without_effect(config, experts)]
+    notes += [f"{key} has no effect: {reason}" for key, reason in without_effect(config, shapes)]
     return faults, notes
 
 
-def _value_model_faults(config: RunConfig) -> list[str]:
-    """What the critic or the reward model, where they are here, cannot do with these settings."""
+def _shape_faults(config: RunConfig, part: _Part, shape: ModelShape) -> list[str]:
+    """What this model cannot do with its settings."""
     found: list[str] = []
-    policy, judge = config.policy, config.reward.model
-    models = [("critic.path", config.critic.path or config.model.path, config.critic.settings(policy))] * config.uses_critic
-    if judge.path:
-        models.append(("reward.model.path", judge.path, replace(policy, megatron=judge.megatron or policy.megatron)))
-    for key, path, settings in models:
-        if not Path(path).is_dir():
-            continue
-        try:
-            shape = load_shape(path, values=True)
-            shape.check_layout(config.layout, settings.megatron.stages)
-        except ValueError as error:
-            found.append(f"{key}: {error}")
-            continue
-        if settings.megatron.bridge_type != "native":
-            found.append(f"{key}: a value head needs megatron.bridge_type: native")
-        if key == "critic.path" and (policy_shape := _shape_of(config)) and shape.vocab != policy_shape.vocab:
-            found.append(f"{key} must have the policy's vocabulary: {shape.vocab} != {policy_shape.vocab}")
-        labels = read_config(Path(path)).get("id2label")
-        if key == "reward.model.path" and (labels is None or len(labels) != 1):
-            found.append(f"{key}: a reward model has one label: got {2 if labels is None else len(labels)} in config.json")
-    return found
-
-
-def _shape_of(config: RunConfig) -> ModelShape | None:
-    try:
-        return load_shape(config.model.path) if Path(config.model.path).is_dir() else None
-    except ValueError:
-        return None
-
-
-def _shape_faults(config: RunConfig, shape: ModelShape) -> list[str]:
-    """What this model cannot do with these settings."""
-    found, policy = [], config.policy
-    if policy.megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
+    where, settings, megatron = part.where, part.settings, part.settings.megatron
+    trained = where != "reward.model"
+    if trained and config.max_sequence_tokens > shape.max_positions:
         found.append(
-            "policy.megatron.optimizer.optimizer_cpu_offload needs a GPU: on the CPU the optimizer is there already"
+            f"data.max_prompt_tokens + data.max_response_tokens = {config.max_sequence_tokens} is more than the "
+            f"{shape.max_positions} positions of the model in {part.key}"
         )
-    if shape.experts is not None and config.layout.tp > 1 and not policy.sequence_parallel:
+    if trained and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
         found.append(
-            "policy.sequence_parallel must be true for a model with experts and t > 1: Megatron-Core routes each token once"
+            f"{where}.megatron.optimizer.optimizer_cpu_offload needs a GPU: on the CPU the optimizer is there already"
         )
-    if policy.megatron.transformer_impl == "transformer_engine" and (shape.experts or shape.latent):
-        found.append(f"policy.megatron.transformer_impl must be torch for {shape.family}")
-    if policy.megatron.bridge_type != "native" and (shape.experts or policy.megatron.stages.virtual(config.layout) > 1):
-        found.append("policy.megatron.bridge_type must be native for models with experts and for virtual stages")
-    gathers = policy.megatron.transformer.get("moe_token_dispatcher_type") == "allgather"
-    if gathers and policy.megatron.pipeline.get("variable_seq_lengths", False):
+    if shape.experts is not None and config.layout.tp > 1 and not settings.sequence_parallel:
+        found.append(
+            f"policy.sequence_parallel must be true for a model with experts ({part.key}) and t > 1: Megatron-Core routes "
+            "each token once"
+        )
+    if megatron.transformer_impl == "transformer_engine" and (shape.experts or shape.latent):
+        found.append(f"{where}.megatron.transformer_impl must be torch for {shape.family}")
+    if megatron.bridge_type != "native" and (shape.experts or megatron.stages.virtual(config.layout) > 1):
+        found.append(f"{where}.megatron.bridge_type must be native for models with experts and for virtual stages")
+    if megatron.bridge_type != "native" and part.values:
+        found.append(f"{part.key}: a value head needs megatron.bridge_type: native")
+    gathers = megatron.transformer.get("moe_token_dispatcher_type") == "allgather"
+    if gathers and megatron.pipeline.get("variable_seq_lengths", False):
         found.append("moe_token_dispatcher_type: allgather needs pipeline.variable_seq_lengths: false: leave it out")
-    modules = policy.megatron.transformer.get("recompute_modules") or []
+    modules = megatron.transformer.get("recompute_modules") or []
     for module, present in (("mla_up_proj", shape.latent), ("moe", shape.experts), ("moe_act", shape.experts),
                             ("shared_experts", shape.experts and shape.experts.shared_ffn)):  # fmt: skip
         if module in modules and not present:
-            found.append(f"policy.megatron.transformer.recompute_modules: {shape.family} has no {module}")
+            found.append(f"{where}.megatron.transformer.recompute_modules: {shape.family} has no {module}")
+    if where == "reward.model":
+        # transformers leaves the labels of a classifier out where there are two, its default.
+        labels = len(read_config(Path(part.path)).get("id2label") or range(2))
+        if labels != 1:
+            found.append(f"{part.key}: a reward model has one label: got {labels} in config.json")
     return found
 
 
-def without_effect(config: RunConfig, experts: bool) -> list[tuple[str, str]]:
-    """(key, reason) of each key that was set and changes nothing in a run of a model with or without experts."""
-    found = list(config.policy.megatron.options.without_effect(experts))
-    if config.trainer.device == "cpu":
-        reason = "on the CPU everything is in host memory already"
-        found += [(f"policy.offload.{name}", reason) for name in sorted(config.policy.offload.parts)]
-    optimizer = config.policy.optimizer
-    if optimizer.schedule == "constant" and (optimizer.decay_steps is not None or optimizer.min_lr):
-        found.append(("policy.optimizer.decay_steps and min_lr", "the schedule is constant"))
-    algorithm, name = config.algorithm, config.algorithm.name
+def without_effect(config: RunConfig, shapes: dict[str, ModelShape]) -> list[tuple[str, str]]:
+    """(key, reason) of each key that was set and changes nothing; `shapes` are those of the models that are here."""
+    found: list[tuple[str, str]] = []
+    algorithm, name, critic = config.algorithm, config.algorithm.name, config.critic
+    for where, own in (
+        ("policy", config.policy),
+        ("critic", critic if config.uses_critic else None),
+        ("reward.model", config.reward.model if config.reward.model.path else None),
+    ):
+        if own is None:
+            continue
+        experts = where not in shapes or shapes[where].experts is not None
+        if own.megatron is not None:
+            told = own.megatron.options.without_effect(experts)
+            found += [(key.replace("policy.", f"{where}."), reason) for key, reason in told]
+            if where == "reward.model" and (own.megatron.ddp or own.megatron.optimizer):
+                found.append(("reward.model.megatron.ddp and optimizer", "a reward model is not trained"))
+        if isinstance(own, RewardModelConfig):
+            continue
+        if own.offload is not None and config.trainer.device == "cpu":
+            reason = "on the CPU everything is in host memory already"
+            found += [(f"{where}.offload.{part}", reason) for part in sorted(own.offload.parts)]
+        if own.optimizer.schedule == "constant" and (own.optimizer.decay_steps is not None or own.optimizer.min_lr):
+            found.append((f"{where}.optimizer.decay_steps and min_lr", "the schedule is constant"))
     found += methods.without_effect(name, algorithm)
     if algorithm.given:
         if algorithm.group_size != AlgorithmConfig().group_size:
@@ -147,19 +173,33 @@ def without_effect(config: RunConfig, experts: bool) -> list[tuple[str, str]]:
             found.append(("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)"))
         if config.engine.max_logprob_diff is not None:
             found.append(("engine.max_logprob_diff", f"{name} does not sample for training"))
-        if (config.reward.functions or config.reward.by_source) and not config.data.val:
-            found.append(("reward", f"{name} without validation files scores nothing"))
+        if not config.may_generate and config.reward != RewardConfig():
+            found.append(("reward", f"{name} scores nothing where nothing is sampled for evaluation"))
+    for key, learners in _LEARNED_COLUMNS.items():
+        if getattr(config.data, key) != getattr(DataConfig(), key) and name not in learners:
+            found.append((f"data.{key}", f"{name} does not read it"))
     if config.reference.path and not _needs_reference(config):
         found.append(("reference.path", "the KL coefficient is 0"))
-    if not config.uses_critic and config.critic != CriticConfig():
+    if not config.uses_critic and critic != CriticConfig():
         found.append(("critic", f"{name} has no critic: set algorithm.credit: gae"))
     if not algorithm.resolved.dynamic_sampling and (
         algorithm.prompts_per_round is not None or algorithm.sampling_rounds != AlgorithmConfig().sampling_rounds
     ):
         found.append(("algorithm.sampling_rounds and prompts_per_round", "dynamic_sampling is off"))
-    if not config.data.val and config.eval.samples:
-        found.append(("eval.samples", "there are no validation files"))
+    if not config.data.val and (config.eval.samples or config.eval.generate is not None):
+        found.append(("eval.samples and generate", "there are no validation files"))
+    elif config.eval.samples and not config.may_generate:
+        found.append(("eval.samples", "nothing is sampled for evaluation: set eval.generate: true"))
     return found
+
+
+_LEARNED_COLUMNS = {
+    "response_key": ("sft",),
+    "messages_key": ("sft",),
+    "chosen_key": ("dpo",),
+    "rejected_key": ("dpo",),
+}
+"""Columns of responses in the data, and the methods that read them."""
 
 
 def _shape_notes(config: RunConfig, shape: ModelShape) -> list[str]:
@@ -179,7 +219,8 @@ def _needs_reference(config: RunConfig) -> bool:
 
 def memory_of(config: RunConfig, shape: ModelShape) -> Memory:
     """Memory of the fullest rank of a run with a policy of this shape."""
-    critic, judge = config.critic.path or config.model.path, config.reward.model.path
+    others = {part.where: part for part in _parts(config)[1:] if Path(part.path).is_dir()}
+    critic, judge = others.get("critic"), others.get("reward.model")
     return estimate_memory(
         shape,
         config.layout,
@@ -187,13 +228,13 @@ def memory_of(config: RunConfig, shape: ModelShape) -> Memory:
         recompute=config.policy.recompute,
         tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
         reference=_needs_reference(config),
-        engine_sequences=0 if config.algorithm.given and not config.data.val else config.engine.max_sequences,
+        engine_sequences=config.engine.max_sequences if config.may_generate else 0,
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.stages,
         offload=config.policy.offload.parts,
-        critic=load_shape(critic, values=True) if config.uses_critic and Path(critic).is_dir() else None,
-        critic_offload=config.critic.settings(config.policy).offload.parts,
-        judge=load_shape(judge, values=True) if judge and Path(judge).is_dir() else None,
+        critic=None if critic is None else (load_shape(critic.path, values=True), critic.settings.megatron.stages),
+        critic_offload=frozenset() if critic is None else critic.settings.offload.parts,
+        judge=None if judge is None else (load_shape(judge.path, values=True), judge.settings.megatron.stages),
     )
 
 

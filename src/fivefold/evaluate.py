@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fivefold.algo import Objective
+from fivefold.algo.aggregate import token_mean
 from fivefold.batch import pack, spread
 from fivefold.ranks import Ranks
 from fivefold.rollout import Rewards, given_groups, sample_groups
@@ -39,7 +40,9 @@ class Evaluation:
         if reference is not None:
             batch.ref_logprobs_T = reference.forward(batch)
             reference.offload()
-        prompts = objective.weights(lengths_N, self.greedy.max_tokens).view(-1, self.together)
+        # A validation set has no micro-batches to be averaged over: the legacy aggregation is the mean over its tokens.
+        aggregate = token_mean if objective.per_micro_batch else objective.aggregate
+        prompts = aggregate(lengths_N, self.greedy.max_tokens).view(-1, self.together)
         batch.loss_weights_T = spread(prompts[ranks.place.dp :: ranks.layout.dp].reshape(-1), batch)
         batch.advantages_T = batch.loss_mask_T.float()
         batch.update_tokens = int(lengths_N.sum())

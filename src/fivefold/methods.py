@@ -226,11 +226,10 @@ def resolve(name: str, given: Choices | None = None) -> Choices:
     # A named correction stands below the keys that change it.
     correction = _over(_over(_USUAL.correction, CORRECTIONS[kind]), row.correction)
     chosen = replace(_over(_USUAL, row), correction=correction)
-    if chosen.surrogate not in (row_surrogate := METHODS[name].surrogate or _USUAL.surrogate, None):
-        # The row's numbers were its own surrogate's.
-        own = set(SURROGATES.get(str(row_surrogate), ()))
-        chosen = replace(chosen, **{key: getattr(given, key) for key in own})
-    return chosen
+    if chosen.surrogate == (own := METHODS[name].surrogate or str(_USUAL.surrogate)):
+        return chosen
+    # The row's numbers were its own surrogate's.
+    return replace(chosen, **{key: getattr(given, key) for key in SURROGATES[own]})
 
 
 def problems(name: str, given: Choices, group_size: int) -> list[str]:

@@ -75,16 +75,8 @@ class Objective:
         correction = chosen.correction
         kinds = {item.name: getattr(correction, item.name) for item in fields(Correction)}
         kinds["weight"] = _choose(str(correction.weight), str)
-        plain = ("kl_coef", "kl_target", "kl_horizon")
-        simple = (
-            "entropy_coef",
-            "whiten",
-            "advantage_clip",
-            "reward_clip",
-            "overlong_buffer",
-            "overlong_penalty",
-            "overlong_filter",
-        )
+        as_they_are = {item.name for item in fields(Choices)} & {item.name for item in fields(cls)}
+        as_they_are -= {"advantage", "surrogate", "credit", "ratio", "aggregate", "correction"}
         return cls(
             advantage=_choose(str(chosen.advantage), lambda name: make_advantage(name, str(chosen.normalize))),
             surrogate=_surrogate(chosen),
@@ -97,8 +89,8 @@ class Objective:
             kl_in_reward=chosen.kl.place == "reward",
             old_is_engine=correction.proximal == "engine",
             needs_greedy=chosen.advantage == "greedy_baseline",
-            **{name: getattr(chosen.kl, name.removeprefix("kl_")) for name in plain},
-            **{name: getattr(chosen, name) for name in simple},
+            **{f"kl_{name}": getattr(chosen.kl, name) for name in ("coef", "target", "horizon")},
+            **{name: getattr(chosen, name) for name in as_they_are},
         )
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fivefold.layout import ParallelLayout, Stages
 from fivefold.mcore_options import Options
-from fivefold.methods import GIVEN, Choices, problems, resolve
+from fivefold.methods import Choices, problems, resolve
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,14 @@ class AlgorithmConfig(Choices):
         return resolve(self.name, self)
 
     @property
+    def learn(self) -> Literal["sft", "dpo"] | None:
+        """What it takes from responses in the data, if it learns from those instead of sampling."""
+        return self.name if self.name == "sft" or self.name == "dpo" else None
+
+    @property
     def given(self) -> bool:
         """It learns from responses in the data instead of sampling."""
-        return self.name in GIVEN
+        return self.learn is not None
 
     @property
     def samples_per_prompt(self) -> int:
@@ -252,6 +257,10 @@ class RewardModelConfig:
     """Factor of its score in the reward, beside the functions'."""
     megatron: MegatronConfig | None = None
     """The policy's when left out."""
+
+    def settings(self, policy: PolicyConfig) -> PolicyConfig:
+        """The reward model's whole settings."""
+        return replace(policy, megatron=self.megatron or policy.megatron)
 
 
 @dataclass(frozen=True)
@@ -364,6 +373,14 @@ class RunConfig:
         return self.data.max_prompt_tokens + self.data.max_response_tokens
 
     @property
+    def may_generate(self) -> bool:
+        """Responses are sampled, for training or for evaluation; of sft's evaluation the data decide."""
+        if not self.algorithm.given:
+            return True
+        generate = self.eval.generate
+        return bool(self.data.val) and (self.algorithm.name != "dpo" if generate is None else generate)
+
+    @property
     def uses_critic(self) -> bool:
         return self.algorithm.resolved.credit == "gae"
 
@@ -446,9 +463,18 @@ class RunConfig:
         )
         # Pairs are compared, so both of one must fit.
         longest = self.max_sequence_tokens * (2 if algorithm.name == "dpo" else 1)
-        found += self.policy.problems("policy", longest)
-        if self.uses_critic:
-            found += critic.settings(self.policy).problems("critic", longest)
+        of_policy = self.policy.problems("policy", longest)
+        found += of_policy
+        others = {"critic": critic.settings(self.policy)} if self.uses_critic else {}
+        if self.reward.model.path:
+            others["reward.model"] = self.reward.model.settings(self.policy)
+        for where, settings in others.items():
+            # What it has from the policy was said there.
+            found += [
+                fault
+                for fault in settings.problems(where, longest)
+                if fault.replace(f"{where}.", "policy.") not in of_policy
+            ]
         sampling = self.engine.sampling
         need(
             sampling.temperature > 0,

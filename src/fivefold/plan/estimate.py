@@ -128,9 +128,9 @@ def estimate_memory(
     max_sequence_tokens: int,
     stages: Stages | None = None,
     offload: frozenset[str] = frozenset(),
-    critic: ModelShape | None = None,
+    critic: tuple[ModelShape, Stages] | None = None,
     critic_offload: frozenset[str] = frozenset(),
-    judge: ModelShape | None = None,
+    judge: tuple[ModelShape, Stages] | None = None,
 ) -> Memory:
     """Memory of the fullest rank, with the embedded engine beside the policy (0 sequences: no engine).
 
@@ -142,11 +142,11 @@ def estimate_memory(
     size = 2 if dtype == "bfloat16" else 4
     logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * shape.padded_vocab // (layout.tp * layout.cp))
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * size * max_sequence_tokens
-    critic_state = _states(critic, layout, size) if critic is not None else {}
+    critic_state = _states(*critic, layout, size) if critic is not None else {}
     others = {
         "critic": sum(critic_state.values()),
         "critic_sampling": sum(part for name, part in critic_state.items() if name not in critic_offload),
-        "judge": _states(judge, layout, size)["parameters"] if judge is not None else 0,
+        "judge": _states(*judge, layout, size)["parameters"] if judge is not None else 0,
     }
     found = []
     parts = rank_parameters(shape, layout, stages)
@@ -180,9 +180,9 @@ def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:
     return own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
 
 
-def _states(shape: ModelShape, layout: ParallelLayout, size: int) -> dict[str, int]:
+def _states(shape: ModelShape, stages: Stages, layout: ParallelLayout, size: int) -> dict[str, int]:
     """Parameters, gradients and optimizer state of the fullest rank of another model."""
-    own = max(rank_parameters(shape, layout), key=lambda parts: parts.total)
+    own = max(rank_parameters(shape, layout, stages), key=lambda parts: parts.total)
     return {"parameters": own.total * size, "gradients": own.total * 4, "optimizer": _optimizer(own, layout, size)}
 
 
