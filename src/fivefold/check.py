@@ -65,7 +65,7 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
         elif again:
             continue
         elif part.path.startswith((".", "/", "~")) or part.path.count("/") != 1:
-            faults.append(f"{part.key}: no directory {Path(part.path)}")
+            faults.append(f"{part.key}: no directory {part.path}")
         else:
             notes.append(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
     if "policy" in shapes:
