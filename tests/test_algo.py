@@ -662,7 +662,9 @@ def test_the_value_loss_and_its_gradient_equal_the_loop(clip):
     explained = 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-4)
     assert metrics["critic/return_mean"] == pytest.approx(statistics.fmean(returns), rel=1e-5, abs=1e-7)
-    assert set(metrics) <= {"critic/value_mean", "critic/return_mean", "critic/explained_variance", "critic/clip_fraction"}
+    assert set(metrics) <= {
+        f"critic/{name}" for name in ("value_mean", "return_mean", "return_std", "explained_variance", "clip_fraction")
+    }
 
 
 def test_the_value_before_a_token_is_that_of_the_text_up_to_the_one_before():

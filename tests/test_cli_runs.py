@@ -81,9 +81,20 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]],
     for got, want in zip(found, expected, strict=True):
         assert set(got) == set(want)
         for key, value in want.items():
-            # Differences of log-probs of engine and trainer are rounding itself (1e-7), and have no digits to compare.
-            absolute = 1e-5 if key.startswith("rollout/") else 1e-6
-            assert got[key] == pytest.approx(value, rel=rel, abs=absolute), (got["step"], key)
+            assert got[key] == pytest.approx(value, rel=rel, abs=rounding(key, want)), (got["step"], key)
+
+
+def rounding(key: str, row: dict[str, float]) -> float:
+    """How far float32 may move a metric that is near 0."""
+    if key.startswith("rollout/"):
+        # Differences of log-probs of engine and trainer are rounding itself (1e-7), and have no digits to compare.
+        return 1e-5
+    if key == "critic/explained_variance":
+        # u = 1 - EV = Var(R - V) / Var(R). Where values and returns move by e, standard deviations move by e at most, so
+        # u moves by 2 e (sqrt(u) + u) / std(R): a small spread of the returns magnifies what moves every other metric by e.
+        left = 1 - row[key]
+        return 2e-6 * (left**0.5 + left) / row["critic/return_std"]
+    return 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ class ValueLoss:
         value_T, old_T = before(values_T) * mask_T, before(batch.values_T) * mask_T
         error_T = (value_T - batch.returns_T).square()
         share_T = mask_T / max(batch.update_tokens, 1)
-        now_T, return_T = value_T.detach(), batch.returns_T
+        # Variances are differences of these sums: in float32 they would have few digits left.
+        now_T, return_T = value_T.detach().double(), batch.returns_T.double()
         means = {
             "critic/value_mean": now_T,
             "critic/return_mean": return_T,
@@ -35,7 +36,7 @@ class ValueLoss:
         }
         if self.clip is not None:
             near_T = torch.maximum(torch.minimum(value_T, old_T + self.clip), old_T - self.clip)
-            clipped_T = (near_T - return_T).square()
+            clipped_T = (near_T - batch.returns_T).square()
             means["critic/clip_fraction"] = (clipped_T > error_T).detach().float()
             error_T = torch.maximum(error_T, clipped_T)
         loss = 0.5 * (error_T * batch.weights_T).sum(dtype=torch.float64)
@@ -46,6 +47,7 @@ class ValueLoss:
         found = dict(metrics)
         residual, residual_square = found.pop("critic/residual_mean"), found.pop("critic/residual_square_mean")
         variance = found.pop("critic/return_square_mean") - found["critic/return_mean"] ** 2
+        found["critic/return_std"] = max(variance, 0.0) ** 0.5
         left = residual_square - residual**2
         found["critic/explained_variance"] = 1 - left / variance if variance > 1e-12 else 0.0
         return found
