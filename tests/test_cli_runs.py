@@ -366,6 +366,14 @@ def test_bad_input_is_told_before_any_rank_starts(root):
     assert not (root / "runs/bad/logs").exists()
 
 
+def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root):
+    (root / "broken.py").write_text("def broken(response):\n    return len(response) / unknown_name\n")
+    done = train(root, "broken", f"reward.functions={{'{root}/broken.py:broken': 1.0}}", "trainer.eval_before=false")
+    assert done.returncode == 1
+    assert "the reward of 32 of 32 samples failed" in done.stderr
+    assert "broken.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
+
+
 # --- experts, context parallelism, virtual stages, guards ------------------------------------------------------------
 
 

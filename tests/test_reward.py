@@ -77,6 +77,7 @@ def shout(response, ground_truth):
     if "exit" in response: os._exit(3)
     if "memory" in response: bytearray(1 << 40)
     if "nan" in response: return float("nan")
+    if "infinite" in response: return float("-inf")
     return 0.25 * len(response)
 def like_verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0 if extra_info["index"] == 7 and data_source == "mine" else 0.0}
@@ -97,13 +98,68 @@ def user_file(tmp_path: Path) -> Path:
 
 def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(user_file):
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 2.0}, timeout_seconds=1.0, workers=2))
-    scored = group("ok", "hang", "raise", "exit", "memory", "nan", "fine")
+    scored = group("ok", "hang", "raise", "exit", "memory", "nan", "infinite", "fine")
     begin = time.monotonic()
     pool.score([scored])
     pool.close()
     assert time.monotonic() - begin < 30
-    assert [sample.reward for sample in scored.samples] == [1.0, 0, 0, 0, 0, 0, 2.0]
-    assert [sample.reward_failed for sample in scored.samples] == [False, True, True, True, True, True, False]
+    assert [sample.reward for sample in scored.samples] == [1.0, 0, 0, 0, 0, 0, 0, 2.0]
+    assert [sample.reward_failed for sample in scored.samples] == [False, True, True, True, True, True, True, False]
+
+
+def test_the_first_error_is_kept_with_the_function_s_traceback(user_file):
+    pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}))
+    pool.score([group("ok", "raise", "nan")])
+    assert "Traceback" in pool.first_error and "mine.py" in pool.first_error
+    assert "RuntimeError: as asked" in pool.first_error
+    pool.score([group("ok", "nan")])
+    assert "must be finite" in pool.first_error
+    pool.score([group("ok")])
+    assert pool.first_error is None
+    pool.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_exception_in_a_scoring_thread_is_raised(user_file, monkeypatch, workers):
+    """It used to end the thread: samples stayed at 0, none of them counted as failed."""
+    pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}, workers=workers))
+
+    def fail(self, request):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("fivefold.reward.pool._Worker.ask", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        pool.score([group("ok", "fine")])
+    pool.close()
+
+
+def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]], max_failed: float):
+    from fivefold.rollout import Rewards
+
+    said: list[str] = []
+    pool = RewardPool(RewardConfig(functions=functions))
+    try:
+        groups = Rewards(pool, max_failed=max_failed, say=said.append).scored(mesh.ranks, [group(*texts[mesh.ranks.rank])])
+    except RuntimeError as error:
+        return str(error), said
+    finally:
+        pool.close()
+    return [sample.reward for sample in groups[0].samples], said
+
+
+def test_too_many_failures_end_the_run_on_every_rank_with_the_traceback(cluster, user_file):
+    """One of four fails, on one rank only: every rank ends, or the others would wait for it."""
+    texts = [["ok", "ok"], ["ok", "raise"]]
+    for found, _ in cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.2):
+        assert "reward of 1 of 4 samples failed" in found and "RuntimeError: as asked" in found
+        assert "reward.max_failed = 0.2" in found
+
+
+def test_few_failures_are_shown_and_the_run_goes_on(cluster, user_file):
+    texts = [["ok", "ok"], ["ok", "raise"]]
+    found = cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.25)
+    assert [rewards for rewards, _ in found] == [[0.5, 0.5], [0.5, 0.0]]
+    assert "RuntimeError: as asked" in found[0][1][0]
 
 
 def test_several_rewards_are_weighted_and_verl_s_signature_is_understood(user_file):

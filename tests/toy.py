@@ -91,6 +91,8 @@ class ToyEngine:
 class ToyScorer:
     """The share of tokens that are the prompt's own."""
 
+    first_error = None
+
     def score(self, groups: list[Group]) -> None:
         for group in groups:
             for sample in group.samples:

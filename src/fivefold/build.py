@@ -140,7 +140,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         group_size=algorithm.group_size,
         refill=refill if chosen.dynamic_sampling else None,
         sampling=_sampling(config),
-        rewards=Rewards(scorer, judge),
+        rewards=Rewards(scorer, judge, config.reward.max_failed, observer.say),
         evaluation=evaluation,
         checkpoints=Checkpoints(config.run_dir, config.trainer.keep),
         run_dir=config.run_dir,

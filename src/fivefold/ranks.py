@@ -71,6 +71,18 @@ class Ranks:
         dist.all_reduce(summed, group=self.dp)
         return summed
 
+    def total_of_all(self, numbers: list[float]) -> list[float]:
+        """The sum of each number over all ranks."""
+        summed = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(summed, group=self.world)
+        return summed.tolist()
+
+    def from_all(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        values: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(values, value, group=self.world)
+        return values
+
     def barrier(self) -> None:
         dist.barrier(group=self.world)
 

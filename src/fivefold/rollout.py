@@ -18,6 +18,11 @@ from fivefold.types import Group, Prompt, Sample, Sampling
 class Scorer(Protocol):
     """Sets reward, reward_parts and reward_failed of every sample."""
 
+    @property
+    def first_error(self) -> str | None:
+        """Why the first sample of the last call failed, if one did."""
+        ...
+
     def score(self, groups: list[Group]) -> None: ...
 
     def close(self) -> None: ...
@@ -35,14 +40,31 @@ class Rewards:
 
     scorer: Scorer
     judge: Judge | None = None
+    max_failed: float = 0.1
+    """Largest share of samples whose reward may fail."""
+    say: Callable[[str], None] = print
 
     def scored(self, ranks: Ranks, groups: list[Group]) -> list[Group]:
-        """The replica's groups with their rewards, from this rank's."""
+        """The replica's groups with their rewards, from this rank's; RuntimeError on all ranks where too many fail."""
         self.scorer.score(groups)
+        self._look_at_failures(ranks, groups)
         groups = ranks.gather_replica(groups)
         if self.judge is not None:
             self.judge.score(groups)
         return groups
+
+    def _look_at_failures(self, ranks: Ranks, groups: list[Group]) -> None:
+        samples = [sample for group in groups for sample in group.samples]
+        failed, total = ranks.total_of_all([sum(sample.reward_failed for sample in samples), len(samples)])
+        if not failed:
+            return
+        error = next(text for text in ranks.from_all(self.scorer.first_error) if text is not None)
+        told = f"the reward of {failed:.0f} of {total:.0f} samples failed; the first error:\n{error}"
+        if failed > self.max_failed * total:
+            raise RuntimeError(
+                f"{told}\nreward.max_failed = {self.max_failed:g} is the largest share that a run goes on with"
+            )
+        self.say(told)
 
 
 def sample_groups(engine: Engine, ranks: Ranks, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:

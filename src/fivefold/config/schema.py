@@ -271,6 +271,9 @@ class RewardConfig:
     """data_source -> its own `functions`."""
     timeout_seconds: float = 10.0
     """Time one sample's rewards may take; a sample over it scores 0 and is counted."""
+    max_failed: float = 0.1
+    """Largest share of a step's samples whose reward may fail (it raised, ran out of time, was not finite): above it the run
+    ends with the first error."""
     workers: int = 1
     """Reward processes of each rank."""
     memory_mb: int = 4096
@@ -437,6 +440,7 @@ class RunConfig:
         )
         for name, number in positive.items():
             need(number > 0, f"{name} must be above 0: got {number}")
+        need(0 <= self.reward.max_failed <= 1, f"reward.max_failed must be in [0, 1]: got {self.reward.max_failed}")
         need(
             self.trainer.steps is None or self.trainer.steps > 0, f"trainer.steps must be above 0: got {self.trainer.steps}"
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import queue
 import select
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import RewardConfig
@@ -23,13 +24,14 @@ _START_SECONDS = 60.0
 
 
 class RewardPool:
-    """Scores samples; a function that hangs, raises or dies costs its sample the reward, not the run."""
+    """Scores samples; a function that hangs, raises or dies costs its sample the reward and leaves its error behind."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._weights: dict[str, dict[str, float]] = {}
         self._workers = [_Worker(config.memory_mb, config.timeout_seconds) for _ in range(config.workers)]
-        self.last_error: str | None = None
+        self.first_error: str | None = None
+        """Of the last call of `score`: the first sample's error, a traceback where the function raised."""
 
     def weights(self, source: str) -> dict[str, float]:
         """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
@@ -38,25 +40,19 @@ class RewardPool:
         return self._weights[source]
 
     def score(self, groups: list[Group]) -> None:
-        """Set reward, reward_parts and reward_failed of every sample."""
-        tasks: queue.SimpleQueue[tuple[Prompt, Sample]] = queue.SimpleQueue()
-        for group in groups:
-            for sample in group.samples:
-                tasks.put((group.prompt, sample))
+        """Set reward, reward_parts and reward_failed of every sample; what goes wrong in the pool itself is raised."""
+        self.first_error = None
+        # Shared by the workers: each takes the next one when it is free.
+        tasks = iter([(group.prompt, sample) for group in groups for sample in group.samples])
 
-        def work(worker: _Worker) -> None:
-            while True:
-                try:
-                    prompt, sample = tasks.get_nowait()
-                except queue.Empty:
-                    return
+        def work(worker: _Worker, tasks: Iterator[tuple[Prompt, Sample]]) -> None:
+            for prompt, sample in tasks:
                 self._score_one(worker, prompt, sample)
 
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in self._workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            # An exception in a thread would otherwise leave its samples unscored and nobody the wiser.
+            for done in [threads.submit(work, worker, tasks) for worker in self._workers]:
+                done.result()
 
     def close(self) -> None:
         for worker in self._workers:
@@ -76,14 +72,15 @@ class RewardPool:
             "extra_info": prompt.extra,
         }
         answer = worker.ask({"rewards": list(weights), "sample": offered})
-        if "values" in answer:
+        error = answer.get("error")
+        if error is None:
             sample.reward_parts = answer["values"]
             sample.reward = sum(weights[name] * value for name, value in sample.reward_parts.items())
-            sample.reward_failed = sample.reward != sample.reward
-        else:
-            sample.reward_failed = True
-            self.last_error = answer["error"]
-        if sample.reward_failed:
+            if not math.isfinite(sample.reward):
+                error = f"a reward must be finite: got {sample.reward_parts}"
+        sample.reward_failed = error is not None
+        if error is not None:
+            self.first_error = self.first_error or error
             sample.reward_parts = dict.fromkeys(weights, 0.0)
             sample.reward = 0.0
 

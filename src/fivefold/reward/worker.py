@@ -8,8 +8,12 @@ import os
 import resource
 import signal
 import sys
+import traceback
 
 from fivefold.reward.rules import RewardFunction, call, resolve
+
+_LONGEST_ERROR = 4000
+"""Characters of a traceback, from its end."""
 
 
 def main() -> None:
@@ -35,9 +39,9 @@ def main() -> None:
                     functions[name] = resolve(name)
                 values[name] = call(functions[name], request["sample"])
             answer: dict[str, object] = {"values": values}
-        except BaseException as error:
+        except BaseException:
             # SystemExit and MemoryError of a user's function cost this sample its reward, like any other fault.
-            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            answer = {"error": traceback.format_exc()[-_LONGEST_ERROR:]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(BrokenPipeError):
             answers.write(json.dumps(answer) + "\n")
