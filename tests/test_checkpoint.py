@@ -68,3 +68,29 @@ def test_large_files_are_checked_at_head_and_tail(tmp_path, monkeypatch):
     path = write(Checkpoints(tmp_path, keep=1), 1, b"0123456789abcdef")
     (path / "policy/part").write_bytes(b"0123456789abcdeF")
     assert "has other content" in damage(path)
+
+
+def test_a_run_that_starts_over_keeps_what_it_writes_and_moves_what_was_newer(tmp_path):
+    old = Checkpoints(tmp_path, keep=2)
+    for step in (30, 40):
+        write(old, step, b"old")
+    (tmp_path / "metrics.jsonl").write_text("old")
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    aside = checkpoints.set_aside(0)
+    assert (aside / "metrics.jsonl").read_text() == "old" and not (tmp_path / "metrics.jsonl").exists()
+    assert damage(aside / "checkpoints/step-000040") == ""
+    assert not (tmp_path / "checkpoints/latest").exists()
+    for step in (2, 4):
+        assert write(checkpoints, step).is_dir(), "what was just written stays"
+    assert (tmp_path / "checkpoints" / (tmp_path / "checkpoints/latest").read_text()).is_dir()
+    assert checkpoints.newest(print).name == "step-000004"
+
+
+def test_a_run_that_goes_on_from_an_older_step_moves_the_newer_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        write(checkpoints, step)
+    aside = checkpoints.set_aside(1)
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-000001"
+    assert checkpoints.set_aside(1) is None

@@ -374,6 +374,22 @@ def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root):
     assert "broken.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
 
 
+def test_resume_never_in_a_directory_with_newer_checkpoints_keeps_what_it_writes(root, base):
+    import shutil
+
+    run = root / "runs/again"
+    shutil.copytree(root / "runs/base", run)
+    done = train(root, "again", "trainer.resume=never", "trainer.steps=3", "trainer.save_every=1", "trainer.keep=2")
+    assert done.returncode == 0, done.stderr
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["latest", "step-000002", "step-000003"]
+    assert (run / "checkpoints/latest").read_text() == "step-000003"
+    assert f"are now in {run}/superseded-1" in done.stdout
+    assert (run / "superseded-1/checkpoints/step-000005/manifest.json").is_file()
+    assert len((run / "superseded-1/metrics.jsonl").read_text().splitlines()) == len(base)
+    assert_same(metrics(root, "again")[:3], base[:3])
+
+
 # --- experts, context parallelism, virtual stages, guards ------------------------------------------------------------
 
 

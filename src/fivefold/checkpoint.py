@@ -16,6 +16,8 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 16 * 2**20
+RECORDS = ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")
+"""Files of a run that grow by each step."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class RunState:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory: one timeline, in the order of their steps."""
 
     def __init__(self, run_dir: Path, keep: int) -> None:
         self.root, self._keep = run_dir / "checkpoints", keep
@@ -84,6 +86,29 @@ class Checkpoints:
                 return self.root / name
             warn(f"checkpoint {self.root / name} is damaged and skipped: {faults}")
         return None
+
+    def set_aside(self, step: int) -> Path | None:
+        """Move what a run that begins after `step` would mix with: newer checkpoints, and from step 0 the records of the run
+        before. The directory they went to, if there were any."""
+        run_dir = self.root.parent
+        moved = [self.root / name for name in self._names() if int(name.removeprefix("step-")) > step]
+        if step == 0:
+            moved += [path for name in RECORDS if (path := run_dir / name).is_file()]
+        if not moved:
+            return None
+        number = 1
+        while (aside := run_dir / f"superseded-{number}").exists():
+            number += 1
+        for path in moved:
+            there = aside / path.relative_to(run_dir)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(there)
+        left = self._names()
+        if left:
+            (self.root / "latest").write_text(left[-1])
+        else:
+            (self.root / "latest").unlink(missing_ok=True)
+        return aside
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.root.glob("step-*") if path.is_dir()) if self.root.is_dir() else []

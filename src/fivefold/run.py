@@ -17,7 +17,7 @@ from fivefold.algo import Objective
 from fivefold.algo.advantages import Scores
 from fivefold.algo.values import ValueLoss
 from fivefold.batch import spread
-from fivefold.checkpoint import Checkpoints, RunState, damage
+from fivefold.checkpoint import RECORDS, Checkpoints, RunState, damage
 from fivefold.data import Sampler
 from fivefold.engines.draw import row_key
 from fivefold.evaluate import Evaluation
@@ -123,9 +123,7 @@ class Run:
                 raise ValueError(f"trainer.resume: checkpoint {found} cannot be used: {faults}")
         found = self.ranks.from_main(found)
         if found is None:
-            if self.ranks.is_main:
-                for name in ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl"):
-                    (self.run_dir / name).unlink(missing_ok=True)
+            self._set_aside()
             return
         state = RunState.read(found)
         if state.seed != self.seed:
@@ -143,10 +141,16 @@ class Run:
         self.position = state.position
         if self.objective.kl_target is not None:
             self.objective = replace(self.objective, kl_coef=state.kl_coef)
+        self._set_aside()
         if self.ranks.is_main:
-            for name in ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl"):
+            for name in RECORDS:
                 cut_after(self.run_dir / name, state.step)
         self.observer.say(f"resumed after step {state.step} from {found} (written on {state.layout})")
+
+    def _set_aside(self) -> None:
+        """A directory has one timeline: what lies behind the step at which this run begins makes room."""
+        if self.ranks.is_main and (aside := self.checkpoints.set_aside(self.step)):
+            self.observer.say(f"began after step {self.step}: newer checkpoints and records of before are now in {aside}")
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
 
