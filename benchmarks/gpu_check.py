@@ -21,13 +21,13 @@ import torch
 import torch.multiprocessing as mp
 
 from fivefold.algo import make_objective
-from fivefold.algo.advantages import Scores
-from fivefold.batch import spread
+from fivefold.algo.advantages import AdvantageInputs
 from fivefold.config.schema import OptimizerConfig, PolicyConfig
 from fivefold.launch.local import free_port
 from fivefold.layout import ParallelLayout
-from fivefold.model_shape import load_shape
-from fivefold.plan.estimate import estimate_memory, training_flops
+from fivefold.models.spec import load_spec
+from fivefold.plan.memory import estimate_memory, training_flops
+from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 
 GPU = torch.cuda.is_available()
@@ -72,8 +72,10 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards = torch.rand(samples, generator=generator)
-    batch.advantages_T = spread(OBJECTIVE.advantage(Scores(rewards, torch.arange(samples) // 4, responses)), batch)
-    batch.loss_weights_T = spread(OBJECTIVE.weights(responses, 2 * mean_length), batch)
+    batch.advantages_T = expand_to_tokens(
+        OBJECTIVE.advantage(AdvantageInputs(rewards, torch.arange(samples) // 4, responses)), batch
+    )
+    batch.loss_weights_T = expand_to_tokens(OBJECTIVE.weights(responses, 2 * mean_length), batch)
     batch.update_tokens = int(responses.sum())
     batch.old_logprobs_T = 0.1 * torch.randn(len(tokens), generator=generator) * mask
     batch.ref_logprobs_T = torch.randn(len(tokens), generator=generator) * mask
@@ -95,8 +97,8 @@ def rank_main(rank: int, layout: str, port: int, directory: str, out: str, job: 
     import warnings
 
     warnings.simplefilter("ignore")
+    from fivefold.distributed.ranks import Ranks
     from fivefold.megatron import mesh as megatron_mesh
-    from fivefold.ranks import Ranks
 
     parsed = ParallelLayout.parse(layout)
     device = place(rank, parsed.world_size, port)
@@ -124,7 +126,7 @@ def step_job(mesh, directory: Path, dtype: str):
     """One GRPO step: (loss, gradient norm, parameters by Hugging Face name)."""
     model = build(mesh, directory, dtype, 4096 if GPU else 64, 2)
     batch = make_batch(16, 512 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.share(range(16))[0])
+    mine = batch.select(mesh.ranks.shard(range(16))[0])
     base = model.forward(mine)
     mine.old_logprobs_T = base + mine.old_logprobs_T
     # A reference that does not come from this model: otherwise the loss would be the same whatever the layout computes.
@@ -139,7 +141,7 @@ def speed_job(mesh, directory: Path, dtype: str):
     """Steady step time, tokens a second, peak memory."""
     model = build(mesh, directory, dtype, 16384 if GPU else 64, 10)
     batch = make_batch(64, 1024 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.share(range(64))[0])
+    mine = batch.select(mesh.ranks.shard(range(64))[0])
     times = []
     for _ in range(4):
         if GPU:
@@ -260,7 +262,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     directory = Path(tempfile.mkdtemp()) / "model"
     make_model(directory)
-    shape = load_shape(directory)
+    shape = load_spec(directory)
     print(f"model: {shape.parameters / 1e6:.0f} M parameters (Qwen3-0.6B's shape)" if GPU else "model: tiny")
 
     exact, rounded = hf_logprobs(directory, torch.float32), hf_logprobs(directory, torch.bfloat16)

@@ -23,13 +23,13 @@ import torch
 import torch.multiprocessing as mp
 
 from fivefold.algo import make_objective
-from fivefold.algo.advantages import Scores
-from fivefold.batch import spread
+from fivefold.algo.advantages import AdvantageInputs
 from fivefold.config.schema import MegatronConfig, OffloadConfig, OptimizerConfig, PolicyConfig
 from fivefold.launch.local import free_port
-from fivefold.layout import ParallelLayout, Stages
-from fivefold.model_shape import load_shape
-from fivefold.plan.estimate import estimate_memory, training_flops
+from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.spec import load_spec
+from fivefold.plan.memory import estimate_memory, training_flops
+from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 
 GPU = torch.cuda.is_available()
@@ -120,8 +120,10 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards = torch.rand(samples, generator=generator)
-    batch.advantages_T = spread(OBJECTIVE.advantage(Scores(rewards, torch.arange(samples) // 4, responses)), batch)
-    batch.loss_weights_T = spread(OBJECTIVE.weights(responses, 2 * mean_length), batch)
+    batch.advantages_T = expand_to_tokens(
+        OBJECTIVE.advantage(AdvantageInputs(rewards, torch.arange(samples) // 4, responses)), batch
+    )
+    batch.loss_weights_T = expand_to_tokens(OBJECTIVE.weights(responses, 2 * mean_length), batch)
     batch.update_tokens = int(responses.sum())
     noise = torch.randn(2, len(tokens), generator=generator) * mask
     batch.old_logprobs_T = 0.1 * noise[0]
@@ -137,8 +139,8 @@ def rank_main(rank: int, world: int, ports: list[int], jobs: list[Any], out: str
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
+    from fivefold.distributed.ranks import Ranks
     from fivefold.megatron import mesh as megatron_mesh
-    from fivefold.ranks import Ranks
 
     torch.set_num_threads(1)
     if GPU:
@@ -206,7 +208,7 @@ def step_job(mesh, directory: str, dtype: str, pipeline, transformer, changes=No
     model = build(mesh, directory, dtype, 4096 if GPU else 64, pipeline, transformer, **(changes or {}))
     samples = 16 if GPU else 4
     batch = make_batch(samples, 512 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.share(range(samples))[0])
+    mine = batch.select(mesh.ranks.shard(range(samples))[0])
     base = model.forward(mine)
     mine.old_logprobs_T = base + mine.old_logprobs_T
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
@@ -234,7 +236,7 @@ def speed_job(mesh, directory: str, pipeline, transformer, tokens: int, samples:
         torch.cuda.reset_peak_memory_stats()
     model = build(mesh, directory, "bfloat16", tokens, pipeline, transformer, **(changes or {}))
     batch = make_batch(samples, length, model.shape.vocab)
-    mine = batch.select(mesh.ranks.share(range(samples))[0])
+    mine = batch.select(mesh.ranks.shard(range(samples))[0])
     times = []
     for _ in range(4):
         synchronize()
@@ -265,7 +267,7 @@ def experts_job(mesh):
 
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
-    from fivefold.megatron.experts import GroupedExperts
+    from fivefold.megatron.layers.moe import GroupedExperts
 
     count, width, ffn, tokens = (128, 2048, 768, 65536) if GPU else (8, 64, 32, 256)
     dtype = torch.bfloat16 if GPU else torch.float32
@@ -322,7 +324,7 @@ def offload_job(mesh, directory: str):
     settings = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16", 4096 if GPU else 64, offload=settings)
     batch = make_batch(8, 512 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.share(range(8))[0])
+    mine = batch.select(mesh.ranks.shard(range(8))[0])
     model.train_step(mine, OBJECTIVE.loss)
     before = [tensor.clone() for name in ("parameters", "optimizer") for tensor in model._offload._tensors(name)]
     before = [tensor.cpu() for tensor in before]
@@ -357,7 +359,7 @@ def deterministic_job(mesh, directory: str, on: bool):
         model = build(mesh, directory, "bfloat16", 8192 if GPU else 64)
         samples = 32 if GPU else 4
         batch = make_batch(samples, 1024 if GPU else 24, model.shape.vocab)
-        mine = batch.select(mesh.ranks.share(range(samples))[0])
+        mine = batch.select(mesh.ranks.shard(range(samples))[0])
         for _ in range(3):
             synchronize()
             begin = time.perf_counter()
@@ -397,7 +399,7 @@ def main(parts: list[str]) -> int:
     directories = {model: str(root / model) for model in MODELS if model != "a3b" or (GPU and "speed" in parts)}
     for model, directory in directories.items():
         make_model(model, Path(directory))
-        print(f"     {model}: {load_shape(directory).parameters / 1e6:,.0f} M parameters", flush=True)
+        print(f"     {model}: {load_spec(directory).parameters / 1e6:,.0f} M parameters", flush=True)
 
     jobs: dict[int, list[Any]] = {1: [], 2: [], 4: []}
     labels: dict[int, list[Any]] = {1: [], 2: [], 4: []}
@@ -521,10 +523,10 @@ def main(parts: list[str]) -> int:
                             f"({value['seconds'] / off['seconds']:.2f} x; same bits without: {off['same']})"
                         )
             elif label[0] == "speed":
-                shape, layout = load_shape(directories["a3b"]), ParallelLayout.parse(f"megatron:{label[1]}")
+                shape, layout = load_spec(directories["a3b"]), ParallelLayout.parse(f"megatron:{label[1]}")
                 guess = estimate_memory(
                     shape, layout, dtype="bfloat16", recompute="none", tokens_per_micro_batch=16384, reference=False,
-                    engine_sequences=0, max_sequence_tokens=4096, stages=Stages(),
+                    engine_sequences=0, max_sequence_tokens=4096, stages=PipelineSplit(),
                 )  # fmt: skip
                 print(
                     f"     Qwen3-30B-A3B with 8 layers, {label[1]}: {json.dumps(value)}; "
@@ -532,7 +534,7 @@ def main(parts: list[str]) -> int:
                     flush=True,
                 )
     if GPU:
-        whole = load_shape(directories["a3b"])
+        whole = load_spec(directories["a3b"])
         one = estimate_memory(
             whole, ParallelLayout(), dtype="bfloat16", recompute="none", tokens_per_micro_batch=16384, reference=False,
             engine_sequences=0, max_sequence_tokens=4096,

@@ -20,11 +20,11 @@ import torch
 from gpu_layouts import GPU, MODELS, OPTIMIZER, make_batch, run, synchronize
 
 from fivefold.algo import make_objective
-from fivefold.algo.advantages import Scores
+from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
-from fivefold.batch import spread
 from fivefold.config.schema import PolicyConfig
-from fivefold.plan.estimate import estimate_memory
+from fivefold.plan.memory import estimate_memory
+from fivefold.rollout.batch import expand_to_tokens
 
 PPO = make_objective("ppo", gamma=0.99, lam=0.95)
 BIG = {
@@ -58,14 +58,14 @@ def build(mesh, directory: str, dtype: str, values: bool, tokens: int = 4096 if 
     from fivefold.megatron.model import MegatronModel
 
     policy = PolicyConfig(dtype=dtype, tokens_per_micro_batch=tokens, optimizer=OPTIMIZER)
-    return MegatronModel(Path(directory), policy, mesh, total_updates=100, values=values)
+    return MegatronModel(Path(directory), policy, mesh, total_updates=100, value_head=values)
 
 
 def values_job(mesh, directory: str, dtype: str):
     """Largest and mean difference of values from transformers' in float32, and the values' own spread."""
     import transformers
 
-    model = build(mesh, directory, dtype, values=True)
+    model = build(mesh, directory, dtype, value_head=True)
     batch = make_batch(SAMPLES, LENGTH, model.shape.vocab)
     found = model.forward(batch)
     reference = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
@@ -88,7 +88,7 @@ def ppo_job(mesh, directory: str, critic_directory: str, dtype: str):
     """Two PPO steps: [(losses and norms of critic and policy)], in float32 also how far parameters are from one GPU's."""
     policy, critic = build(mesh, directory, dtype, False), build(mesh, critic_directory, dtype, True)
     whole = make_batch(SAMPLES, LENGTH, policy.shape.vocab)
-    own = mesh.ranks.share(range(SAMPLES))[0]
+    own = mesh.ranks.shard(range(SAMPLES))[0]
     mine = whole.select(own)
     mine = replace(mine, old_logprobs_T=policy.forward(mine) + mine.old_logprobs_T, values_T=critic.forward(mine))
 
@@ -100,14 +100,14 @@ def ppo_job(mesh, directory: str, critic_directory: str, dtype: str):
             raise AssertionError("no KL in the reward")
 
         def total(self, sums):
-            return mesh.ranks.total(sums)
+            return mesh.ranks.all_reduce_sum(sums)
 
     generator = torch.Generator().manual_seed(3)
     responses = torch.tensor([int(whole.loss_mask_T[whole.token_index([i])].sum()) for i in range(SAMPLES)])
-    scores = Scores(torch.rand(SAMPLES, generator=generator), torch.arange(SAMPLES), responses)
+    scores = AdvantageInputs(torch.rand(SAMPLES, generator=generator), torch.arange(SAMPLES), responses)
     finished = torch.rand(SAMPLES, generator=generator) < 0.7
     advantages_T, returns_T = PPO.advantages(mine, scores, finished, Replicas())
-    weights = spread(PPO.weights(responses, 2 * LENGTH)[own], mine)
+    weights = expand_to_tokens(PPO.weights(responses, 2 * LENGTH)[own], mine)
     mine = replace(mine, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=weights)
     numbers = []
     for _ in range(2):
@@ -154,7 +154,7 @@ def speed_job(mesh, directory: str, critic_directory: str):
             synchronize()
             times[name] = min(times.get(name, 1e9), time.perf_counter() - begin)
     begin = time.perf_counter()
-    scores = Scores(torch.rand(samples), torch.arange(samples), torch.ones(samples))
+    scores = AdvantageInputs(torch.rand(samples), torch.arange(samples), torch.ones(samples))
     alone = type("Alone", (), {"own": lambda _, x: x, "gather": lambda _, x: x, "total": lambda _, x: x})()
     PPO.advantages(batch, scores, torch.ones(samples, dtype=torch.bool), alone)
     times["GAE and whitening"] = time.perf_counter() - begin

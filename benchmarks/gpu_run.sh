@@ -27,7 +27,7 @@ ls "$root/out"
 ppo="algorithm.name=ppo critic.warmup_steps=1 trainer.run_dir=$root/ppo"
 $ff train "$root/run.yaml" $ppo
 $ff train "$root/run.yaml" $ppo policy.backend=megatron:p2 trainer.steps=5
-$ff export "$root/ppo/checkpoints/step-000005" "$root/out-critic" --part critic
+$ff export "$root/ppo/checkpoints/step-000005" "$root/out-critic" --model critic
 $ff train "$root/run.yaml" algorithm.name=dapo trainer.run_dir="$root/dapo" policy.backend=megatron:d2
 python3 - "$root" <<'EOF'
 import json

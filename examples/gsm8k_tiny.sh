@@ -4,7 +4,7 @@ set -eu
 rm -rf demo/gsm8k
 if [ $# -ge 2 ]; then set -- --source "$@"; fi
 fivefold data gsm8k "$@" --out demo/gsm8k/data
-fivefold tokenizer bpe --vocabulary 2048 --data demo/gsm8k/data/train.parquet --out demo/gsm8k/tokenizer
-fivefold model qwen3 --tokenizer demo/gsm8k/tokenizer --hidden 64 --layers 2 --out demo/gsm8k/model
+fivefold train-tokenizer bpe --vocabulary 2048 --data demo/gsm8k/data/train.parquet --out demo/gsm8k/tokenizer
+fivefold init-model qwen3 --tokenizer demo/gsm8k/tokenizer --hidden 64 --layers 2 --out demo/gsm8k/model
 fivefold train examples/gsm8k_tiny.yaml
 fivefold report demo/gsm8k/run

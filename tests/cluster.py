@@ -38,8 +38,8 @@ def _end(pid: int) -> None:
 def _rank(function: Callable[..., Any], layout: ParallelLayout, rank: int, port: int, arguments: Any) -> Any:
     import torch
 
+    from fivefold.distributed.ranks import Ranks
     from fivefold.megatron import mesh as megatron_mesh
-    from fivefold.ranks import Ranks
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

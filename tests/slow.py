@@ -33,8 +33,8 @@ def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list
         elif kind == "pass_at_k":
             best = max(inside)
             value = best - sorted(inside)[-2] if i == members[inside.index(best)] and len(inside) > 1 else 0.0
-        spread = inside if normalize == "group" else rewards
-        std = statistics.stdev(spread) if len(spread) > 1 else 0.0
+        expand_to_tokens = inside if normalize == "group" else rewards
+        std = statistics.stdev(expand_to_tokens) if len(expand_to_tokens) > 1 else 0.0
         if normalize != "none" and not (kind == "leave_one_out" and std == 0):
             value /= std + 1e-6
         found.append(value)
@@ -153,11 +153,11 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
     for number, sample in enumerate(samples):
         if not lengths[number]:
             continue
-        old = sample["engine"] if chosen.correction.proximal == "engine" else sample["old"]
-        ratios = log_ratios(chosen.ratio, sample["now"], old)
+        old = sample["engine"] if chosen.rollout_correction.old_logprobs_from == "engine" else sample["old"]
+        ratios = log_ratios(chosen.importance_sampling_level, sample["now"], old)
         gains = surrogate(chosen, sample["now"], ratios, sample["advantage"], sample["marked"])
         gaps = [float(a) - float(b) for a, b in zip(sample["old"], sample["engine"], strict=True)]
-        weights, kept = correction(chosen.correction, gaps)
+        weights, kept = correction(chosen.rollout_correction, gaps)
         for t, gain in enumerate(gains):
             if chosen.aggregate == "micro-batch-token-mean":
                 own = next(batch for batch in micro_batches if number in batch)

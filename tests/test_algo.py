@@ -9,32 +9,32 @@ import statistics
 import pytest
 import torch
 
-from fivefold import methods
 from fivefold.algo import Objective, kl, make_objective
-from fivefold.algo.advantages import Scores, make_advantage
+from fivefold.algo.advantages import AdvantageInputs, make_advantage
 from fivefold.algo.aggregate import AGGREGATES
 from fivefold.algo.correction import Correction, ratio_at
-from fivefold.algo.credit import GAE, Discounted, WholeResponse, before, whiten
-from fivefold.algo.ratios import RATIOS, sequence, sequence_token
-from fivefold.algo.rewards import overlong_penalty, repetition
-from fivefold.algo.samples import Samples
+from fivefold.algo.credit import GAE, DiscountedReturn, UniformCredit, before, whiten
+from fivefold.algo.importance_sampling import RATIOS, sequence, sequence_token
+from fivefold.algo.reward_shaping import overlong_penalty, repetition
+from fivefold.algo.segments import Segments
 from fivefold.algo.surrogates import CISPO, DPO, GMPO, SAPO, SURROGATES, ClipCov, KLCov, LogLikelihood, PPOClip
 from fivefold.algo.values import ValueLoss
-from fivefold.batch import spread
+from fivefold.config import methods
+from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 from tests import slow
 
 
-def scores(rewards, groups=None, lengths=None, greedy=None) -> Scores:
+def scores(rewards, groups=None, lengths=None, greedy=None) -> AdvantageInputs:
     rewards = torch.tensor(rewards, dtype=torch.float64)
     groups = torch.zeros(len(rewards), dtype=torch.long) if groups is None else torch.tensor(groups)
     lengths = torch.ones(len(rewards), dtype=torch.long) if lengths is None else torch.tensor(lengths)
-    return Scores(rewards, groups, lengths, None if greedy is None else torch.tensor(greedy, dtype=torch.float64))
+    return AdvantageInputs(rewards, groups, lengths, None if greedy is None else torch.tensor(greedy, dtype=torch.float64))
 
 
-def whole(count: int) -> Samples:
+def whole(count: int) -> Segments:
     """One sample of `count` response tokens."""
-    return Samples(torch.ones(count, dtype=torch.bool), [count])
+    return Segments(torch.ones(count, dtype=torch.bool), [count])
 
 
 # --- advantages ------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ LENGTHS = [5, 2, 5]
 def test_gae_by_hand():
     """γ = 0.5, λ = 0.5, values 1, 2, reward 3 at the end: δ = 0.5·2 - 1 = 0 and 3 - 2 = 1, so A = 0.25, 1 and R = 1.25, 3."""
     values = torch.tensor([1.0, 2.0, 9.0])
-    samples = Samples(torch.tensor([False, True, True]), [3])
+    samples = Segments(torch.tensor([False, True, True]), [3])
     done = torch.tensor([True])
     advantages, returns = GAE(0.5, 0.5)(torch.tensor([3.0]), torch.zeros(3), values, done, samples)
     assert advantages.tolist() == pytest.approx([0, 0.25, 1.0])
@@ -125,7 +125,7 @@ def test_gae_by_hand():
 def test_a_response_that_was_cut_off_goes_on_with_the_critic_s_value():
     """The same with 9 behind the last token: δ_2 = 3 + 0.5·9 - 2 = 5.5."""
     values = torch.tensor([1.0, 2.0, 9.0])
-    samples = Samples(torch.tensor([False, True, True]), [3])
+    samples = Segments(torch.tensor([False, True, True]), [3])
     advantages, returns = GAE(0.5, 0.5)(torch.tensor([3.0]), torch.zeros(3), values, torch.tensor([False]), samples)
     assert advantages.tolist() == pytest.approx([0, 0.25 * 5.5, 5.5])
     assert returns.tolist() == pytest.approx([0, 1 + 0.25 * 5.5, 7.5])
@@ -137,8 +137,8 @@ def test_credit_equals_its_loop(kind):
     values, penalties = torch.randn(2, 12, generator=generator)
     penalties = penalties * MASK
     earned, finished = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([True, False, False])
-    credit = {"gae": GAE(0.9, 0.8), "discounted": Discounted(0.9), "response": WholeResponse()}[kind]
-    advantages, returns = credit(earned, penalties, values, finished, Samples(MASK, LENGTHS))
+    credit = {"gae": GAE(0.9, 0.8), "discounted": DiscountedReturn(0.9), "response": UniformCredit()}[kind]
+    advantages, returns = credit(earned, penalties, values, finished, Segments(MASK, LENGTHS))
     assert not advantages[~MASK].any() and not returns[~MASK].any()
     start = 0
     for sample, length in enumerate(LENGTHS):
@@ -161,7 +161,7 @@ def test_gae_goes_over_the_turns_of_others():
     """Tokens of the user between two turns take no part: the value before the next own token follows."""
     mask = torch.tensor([False, True, False, False, True])
     values = torch.tensor([0.5, 7.0, 8.0, 0.25, 3.0])
-    advantages, _ = GAE(1.0, 1.0)(torch.tensor([1.0]), torch.zeros(5), values, torch.tensor([True]), Samples(mask, [5]))
+    advantages, _ = GAE(1.0, 1.0)(torch.tensor([1.0]), torch.zeros(5), values, torch.tensor([True]), Segments(mask, [5]))
     assert advantages.tolist() == pytest.approx([0, 0.5, 0, 0, 0.75])
 
 
@@ -242,7 +242,7 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
     old = -torch.arange(10.0).flip(0) / 5
     for form in (sequence, sequence_token):
         now = (-torch.arange(10.0) / 7).requires_grad_()
-        log_ratio = form(now, old, Samples(mask, lengths))
+        log_ratio = form(now, old, Segments(mask, lengths))
         difference = (now.detach() - old).tolist()
         start = 0
         for length in lengths:
@@ -262,7 +262,9 @@ def test_gspo_and_gspo_token_have_the_same_gradient_where_a_response_has_one_adv
     for ratio in ("sequence", "sequence-token"):
         batch = make_batch()
         now = (-torch.linspace(0.1, 0.6, 15)).requires_grad_()
-        make_objective("gspo", ratio=ratio, clip_low=0.9, clip_high=9.0).loss(now, torch.zeros(15), batch).loss.backward()
+        make_objective("gspo", importance_sampling_level=ratio, clip_low=0.9, clip_high=9.0).loss(
+            now, torch.zeros(15), batch
+        ).loss.backward()
         gradients.append(now.grad)
     assert torch.allclose(*gradients, atol=1e-7) and gradients[0].abs().max() > 0.01
 
@@ -278,22 +280,22 @@ def test_covariance_chooses_tokens_over_the_whole_update():
     mean_l, mean_a = statistics.fmean(logprobs.tolist()), statistics.fmean(advantages.tolist())
     cov = [(x - mean_l) * (a - mean_a) for x, a in zip(logprobs.tolist(), advantages.tolist(), strict=True)]
     order = sorted(range(6), key=lambda i: -cov[i])
-    found = KLCov(cov_fraction=0.34).mark(logprobs, logprobs, advantages, torch.rand(6))
+    found = KLCov(cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, torch.rand(6))
     assert sorted(found.nonzero()[:, 0].tolist()) == sorted(order[:2])
     uniform = torch.tensor([0.9, 0.5, 0.1, 0.2, 0.0, 0.3])
     inside = [i for i in range(6) if 1.0 < cov[i] < 5.0]
     assert len(inside) >= 3, cov
-    clip = ClipCov(cov_fraction=0.34).mark(logprobs, logprobs, advantages, uniform)
+    clip = ClipCov(cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, uniform)
     assert sorted(clip.nonzero()[:, 0].tolist()) == sorted(sorted(inside, key=lambda i: float(uniform[i]))[:2])
     # A token that PPO's clip already leaves without a gradient is not taken.
     old = logprobs.clone()
     old[inside] -= torch.where(advantages[inside] > 0, 1.0, -1.0)
-    assert not ClipCov(cov_fraction=0.34).mark(logprobs, old, advantages, uniform).any()
+    assert not ClipCov(cov_fraction=0.34).select_tokens(logprobs, old, advantages, uniform).any()
 
 
 def test_clip_cov_leaves_tokens_out_and_kl_cov_pulls_them_back():
     now = torch.tensor([1.1, 1.1]).log().requires_grad_()
-    samples = Samples(torch.ones(2, dtype=torch.bool), [2], torch.tensor([True, False]))
+    samples = Segments(torch.ones(2, dtype=torch.bool), [2], torch.tensor([True, False]))
     assert ClipCov()(now, now, torch.ones(2), samples).tolist() == pytest.approx([0.0, 1.1])
     value = KLCov(cov_kl_coef=0.5)(now, now, torch.ones(2), samples)
     assert value.tolist() == pytest.approx([1.1 - 0.5 * math.log(1.1), 1.1])
@@ -301,7 +303,7 @@ def test_clip_cov_leaves_tokens_out_and_kl_cov_pulls_them_back():
 
 def test_dpo_by_hand():
     """Log-ratios to the reference 0.5 + 0.1 and -0.2: the margin is 0.1·0.8, the loss -log σ(0.08) = 0.6540."""
-    samples = Samples(torch.ones(3, dtype=torch.bool), [2, 1])
+    samples = Segments(torch.ones(3, dtype=torch.bool), [2, 1])
     value = DPO()(torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples)
     assert value.tolist() == pytest.approx([-0.65395] * 3, abs=1e-5)
     smooth = DPO(label_smoothing=0.2)(torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples)
@@ -353,11 +355,11 @@ def test_k1_and_k3_estimate_the_kl_of_two_distributions_and_k2_has_its_gradient(
 
 def test_the_adaptive_coefficient_moves_towards_the_target():
     """Twice the target is bounded to +20 %: 0.1 · (1 + 0.2 · 256 / 1024) = 0.105; 10 % under it is -10 %."""
-    assert kl.adapted(0.1, 0.2, 0.1, 256, 1024) == pytest.approx(0.105)
-    assert kl.adapted(0.1, 0.09, 0.1, 256, 1024) == pytest.approx(0.1 * (1 - 0.1 / 4))
-    moved = make_objective("grpo", kl=methods.KL(coef=0.1, target=0.1, horizon=1024)).adapted(0.2, 256)
+    assert kl.adapt(0.1, 0.2, 0.1, 256, 1024) == pytest.approx(0.105)
+    assert kl.adapt(0.1, 0.09, 0.1, 256, 1024) == pytest.approx(0.1 * (1 - 0.1 / 4))
+    moved = make_objective("grpo", kl=methods.KLConfig(coef=0.1, target=0.1, horizon=1024)).with_adapted_kl(0.2, 256)
     assert moved.kl_coef == pytest.approx(0.105)
-    assert make_objective("grpo").adapted(9.0, 256).kl_coef == 0.001
+    assert make_objective("grpo").with_adapted_kl(9.0, 256).kl_coef == 0.001
 
 
 def test_a_penalty_in_the_reward_comes_before_advantages_are_made():
@@ -366,11 +368,11 @@ def test_a_penalty_in_the_reward_comes_before_advantages_are_made():
     batch = TokenBatch(torch.zeros(5, dtype=torch.long), mask, [3, 2])
     batch.old_logprobs_T = torch.tensor([0.0, -1.0, -1.0, 0.0, -1.0])
     batch.ref_logprobs_T = torch.tensor([0.0, -2.0, -2.0, 0.0, -1.0])
-    objective = make_objective("dr_grpo", kl=methods.KL(estimator="k1", coef=0.25, place="reward"))
+    objective = make_objective("dr_grpo", kl=methods.KLConfig(estimator="k1", coef=0.25, place="reward"))
     advantages, _ = objective.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
     assert advantages.tolist() == pytest.approx([0, -0.25, -0.25, 0, 0.25])
     # With returns token by token, a token does not pay for what came before it.
-    plus = make_objective("reinforce_plus_plus", whiten=False, kl=methods.KL(coef=0.25))
+    plus = make_objective("reinforce_plus_plus", whiten=False, kl=methods.KLConfig(coef=0.25))
     advantages, _ = plus.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
     assert advantages.tolist() == pytest.approx([0, 0.5, 0.75, 0, 1.0])
 
@@ -395,10 +397,10 @@ def test_the_overlong_penalty_is_dapo_s_equation_13():
     """L_max 10, cache 4: nothing up to 6, then (6 - length) / 4, -1 at 10."""
     found = overlong_penalty(torch.tensor([3, 6, 7, 9, 10]), 10, 4, 1.0)
     assert found.tolist() == pytest.approx([0, 0, -0.25, -0.75, -1.0])
-    shaped = make_objective("dapo", overlong_buffer=0.4, overlong_penalty=2.0, reward_clip=1.2).shaped(
+    shape_rewards = make_objective("dapo", overlong_buffer=0.4, overlong_penalty=2.0, reward_clip=1.2).shape_rewards(
         torch.tensor([1.0, 1.0, 5.0], dtype=torch.float64), torch.tensor([6, 10, 3]), 10
     )
-    assert shaped.tolist() == pytest.approx([1.0, -1.0, 1.2])
+    assert shape_rewards.tolist() == pytest.approx([1.0, -1.0, 1.2])
 
 
 def test_repetition_is_the_share_of_n_grams_that_were_there_before():
@@ -456,22 +458,22 @@ def test_correction_weights_by_hand():
     assert float(ratio_at("sequence", gap, samples)[0]) == pytest.approx(0.6, rel=1e-5)
 
 
-CORRECTIONS = {name: methods.Correction(name=name) for name in methods.CORRECTIONS}
+CORRECTIONS = {name: methods.CorrectionConfig(name=name) for name in methods.CORRECTIONS}
 CORRECTIONS |= {
-    level: methods.Correction(reject=level, reject_low=low, reject_high=high)
+    level: methods.CorrectionConfig(reject=level, reject_low=low, reject_high=high)
     for level, low, high in [("token", 0.7, 1.4), ("sequence", 0.5, 1.5), ("geometric", 0.8, 1.0)]
 }
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_what_is_masked_or_rejected_keeps_its_place_in_the_denominator(name):
-    objective = make_objective("grpo", correction=CORRECTIONS[name])
+    objective = make_objective("grpo", rollout_correction=CORRECTIONS[name])
     batch = make_batch()
     out = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch)
-    expected = slow.loss(methods.resolve("grpo", given(correction=CORRECTIONS[name])), as_lists(batch), 8)
+    expected = slow.loss(methods.resolve("grpo", given(rollout_correction=CORRECTIONS[name])), as_lists(batch), 8)
     assert float(out.loss) == pytest.approx(float(expected), rel=1e-5, abs=1e-7)
     if name not in methods.CORRECTIONS:
-        assert 0.1 < float(out.sums["correction/rejected_fraction"]) < 0.9
+        assert 0.1 < float(out.sums["rollout_correction/rejected_fraction"]) < 0.9
 
 
 def given(**choices):
@@ -480,9 +482,9 @@ def given(**choices):
 
 def test_the_metrics_of_correction():
     batch = make_batch()
-    objective = make_objective("grpo", correction=methods.Correction(name="mis", high=1.2))
+    objective = make_objective("grpo", rollout_correction=methods.CorrectionConfig(name="mis", high=1.2))
     out = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch)
-    metrics = objective.finished({name: float(value) for name, value in out.sums.items()})
+    metrics = objective.finalize_metrics({name: float(value) for name, value in out.sums.items()})
     ratios = [
         math.exp(float(a - b))
         for a, b, m in zip(batch.old_logprobs_T, batch.rollout_logprobs_T, batch.loss_mask_T, strict=True)
@@ -490,13 +492,13 @@ def test_the_metrics_of_correction():
     ]
     weights = [r if r <= 1.2 else 0.0 for r in ratios]
     n = len(ratios)
-    assert metrics["correction/ratio_mean"] == pytest.approx(sum(ratios) / n, rel=1e-5)
-    assert metrics["correction/masked_fraction"] == pytest.approx(sum(w == 0 for w in weights) / n)
-    assert 0 < metrics["correction/masked_fraction"] < 1
-    assert metrics["correction/weight_mean"] == pytest.approx(sum(weights) / n, rel=1e-5)
+    assert metrics["rollout_correction/ratio_mean"] == pytest.approx(sum(ratios) / n, rel=1e-5)
+    assert metrics["rollout_correction/masked_fraction"] == pytest.approx(sum(w == 0 for w in weights) / n)
+    assert 0 < metrics["rollout_correction/masked_fraction"] < 1
+    assert metrics["rollout_correction/weight_mean"] == pytest.approx(sum(weights) / n, rel=1e-5)
     ess = sum(weights) ** 2 / (n * sum(w * w for w in weights))
-    assert metrics["correction/effective_sample_size"] == pytest.approx(ess, rel=1e-5)
-    assert float(out.maxima["correction/ratio_max"]) == pytest.approx(max(ratios), rel=1e-5)
+    assert metrics["rollout_correction/effective_sample_size"] == pytest.approx(ess, rel=1e-5)
+    assert float(out.maxima["rollout_correction/ratio_max"]) == pytest.approx(max(ratios), rel=1e-5)
 
 
 # --- the loss as a whole ---------------------------------------------------------------------------------------------
@@ -506,15 +508,15 @@ def make_batch(samples: int = 3) -> TokenBatch:
     lengths, prompts = ([5, 4, 6], [2, 1, 3]) if samples == 3 else ([5, 4, 6, 3], [2, 1, 3, 1])
     total = sum(lengths)
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)])
-    batch = TokenBatch(torch.arange(total), mask, lengths, together=1 if samples == 3 else 2)
+    batch = TokenBatch(torch.arange(total), mask, lengths, samples_per_comparison=1 if samples == 3 else 2)
     responses = torch.tensor([n - p for n, p in zip(lengths, prompts, strict=True)])
     generator = torch.Generator().manual_seed(5)
-    batch.advantages_T = spread(torch.tensor([1.0, -0.5, 0.25, -1.0][:samples]), batch)
-    batch.loss_weights_T = spread(AGGREGATES["seq-mean-token-mean"](responses, 8), batch)
+    batch.advantages_T = expand_to_tokens(torch.tensor([1.0, -0.5, 0.25, -1.0][:samples]), batch)
+    batch.loss_weights_T = expand_to_tokens(AGGREGATES["seq-mean-token-mean"](responses, 8), batch)
     batch.update_tokens = int(responses.sum())
     for name in ("old_logprobs_T", "ref_logprobs_T", "rollout_logprobs_T"):
         setattr(batch, name, -torch.rand(total, generator=generator) * mask)
-    batch.marked_T = (torch.rand(total, generator=generator) < 0.4) & mask
+    batch.selected_T = (torch.rand(total, generator=generator) < 0.4) & mask
     return batch
 
 
@@ -531,7 +533,7 @@ def as_lists(batch: TokenBatch, now=None, entropy=None) -> list[dict[str, list]]
                 "engine": [float(batch.rollout_logprobs_T[t]) for t in tokens],
                 "advantage": [float(batch.advantages_T[t]) for t in tokens],
                 "entropy": [0.0 if entropy is None else float(entropy[t]) for t in tokens],
-                "marked": [bool(batch.marked_T[t]) for t in tokens],
+                "marked": [bool(batch.selected_T[t]) for t in tokens],
             }
         )
         start += length
@@ -548,18 +550,20 @@ COMBINATIONS = [
 
 
 def changed(**more):
-    return {**more, "kl": methods.KL(estimator="k3+", coef=0.1), "entropy_coef": 0.3}
+    return {**more, "kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.3}
 
 
 @pytest.mark.parametrize(("surrogate", "ratio", "aggregate"), COMBINATIONS)
 def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggregate):
     """With KL, entropy and truncated weights, as one micro-batch and as three."""
-    own = {} if surrogate in methods.NO_RATIO else {"ratio": ratio}
-    choices = changed(surrogate=surrogate, aggregate=aggregate, correction=methods.Correction(name="tis", high=1.3), **own)
+    own = {} if surrogate in methods.NO_RATIO else {"importance_sampling_level": ratio}
+    choices = changed(
+        surrogate=surrogate, aggregate=aggregate, rollout_correction=methods.CorrectionConfig(name="tis", high=1.3), **own
+    )
     objective, resolved = make_objective("cispo", **choices), methods.resolve("cispo", given(**choices))
     batch = make_batch()
     responses = torch.tensor([3, 3, 3])
-    batch.loss_weights_T = spread(objective.weights(responses, 8), batch)
+    batch.loss_weights_T = expand_to_tokens(objective.weights(responses, 8), batch)
     batch.per_micro_batch = objective.per_micro_batch
     entropy = torch.linspace(0.5, 2.0, 15) * batch.loss_mask_T
     for cut in ([[0, 1, 2]], [[2], [0, 1]]):
@@ -584,7 +588,7 @@ def test_every_method_and_its_gradient_equal_the_loop(name):
     objective = Objective.of(resolved)
     batch = make_batch(4)
     responses = torch.tensor([3, 3, 3, 2])
-    batch.loss_weights_T = spread(objective.weights(responses, 8), batch)
+    batch.loss_weights_T = expand_to_tokens(objective.weights(responses, 8), batch)
     now = (-torch.linspace(0.1, 1.5, 18)).requires_grad_()
     x = now.detach().double().requires_grad_()
     expected = slow.loss(resolved, as_lists(batch, x), 8)
@@ -658,7 +662,7 @@ def test_the_value_loss_and_its_gradient_equal_the_loop(clip):
     out.loss.backward()
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(now.grad.double(), x.grad, atol=1e-6)
-    metrics = ValueLoss(clip).finished({name: float(value) for name, value in out.sums.items()})
+    metrics = ValueLoss(clip).finalize_metrics({name: float(value) for name, value in out.sums.items()})
     explained = 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-4)
     assert metrics["critic/return_mean"] == pytest.approx(statistics.fmean(returns), rel=1e-5, abs=1e-7)
@@ -686,7 +690,7 @@ def test_the_numbers_of_a_surrogate_are_its_fields():
     import dataclasses
 
     for name, keys in methods.SURROGATES.items():
-        own = {item.name for item in dataclasses.fields(SURROGATES[name])} - {"against"}
+        own = {item.name for item in dataclasses.fields(SURROGATES[name])} - {"ratio_reference"}
         if name == "clip_cov":
             own -= {"dual_clip"}
         assert own == set(keys), name
@@ -698,8 +702,8 @@ def test_the_numbers_of_a_surrogate_are_its_fields():
         ("sft", {"normalize": "group"}, "normalize belongs to"),
         ("rloo", {"clip_low": 0.1}, "clip_low belongs to ppo_clip, gmpo, cispo, clip_cov"),
         ("grpo", {"clip_low": 1.5}, r"clip_low must be in \[0, 1\]"),
-        ("rloo", {"ratio": "sequence"}, "compare with the policy before the update"),
-        ("gmpo", {"ratio": "sequence"}, "looks at tokens itself"),
+        ("rloo", {"importance_sampling_level": "sequence"}, "compare with the policy before the update"),
+        ("gmpo", {"importance_sampling_level": "sequence"}, "looks at tokens itself"),
         ("cispo", {"dual_clip": 3.0}, "dual_clip belongs to ppo_clip"),
         ("grpo", {"dual_clip": 1.1}, r"above 1 \+ clip_high"),
         ("opo", {"normalize": "group"}, "normalize belongs to"),
@@ -713,13 +717,21 @@ def test_the_numbers_of_a_surrogate_are_its_fields():
         ("grpo", {"credit": "gea"}, "credit must be one of response, discounted, gae"),
         ("sft", {"credit": "gae"}, "credit has nothing to act on"),
         ("sft", {"dynamic_sampling": True}, "does not sample"),
-        ("dpo", {"kl": methods.KL(coef=0.1)}, "has the reference in its loss already"),
+        ("dpo", {"kl": methods.KLConfig(coef=0.1)}, "has the reference in its loss already"),
         ("dpo", {"aggregate": "token-mean"}, "every pair counts alike"),
-        ("grpo", {"kl": methods.KL(estimator="k3+", place="reward")}, "write k3"),
-        ("dapo", {"kl": methods.KL(target=0.1)}, "must start above 0"),
-        ("grpo", {"correction": methods.Correction(name="tis", proximal="engine")}, "leave weight and reject none"),
-        ("grpo", {"correction": methods.Correction(name="tis", low=3.0)}, "0 <= low < high"),
-        ("rloo", {"correction": methods.Correction(proximal="engine")}, "which log_likelihood does not have"),
+        ("grpo", {"kl": methods.KLConfig(estimator="k3+", place="reward")}, "write k3"),
+        ("dapo", {"kl": methods.KLConfig(target=0.1)}, "must start above 0"),
+        (
+            "grpo",
+            {"rollout_correction": methods.CorrectionConfig(name="tis", old_logprobs_from="engine")},
+            "leave weight and reject none",
+        ),
+        ("grpo", {"rollout_correction": methods.CorrectionConfig(name="tis", low=3.0)}, "0 <= low < high"),
+        (
+            "rloo",
+            {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="engine")},
+            "which log_likelihood does not have",
+        ),
     ],
 )
 def test_a_choice_that_makes_no_sense_is_refused_with_the_reason(method, change, says):
@@ -774,17 +786,17 @@ def test_a_function_of_the_user_s_own_plugs_in_on_every_axis(tmp_path):
         advantage=f"{path}:centred",
         normalize="none",
         surrogate=f"{path}:linear",
-        ratio=f"{path}:half",
+        importance_sampling_level=f"{path}:half",
         aggregate=f"{path}:by_root",
-        kl=methods.KL(estimator=f"{path}:cubic", coef=0.5),
+        kl=methods.KLConfig(estimator=f"{path}:cubic", coef=0.5),
         credit=f"{path}:last_only",
-        correction=methods.Correction(weight=f"{path}:halved", high=1.1),
+        rollout_correction=methods.CorrectionConfig(weight=f"{path}:halved", high=1.1),
     )
     assert objective.advantage(scores([1.0, 3.0])).tolist() == [-1.0, 1.0]
     batch = make_batch()
     found, _ = objective.advantages(batch, scores([1.0, 3.0, 5.0]), torch.ones(3, dtype=torch.bool), Alone())
     assert found.nonzero()[:, 0].tolist() == [4, 14] and found[[4, 8, 14]].tolist() == [-2.0, 0.0, 2.0]
-    batch.loss_weights_T = spread(objective.weights(torch.tensor([3, 3, 3]), 8), batch)
+    batch.loss_weights_T = expand_to_tokens(objective.weights(torch.tensor([3, 3, 3]), 8), batch)
     now = -torch.linspace(0.1, 1.5, 15)
     expected = 0.0
     for t in batch.loss_mask_T.nonzero()[:, 0].tolist():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.checkpoint import Checkpoints, RunState, damage
+from fivefold.checkpoint.manager import Checkpoints, RunState, find_corruption
 
 
 def state(step: int) -> RunState:
@@ -27,7 +27,7 @@ def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path):
     assert names == ["latest", "step-000002", "step-000003"]
     assert (tmp_path / "checkpoints/latest").read_text() == "step-000003"
     assert RunState.read(path) == state(3)
-    assert checkpoints.newest(print) == path
+    assert checkpoints.latest(print) == path
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -42,7 +42,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         checkpoints.write(state(2), True, lambda: None, fail)
     said: list[str] = []
-    assert checkpoints.newest(said.append) == good
+    assert checkpoints.latest(said.append) == good
     assert "was not finished" in said[0]
     assert write(checkpoints, 2).name == "step-000002"
 
@@ -58,16 +58,16 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 )
 def test_each_kind_of_damage_is_named(tmp_path, harm, says):
     path = write(Checkpoints(tmp_path, keep=1), 1)
-    assert damage(path) == ""
+    assert find_corruption(path) == ""
     harm(path)
-    assert says in damage(path)
+    assert says in find_corruption(path)
 
 
 def test_large_files_are_checked_at_head_and_tail(tmp_path, monkeypatch):
-    monkeypatch.setattr("fivefold.checkpoint._DIGEST_BYTES", 4)
+    monkeypatch.setattr("fivefold.checkpoint.manager._DIGEST_BYTES", 4)
     path = write(Checkpoints(tmp_path, keep=1), 1, b"0123456789abcdef")
     (path / "policy/part").write_bytes(b"0123456789abcdeF")
-    assert "has other content" in damage(path)
+    assert "has other content" in find_corruption(path)
 
 
 def test_a_run_that_starts_over_keeps_what_it_writes_and_moves_what_was_newer(tmp_path):
@@ -78,12 +78,12 @@ def test_a_run_that_starts_over_keeps_what_it_writes_and_moves_what_was_newer(tm
     checkpoints = Checkpoints(tmp_path, keep=1)
     aside = checkpoints.set_aside(0)
     assert (aside / "metrics.jsonl").read_text() == "old" and not (tmp_path / "metrics.jsonl").exists()
-    assert damage(aside / "checkpoints/step-000040") == ""
+    assert find_corruption(aside / "checkpoints/step-000040") == ""
     assert not (tmp_path / "checkpoints/latest").exists()
     for step in (2, 4):
         assert write(checkpoints, step).is_dir(), "what was just written stays"
     assert (tmp_path / "checkpoints" / (tmp_path / "checkpoints/latest").read_text()).is_dir()
-    assert checkpoints.newest(print).name == "step-000004"
+    assert checkpoints.latest(print).name == "step-000004"
 
 
 def test_a_run_that_goes_on_from_an_older_step_moves_the_newer_ones(tmp_path):

@@ -66,7 +66,7 @@ def test_a_ppo_run_tells_what_its_critic_does(root, base):
     assert {
         "reward/pass@2",
         "reward/mean@2",
-        "reward/groups_all_wrong",
+        "reward/solve_none",
         "response/repetition",
         "response/length_std",
     } <= set(base[-1])
@@ -100,8 +100,8 @@ def export(root: Path, checkpoint: str, out: str, *options: str) -> dict[str, to
 
 def test_policy_and_critic_after_a_resume_are_those_of_one_run(root, base, resumed):
     for part in ("policy", "critic"):
-        one = export(root, "base/checkpoints/step-000004", f"one-{part}", "--part", part)
-        other = export(root, "resumed/checkpoints/step-000004", f"other-{part}", "--part", part)
+        one = export(root, "base/checkpoints/step-000004", f"one-{part}", "--model", part)
+        other = export(root, "resumed/checkpoints/step-000004", f"other-{part}", "--model", part)
         assert one.keys() == other.keys()
         for name, tensor in one.items():
             assert torch.allclose(other[name], tensor, atol=2e-6), name
@@ -110,14 +110,14 @@ def test_policy_and_critic_after_a_resume_are_those_of_one_run(root, base, resum
 def test_an_exported_critic_is_a_sequence_classifier(root, base):
     import transformers
 
-    tensors = export(root, "base/checkpoints/step-000002", "critic-hf", "--part", "critic")
+    tensors = export(root, "base/checkpoints/step-000002", "critic-hf", "--model", "critic")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(root / "critic-hf")
     assert torch.equal(model.score.weight, tensors["score.weight"]) and model.score.weight.abs().max() > 0
     # It is a model to start from like any other: its head is read, so values are not 0 at first.
     found, _ = train(root, "from-critic", f"critic.path={root}/critic-hf", "trainer.steps=1", "critic.warmup_steps=0")
     fresh, _ = train(root, "from-fresh", "trainer.steps=1", "critic.warmup_steps=0", "algorithm.updates_per_step=1")
     assert found[0]["critic/value_mean"] != 0 and fresh[0]["critic/value_mean"] == 0
-    done = fivefold("export", root / "runs/base/checkpoints/step-000002", root / "nothing", "--part", "policies")
+    done = fivefold("export", root / "runs/base/checkpoints/step-000002", root / "nothing", "--model", "policies")
     assert done.returncode == 2
 
 
@@ -125,7 +125,7 @@ def test_an_exported_critic_is_a_sequence_classifier(root, base):
 def llama(root) -> Path:
     """Another family and size with the same tokenizer."""
     sizes = ["--hidden", 48, "--heads", 4, "--layers", 2]
-    done = fivefold("model", "llama", "--tokenizer", root / "tokenizer", "--out", root / "llama", *sizes)
+    done = fivefold("init-model", "llama", "--tokenizer", root / "tokenizer", "--out", root / "llama", *sizes)
     assert done.returncode == 0, done.stderr
     return root / "llama"
 
@@ -138,7 +138,7 @@ def test_a_critic_of_another_family_and_size_trains_beside_the_policy(root, llam
     # Its own schedule: two updates a step, of eight that lead up to its rate; the policy's is constant.
     assert [row["critic/lr"] for row in found] == pytest.approx([2.0e-3 * 2 / 8, 2.0e-3 * 4 / 8])
     assert found[-1]["policy/lr"] == pytest.approx(1.0e-3)
-    done = fivefold("export", root / "runs/llama/checkpoints/step-000002", root / "llama-out", "--part", "critic")
+    done = fivefold("export", root / "runs/llama/checkpoints/step-000002", root / "llama-out", "--model", "critic")
     assert done.returncode == 0, done.stderr
     assert json.loads((root / "llama-out/config.json").read_text())["model_type"] == "llama"
 
@@ -171,7 +171,7 @@ def test_a_reward_model_s_score_is_transformers(root, judge, layout):
     name = f"judge-{layout}"
     found, _ = train(
         root, name, "algorithm={name: grpo, group_size: 2}", f"reward.model={{path: {judge}, weight: 0.5}}", "trainer.steps=1",
-        f"policy.backend=megatron:{layout}", "trainer.samples_per_step=8",
+        f"policy.backend=megatron:{layout}", "trainer.logged_samples_per_step=8",
     )  # fmt: skip
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
     words = transformers.AutoTokenizer.from_pretrained(judge)
@@ -295,7 +295,7 @@ def test_a_run_of_a_method_that_looks_at_the_whole_step_is_the_same_on_two_repli
     ]
     assert_same(runs[1], runs[0])
     if name == "dapo":
-        assert runs[0][0]["sampling/rounds"] >= 1
+        assert runs[0][0]["dynamic_sampling/rounds"] >= 1
 
 
 def test_stale_and_adaptive_numbers_survive_a_resume(root):

@@ -50,8 +50,8 @@ def make_model(root: Path) -> None:
     sizes = ["--hidden", 32, "--layers", 2, "--ffn", 64]
     for command in (
         ["data", "arithmetic", "--out", root / "data", "--limit", 64],
-        ["tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
-        ["model", "qwen3", "--tokenizer", root / "tokenizer", "--out", root / "model", *sizes],
+        ["train-tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
+        ["init-model", "qwen3", "--tokenizer", root / "tokenizer", "--out", root / "model", *sizes],
     ):
         done = fivefold(*command)
         assert done.returncode == 0, done.stderr
@@ -270,14 +270,14 @@ def test_an_exception_in_one_rank_ends_the_run_with_its_traceback(root, base, tm
     hook.write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import fivefold.batch\n"
+        "    import fivefold.rollout.batch\n"
         "    def fail(*a, **k): raise RuntimeError('planted in rank 1')\n"
-        "    fivefold.batch.spread = fail\n"
+        "    fivefold.rollout.batch.spread = fail\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold.cli", "train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", "policy.backend=megatron:d2", "trainer.eval_before=false"],
+        [sys.executable, "-m", "fivefold.cli", "train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", "policy.backend=megatron:d2", "trainer.eval_before_train=false"],
         capture_output=True, text=True, timeout=120, env=environment,
     )  # fmt: skip
     assert done.returncode == 1
@@ -368,7 +368,7 @@ def test_bad_input_is_told_before_any_rank_starts(root):
 
 def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root):
     (root / "broken.py").write_text("def broken(response):\n    return len(response) / unknown_name\n")
-    done = train(root, "broken", f"reward.functions={{'{root}/broken.py:broken': 1.0}}", "trainer.eval_before=false")
+    done = train(root, "broken", f"reward.functions={{'{root}/broken.py:broken': 1.0}}", "trainer.eval_before_train=false")
     assert done.returncode == 1
     assert "the reward of 32 of 32 samples failed" in done.stderr
     assert "broken.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
@@ -449,7 +449,9 @@ def test_a_run_with_experts_moves_to_another_layout_and_is_exported(root, sparse
 
 
 def test_updates_that_are_not_finite_end_the_run_with_the_batch_saved(root, base):
-    done = train(root, "infinite", "algorithm.kl.coef=1e39", "trainer.guard.max_skipped=1", "trainer.eval_before=false")
+    done = train(
+        root, "infinite", "algorithm.kl.coef=1e39", "trainer.guard.max_skipped=1", "trainer.eval_before_train=false"
+    )
     assert done.returncode == 1
     said = done.stdout + done.stderr
     assert "policy's update skipped: loss nan" in said and "2 updates of the policy in a row" in said

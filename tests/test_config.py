@@ -156,8 +156,8 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
 def test_the_configuration_names_every_method():
     import typing
 
+    from fivefold.config.methods import METHODS
     from fivefold.config.schema import AlgorithmConfig
-    from fivefold.methods import METHODS
 
     assert set(typing.get_args(typing.get_type_hints(AlgorithmConfig)["name"])) == set(METHODS)
 
@@ -186,7 +186,7 @@ def test_check_answers_in_two_seconds_and_without_torch(tmp_path, models):
     assert check(path).returncode == 0
     assert time.perf_counter() - begin < 2
     code = (
-        "import sys; import fivefold.check, fivefold.layout, fivefold.plan.estimate, fivefold.config, fivefold.reward.worker\n"
+        "import sys; import fivefold.plan.check, fivefold.layout, fivefold.plan.memory, fivefold.config, fivefold.reward.process\n"
         "from fivefold.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fivefold.algo import make_objective
-from fivefold.algo.advantages import Scores
+from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
-from fivefold.batch import spread
 from fivefold.config.schema import PolicyConfig
+from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 from tests import slow
 from tests.layouts import VPP2, Case
@@ -57,8 +57,8 @@ def wanted_places() -> torch.Tensor:
 def values_of(mesh, directory: Path, policy: PolicyConfig):
     from fivefold.megatron.model import MegatronModel
 
-    model = MegatronModel(directory, policy, mesh, values=True)
-    mine = mesh.ranks.share(range(len(LENGTHS)))[0]
+    model = MegatronModel(directory, policy, mesh, value_head=True)
+    mine = mesh.ranks.shard(range(len(LENGTHS)))[0]
     batch = whole_batch().select(mine)
     # A temperature divides logits, not values.
     return mine, model.forward(replace(batch, temperature=0.3))
@@ -90,11 +90,11 @@ def test_a_value_head_that_is_not_there_starts_at_zero(cluster, models):
 
 
 def with_returns(batch: TokenBatch, values_T: torch.Tensor) -> TokenBatch:
-    scores = Scores(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS) - torch.tensor(PROMPTS))
+    scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS) - torch.tensor(PROMPTS))
     batch = replace(batch, values_T=values_T)
     advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), Alone())
     weights_N = PPO.weights(scores.lengths_N, MAX_RESPONSE)
-    return replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=spread(weights_N, batch))
+    return replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=expand_to_tokens(weights_N, batch))
 
 
 def test_gae_of_the_batch_equals_the_loop():
@@ -102,7 +102,7 @@ def test_gae_of_the_batch_equals_the_loop():
     values = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4))
     found = replace(with_returns(batch, values))
     plain, _ = replace(PPO, whiten=False).advantages(
-        replace(batch, values_T=values), Scores(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS)),
+        replace(batch, values_T=values), AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS)),
         torch.tensor(FINISHED), Alone(),
     )  # fmt: skip
     start, everything = 0, []
@@ -155,8 +155,8 @@ def reference_critic(directory: Path, tmp: Path):
 def critic_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):
     from fivefold.megatron.model import MegatronModel
 
-    model = MegatronModel(directory, policy, mesh, total_updates=2, values=True)
-    mine = with_returns(whole_batch(), base_T).select(mesh.ranks.share(range(len(LENGTHS)))[0])
+    model = MegatronModel(directory, policy, mesh, total_updates=2, value_head=True)
+    mine = with_returns(whole_batch(), base_T).select(mesh.ranks.shard(range(len(LENGTHS)))[0])
     reports = [model.train_step(mine, ValueLoss(CLIP)) for _ in range(2)]
     model.verify()
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
@@ -164,14 +164,14 @@ def critic_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
 
 def twice_the_head_s_gradient(mesh, *arguments):
     """Every tensor-parallel rank computes the whole value: summing their gradients counts it tp times."""
-    from fivefold.megatron import heads
+    from fivefold.megatron.layers import lm_head
 
-    original = heads.gather_from_sequence_parallel_region
+    original = lm_head.gather_from_sequence_parallel_region
 
     def summing(hidden, tensor_parallel_output_grad, group):
         return original(hidden, tensor_parallel_output_grad=True, group=group)
 
-    heads.gather_from_sequence_parallel_region = summing
+    lm_head.gather_from_sequence_parallel_region = summing
     return critic_step(mesh, *arguments)
 
 
@@ -201,8 +201,8 @@ def ppo_step(mesh, directory: Path, critic_directory: Path, policy: PolicyConfig
     from fivefold.megatron.model import MegatronModel
 
     actor = MegatronModel(directory, policy, mesh, total_updates=1)
-    critic = MegatronModel(critic_directory, critic_policy or policy, mesh, total_updates=1, values=True)
-    mine = mesh.ranks.share(range(len(LENGTHS)))[0]
+    critic = MegatronModel(critic_directory, critic_policy or policy, mesh, total_updates=1, value_head=True)
+    mine = mesh.ranks.shard(range(len(LENGTHS)))[0]
     whole = replace(whole_batch(), old_logprobs_T=old_T)
     batch = replace(whole.select(mine), values_T=critic.forward(whole.select(mine)))
 
@@ -211,13 +211,13 @@ def ppo_step(mesh, directory: Path, critic_directory: Path, policy: PolicyConfig
             return values_N[mine]
 
         def total(self, sums):
-            return mesh.ranks.total(sums)
+            return mesh.ranks.all_reduce_sum(sums)
 
     responses = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
-    scores = Scores(torch.tensor(REWARDS), torch.arange(8), responses)
+    scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), responses)
     advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), Replicas())
     weights_N = PPO.weights(responses, MAX_RESPONSE)[mine]
-    batch = replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=spread(weights_N, batch))
+    batch = replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=expand_to_tokens(weights_N, batch))
     reports = [critic.train_step(batch, ValueLoss(CLIP)), actor.train_step(batch, PPO.loss)]
     weights = {
         f"{who}.{name}": tensor.clone()

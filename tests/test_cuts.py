@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold import methods
 from fivefold.algo import Objective, make_objective
-from fivefold.batch import plan_micro_batches, spread
+from fivefold.config import methods
 from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.rollout.batch import expand_to_tokens, plan_micro_batches
 from tests import slow, test_algo
 from tests.test_algo import as_lists
 from tests.test_step_equality import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
@@ -26,11 +26,11 @@ RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 @cache
 def choices() -> list:
     """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
-    extra = {"kl": methods.KL(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
-    extra["correction"] = methods.Correction(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
+    extra = {"kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
+    extra["correction"] = methods.CorrectionConfig(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
     found = []
     for surrogate, ratio, aggregate in COMBINATIONS:
-        own = {} if surrogate in methods.NO_RATIO else {"ratio": ratio}
+        own = {} if surrogate in methods.NO_RATIO else {"importance_sampling_level": ratio}
         found.append(("cispo", methods.Choices(surrogate=surrogate, aggregate=aggregate, **own, **extra)))
     found.append(("dpo", methods.Choices(beta=0.5)))
     return [methods.resolve(name, given) for name, given in found]
@@ -48,12 +48,12 @@ def batch_for(objective, base_T: torch.Tensor):
     return replace(
         batch,
         per_micro_batch=objective.per_micro_batch,
-        together=2 if objective.surrogate.against == "reference" else 1,
-        loss_weights_T=spread(objective.weights(RESPONSES, MAX_RESPONSE), batch),
+        samples_per_comparison=2 if objective.surrogate.against == "reference" else 1,
+        loss_weights_T=expand_to_tokens(objective.weights(RESPONSES, MAX_RESPONSE), batch),
         old_logprobs_T=base_T + noise[0] * mask,
         ref_logprobs_T=base_T + noise[1] * mask,
         rollout_logprobs_T=base_T + (noise[0] + noise[2]) * mask,
-        marked_T=mask & (torch.arange(len(mask)) % 3 == 0),
+        selected_T=mask & (torch.arange(len(mask)) % 3 == 0),
     )
 
 
@@ -61,11 +61,11 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
     """([objectives, parameters] gradients, losses) on rank 0: what a step leaves before the optimizer."""
     from fivefold.megatron import step
     from fivefold.megatron.bridge import WeightStream
-    from fivefold.megatron.build import named_weights
+    from fivefold.megatron.construct import named_weights
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
-    mine = mesh.ranks.share(range(len(LENGTHS) // 2))[0]
+    mine = mesh.ranks.shard(range(len(LENGTHS) // 2))[0]
     mine = [sample for pair in mine for sample in (2 * pair, 2 * pair + 1)]
     base_T = torch.zeros(sum(LENGTHS))
     index = whole_batch().token_index(mine)
@@ -138,8 +138,8 @@ def legacy_loss(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
-    objective = make_objective("grpo", kl=methods.KL(coef=0.0), aggregate=methods.LEGACY_AGGREGATE)
-    mine = mesh.ranks.share(range(len(LENGTHS)))[0]
+    objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0), aggregate=methods.LEGACY_AGGREGATE)
+    mine = mesh.ranks.shard(range(len(LENGTHS)))[0]
     batch = batch_for(objective, base_T).select(mine)
     return model.train_step(batch, objective.loss).loss, mine
 

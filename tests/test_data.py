@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.data import Sampler, load_prompts
-from fivefold.data.making import load_tokenizer, train_tokenizer
+from fivefold.data import PromptLoader, load_prompts
 from fivefold.data.prepare import prepare
 from fivefold.data.prompts import read_rows, render
+from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_a_run_goes_through_every_prompt_once_an_epoch_in_a_new_order():
-    sampler = Sampler(list(range(10)), 3, seed=1, shuffle=True)
+    sampler = PromptLoader(list(range(10)), 3, seed=1, shuffle=True)
     assert sampler.steps_per_epoch == 3
     first = [sampler.take(3 * step, 3) for step in range(3)]
     second = [sampler.take(3 * step, 3) for step in range(3, 6)]
@@ -31,16 +31,16 @@ def test_a_run_goes_through_every_prompt_once_an_epoch_in_a_new_order():
 
 
 def test_the_order_is_a_function_of_seed_and_position():
-    one, other = (Sampler(list(range(50)), 4, seed=3, shuffle=True) for _ in range(2))
+    one, other = (PromptLoader(list(range(50)), 4, seed=3, shuffle=True) for _ in range(2))
     later = [other.take(4 * step, 4) for step in (30, 2, 17)]
     assert later == [one.take(4 * step, 4) for step in (30, 2, 17)]
-    assert Sampler(list(range(50)), 4, seed=4, shuffle=True).take(8, 4) != later[1]
-    assert Sampler(list(range(50)), 4, seed=4, shuffle=False).take(4, 4) == [4, 5, 6, 7]
+    assert PromptLoader(list(range(50)), 4, seed=4, shuffle=True).take(8, 4) != later[1]
+    assert PromptLoader(list(range(50)), 4, seed=4, shuffle=False).take(4, 4) == [4, 5, 6, 7]
 
 
 def test_a_step_larger_than_the_set_is_refused():
     with pytest.raises(ValueError, match="got 4 for 3 prompts"):
-        Sampler([1, 2, 3], 4, 0, True)
+        PromptLoader([1, 2, 3], 4, 0, True)
 
 
 def test_arithmetic_splits_share_no_problem_and_are_right(tmp_path):
@@ -179,19 +179,19 @@ def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, toke
         assert tokenizer.decode(prompt.token_ids) == prompt_text
         (response,) = prompt.responses
         spans, inside = [], False
-        for token, learns in zip(response.token_ids, response.learned, strict=True):
+        for token, learns in zip(response.token_ids, response.loss_mask, strict=True):
             if learns and not inside:
                 spans.append([])
             inside = learns
             if learns:
                 spans[-1].append(token)
         assert [tokenizer.decode(span) for span in spans] == learned
-        assert response.learned[-1]
+        assert response.loss_mask[-1]
         whole = tokenizer.decode(prompt.token_ids + response.token_ids)
         if words is templated:
             assert templated.apply_chat_template(row["messages"], tokenize=False).startswith(whole)
     cut = given(tmp_path, tokenizer, "sft", row, limit=3).responses[0]
-    assert len(cut.token_ids) == 3 and not cut.whole
+    assert len(cut.token_ids) == 3 and cut.truncated
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):

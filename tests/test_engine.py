@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.data.making import load_tokenizer, train_tokenizer
-from fivefold.engines.draw import draw, row_key, uniform
+from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+from fivefold.engines.sampling import request_seed, sample_token, uniform
 from fivefold.engines.transformers import TransformersEngine
 from fivefold.types import Prompt, Sampling
 from tests.models import load_tensors
@@ -27,10 +27,10 @@ def model(models) -> Path:
     return models("qwen3")
 
 
-def make_engine(model: Path, tokenizer, max_sequences: int = 64, change: float = 0.0) -> TransformersEngine:
+def make_engine(model: Path, tokenizer, max_num_seqs: int = 64, change: float = 0.0) -> TransformersEngine:
     import transformers
 
-    engine = TransformersEngine(model, tokenizer, torch.device("cpu"), torch.float32, max_sequences)
+    engine = TransformersEngine(model, tokenizer, torch.device("cpu"), torch.float32, max_num_seqs)
     source = transformers.AutoModelForCausalLM.from_pretrained(model).float()
     engine.update_weights(((name, p.detach() + change) for name, p in source.named_parameters()), version=3)
     return engine
@@ -60,7 +60,7 @@ def test_logprobs_equal_a_forward_of_transformers(model, tokenizer):
 
 def test_samples_do_not_depend_on_how_the_batch_is_cut_or_ordered(model, tokenizer):
     whole = make_engine(model, tokenizer).generate(PROMPTS, 4, SAMPLING)
-    cut = make_engine(model, tokenizer, max_sequences=3).generate(PROMPTS[::-1], 4, SAMPLING)[::-1]
+    cut = make_engine(model, tokenizer, max_num_seqs=3).generate(PROMPTS[::-1], 4, SAMPLING)[::-1]
     assert [[s.token_ids for s in g.samples] for g in whole] == [[s.token_ids for s in g.samples] for g in cut]
     assert len({tuple(s.token_ids) for g in whole for s in g.samples}) == 16
 
@@ -111,7 +111,7 @@ def test_new_weights_change_what_is_sampled_and_half_of_them_are_refused(model, 
 
 
 def test_uniform_numbers_are_uniform_and_independent_of_the_batch():
-    keys = torch.tensor([row_key((1, 2, prompt, sample)) for prompt in range(100) for sample in range(20)])
+    keys = torch.tensor([request_seed((1, 2, prompt, sample)) for prompt in range(100) for sample in range(20)])
     numbers = torch.stack([uniform(keys, position) for position in range(10)])
     assert numbers.dtype == torch.float64
     assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
@@ -139,14 +139,14 @@ def test_draws_follow_the_distribution():
             total += float(p[token])
         expected = torch.zeros(5)
         expected[kept] = p[kept] / p[kept].sum()
-        tokens, logprobs = draw(logits.expand(count, 5), u, temperature, top_p, top_k)
+        tokens, logprobs = sample_token(logits.expand(count, 5), u, temperature, top_p, top_k)
         assert torch.allclose(torch.bincount(tokens, minlength=5) / count, expected, atol=2e-4)
         assert torch.allclose(logprobs, torch.log_softmax(logits / temperature, 0)[tokens])
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]] * 3)
-    tokens, _ = draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), 1.0, 1.0, 0)
+    tokens, _ = sample_token(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), 1.0, 1.0, 0)
     assert tokens.tolist() == [1, 1, 1]
 
 
@@ -157,11 +157,11 @@ def test_every_tensor_of_a_model_s_files_has_its_place_in_the_engine(models, nam
     """transformers stacks experts and renames them in memory; weights come by the names in files."""
     import transformers
 
-    from fivefold.engines.transformers import weight_places
+    from fivefold.engines.transformers import parameter_map
 
     directory = models(name)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    places, files = weight_places(loaded), load_tensors(directory)
+    places, files = parameter_map(loaded), load_tensors(directory)
     assert set(places) == set(files)
     assert all(torch.equal(places[key], files[key]) for key in files)
     # They are the memory itself: what is written there is what samples.

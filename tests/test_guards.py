@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fivefold.config.schema import MegatronConfig, OffloadConfig
-from fivefold.megatron.memory import HostCopy
+from fivefold.megatron.offload import HostCopy
 from fivefold.types import LossOutput
 from tests.test_step_equality import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
 
@@ -18,12 +18,12 @@ def model_and_batch(mesh, directory: Path, policy=POLICY):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=4)
-    return model, whole_batch().select(mesh.ranks.share(range(len(LENGTHS)))[0])
+    return model, whole_batch().select(mesh.ranks.shard(range(len(LENGTHS)))[0])
 
 
 def verify_after_harm(mesh, directory: Path, part: str, rank: int):
     """The guard's message after one bit of one rank's copy changed, and before."""
-    from fivefold.megatron.build import named_weights
+    from fivefold.megatron.construct import named_weights
 
     model, _ = model_and_batch(mesh, directory)
     model.verify()
@@ -146,7 +146,7 @@ def test_state_that_left_comes_back_bit_for_bit(cluster, models, layout, dtype):
 
 
 def test_only_what_is_named_leaves():
-    from fivefold.megatron.memory import Offload
+    from fivefold.megatron.offload import Offload
 
     kept, away = torch.arange(10.0), torch.arange(10.0)
     part = HostCopy(torch.device("cpu"), 1)

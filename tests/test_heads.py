@@ -29,9 +29,7 @@ def dense():
 def parallel(mesh, chunk: int):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from fivefold.megatron import heads
-
-    heads.CHUNK_ELEMENTS = chunk
+    lm_head.CHUNK_ELEMENTS = chunk
     hidden, weight, targets, upstream = inputs()
     rows = PADDED // mesh.layout.tp
     start = mesh.tp.rank() * rows
@@ -50,7 +48,7 @@ def parallel(mesh, chunk: int):
             return out
 
     with Watch():
-        logp, entropy = heads._LogProbs.apply(hidden, own_weight, targets, start, valid, 1 / TEMPERATURE, mesh.tp)
+        logp, entropy = lm_head._LogProbs.apply(hidden, own_weight, targets, start, valid, 1 / TEMPERATURE, mesh.tp)
         (logp * upstream[0] + entropy * upstream[1]).sum().backward()
     grad = hidden.grad
     torch.distributed.all_reduce(grad, group=mesh.tp)
@@ -80,11 +78,10 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(cluster):
 
 
 def no_tokens(mesh):
-    from fivefold.megatron import heads
 
     weight = torch.randn(8, 4, requires_grad=True)
     hidden = torch.zeros(0, 4, requires_grad=True)
-    logp, _ = heads._LogProbs.apply(hidden, weight, torch.zeros(0, dtype=torch.long), 0, 8, 1.0, mesh.tp)
+    logp, _ = lm_head._LogProbs.apply(hidden, weight, torch.zeros(0, dtype=torch.long), 0, 8, 1.0, mesh.tp)
     logp.sum().backward()
     return logp.shape, float(weight.grad.abs().sum()), hidden.grad.shape
 

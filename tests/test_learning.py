@@ -19,8 +19,19 @@ def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path):
 
     data = [f"data.train={tmp_path}/data/train.parquet", f"data.val={tmp_path}/data/test.parquet"]
     do("data", "arithmetic", "--below", 10, "--limit", 75, "--out", tmp_path / "data")
-    do("tokenizer", "char", "--data", tmp_path / "data/train.parquet", "--out", tmp_path / "tokenizer")
-    do("model", "qwen3", "--tokenizer", tmp_path / "tokenizer", "--hidden", 128, "--layers", 2, "--out", tmp_path / "model")
+    do("train-tokenizer", "char", "--data", tmp_path / "data/train.parquet", "--out", tmp_path / "tokenizer")
+    do(
+        "init-model",
+        "qwen3",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+        "--hidden",
+        128,
+        "--layers",
+        2,
+        "--out",
+        tmp_path / "model",
+    )
     warm = [f"model.path={tmp_path}/model", *data, f"trainer.run_dir={tmp_path}/runs/sft", "data.prompts_per_step=75"]
     do("train", EXAMPLES / "sft.yaml", *warm, "trainer.steps=45", "trainer.eval_every=0", "trainer.stop_at={}")
     do("export", tmp_path / "runs/sft/checkpoints/step-000045", tmp_path / "warm")

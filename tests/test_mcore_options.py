@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold import mcore_options
+from fivefold.config import mcore_options
+from fivefold.config.mcore_options import PIPELINE, Options
 from fivefold.config.schema import MegatronConfig
-from fivefold.layout import ParallelLayout, Stages
-from fivefold.mcore_options import PIPELINE, Options
+from fivefold.layout import ParallelLayout, PipelineSplit
 from tests.layouts import VPP2
 from tests.test_step_equality import (
     LENGTHS,
@@ -109,15 +109,15 @@ def test_every_field_of_megatron_core_passes_or_is_refused_or_reported():
 def test_what_changes_nothing_is_reported_and_not_passed_on():
     given = options(ddp={"average_in_collective": True, "bucket_size": 7}, transformer={"moe_aux_loss_coeff": 0.1})
     assert given.problems() == []
-    assert given.acting("ddp") == {"bucket_size": 7}
-    told = dict(given.without_effect(experts=True))
+    assert given.effective("ddp") == {"bucket_size": 7}
+    told = dict(given.ignored_keys(experts=True))
     assert set(told) == {"policy.megatron.ddp.average_in_collective", "policy.megatron.transformer.moe_aux_loss_coeff"}
-    assert "the model has no experts" in dict(given.without_effect(experts=False)).values()
+    assert "the model has no experts" in dict(given.ignored_keys(experts=False)).values()
 
 
 def test_options_are_checked_without_torch():
     code = (
-        "import sys; from fivefold.mcore_options import Options;"
+        "import sys; from fivefold.config.mcore_options import Options;"
         "assert Options({'fp8': 'hybrid'}, {}, {}, {}).problems(); assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -166,7 +166,7 @@ def layers_of_megatron_core(mesh, settings: dict[str, Any], layers: int) -> list
 def test_stages_are_cut_as_megatron_core_cuts_them(cluster, layout, layers, settings):
     parsed = ParallelLayout.parse(f"megatron:{layout}")
     theirs = cluster.run(layers_of_megatron_core, f"megatron:{layout}", settings, layers)
-    chunks = Stages.of(settings).cut(layers, parsed)
+    chunks = PipelineSplit.of(settings).split_layers(layers, parsed)
     for stage, found in enumerate(theirs):
         # Where a chunk has no layer Megatron-Core's offset says nothing.
         assert [list(chunk) for chunk in chunks[stage]] == [layers if layers else [] for layers in found]
@@ -194,7 +194,7 @@ def test_stages_are_cut_as_megatron_core_cuts_them(cluster, layout, layers, sett
 )
 def test_a_cut_that_is_not_possible_is_refused(layout, layers, settings, says):
     with pytest.raises(ValueError, match=says):
-        Stages.of(settings).cut(layers, ParallelLayout.parse(f"megatron:{layout}"))
+        PipelineSplit.of(settings).split_layers(layers, ParallelLayout.parse(f"megatron:{layout}"))
 
 
 # --- options that act ------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def built_with(mesh, directory: Path, policy):
 
     model = MegatronModel(directory, policy, mesh, total_updates=2)
     trainer = model._trainer
-    batch = whole_batch().select(mesh.ranks.share(range(len(LENGTHS)))[0])
+    batch = whole_batch().select(mesh.ranks.shard(range(len(LENGTHS)))[0])
     model.train_step(batch, OBJECTIVE.loss)
     adam = trainer.optimizer.chained_optimizers[0].optimizer
     state = next(iter(adam.state.values()))
@@ -363,7 +363,7 @@ def test_the_shared_expert_may_overlap_with_the_dispatcher(cluster, models):
 
 
 def test_moments_in_bfloat16_follow_a_loop_written_out():
-    from fivefold.megatron.adam import PrecisionAwareAdam
+    from fivefold.megatron.optim.adam import PrecisionAwareAdam
 
     generator = torch.Generator().manual_seed(2)
     parameter = torch.nn.Parameter(torch.randn(7, generator=generator).bfloat16())
@@ -390,7 +390,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
     """Parameters after three updates in one go, and after one, a checkpoint, and two in a new model."""
     from fivefold.megatron.model import MegatronModel
 
-    batch = whole_batch().select(mesh.ranks.share(range(len(LENGTHS)))[0])
+    batch = whole_batch().select(mesh.ranks.shard(range(len(LENGTHS)))[0])
     model = MegatronModel(directory, policy, mesh, total_updates=3)
     model.train_step(batch, OBJECTIVE.loss)
     model.save(path)

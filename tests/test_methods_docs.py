@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold import methods
 from fivefold.algo import Objective
+from fivefold.config import methods
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "methods.md").read_text()
 BLOCKS = dict(re.findall(r"^### (\w+)\n.*?```yaml\n(.*?)```", PAGE.partition("## Axes")[0], re.M | re.S))
@@ -23,7 +23,7 @@ def test_every_method_has_its_paper_and_its_row():
 @pytest.mark.parametrize("name", sorted(methods.METHODS))
 def test_the_row_written_out_is_the_row_of_the_code(name, monkeypatch):
     told = yaml.safe_load(BLOCKS[name])
-    kl = methods.KL(**told.pop("kl", {}))
+    kl = methods.KLConfig(**told.pop("kl", {}))
     monkeypatch.setitem(methods.METHODS, "blank", methods.Choices())
     written = methods.resolve("blank", methods.Choices(kl=kl, **told))
     assert Objective.of(written) == Objective.of(methods.resolve(name))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fivefold import methods
+from fivefold.config import methods
 from tests.test_cli_runs import fivefold, make_model
 from tests.toy import VOCAB, ToyEngine, ToyModel, ToyScorer, target, toy_prompts
 
@@ -21,28 +21,28 @@ def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, **changes:
     """(rewards of each step, of the policy before and after) of a run with the toy model and the real loop."""
     from fivefold.algo import Objective
     from fivefold.algo.values import ValueLoss
-    from fivefold.checkpoint import Checkpoints
-    from fivefold.data import Sampler
-    from fivefold.observe.observer import Observer
-    from fivefold.rollout import Refill, Rewards
-    from fivefold.run import Run
-    from fivefold.train import train
+    from fivefold.checkpoint.manager import Checkpoints
+    from fivefold.data import PromptLoader
+    from fivefold.observability.run_logger import RunLogger
+    from fivefold.rollout.groups import DynamicSampling, Rewards
+    from fivefold.trainer.run import Run
+    from fivefold.trainer.train import train
     from fivefold.types import Sampling
 
     chosen = methods.resolve(name, choices)
-    objective, given = Objective.of(chosen), name in methods.GIVEN
+    objective, given = Objective.of(chosen), name in methods.OFFLINE_METHODS
     prompts = [
         replace(prompt, responses=prompt.responses[: 2 if name == "dpo" else 1]) if given else prompt
         for prompt in toy_prompts()
     ]
     policy = changes.pop("policy", None) or ToyModel()
     settings: dict[str, Any] = {
-        "ranks": mesh.ranks, "observer": Observer(run_dir, [], True, 1), "policy": policy,
+        "ranks": mesh.ranks, "observer": RunLogger(run_dir, [], True, 1), "policy": policy,
         "reference": ToyModel() if objective.needs_reference else None,
-        "critic": ToyModel(values=True) if objective.needs_critic else None, "engine": None if given else ToyEngine(),
+        "critic": ToyModel(value_head=True) if objective.needs_critic else None, "engine": None if given else ToyEngine(),
         "objective": objective, "value_loss": ValueLoss(), "critic_warmup": 0,
-        "sampler": Sampler(prompts, 8, seed=1, shuffle=True), "given": given, "together": 2 if name == "dpo" else 1,
-        "group_size": GROUP, "refill": Refill(3, 8) if chosen.dynamic_sampling else None,
+        "sampler": PromptLoader(prompts, 8, seed=1, shuffle=True), "given": given, "samples_per_comparison": 2 if name == "dpo" else 1,
+        "group_size": GROUP, "refill": DynamicSampling(3, 8) if chosen.dynamic_sampling else None,
         "sampling": Sampling(max_tokens=5, seed=3), "rewards": Rewards(ToyScorer()), "evaluation": None,
         "checkpoints": Checkpoints(run_dir, 1), "run_dir": run_dir, "steps": 60, "seed": 3, "updates_per_step": 2, "epochs": 1,
         "max_logprob_diff": 1e-3, "save_every": 0, "eval_every": 0, "eval_before": False, "stop_at": {}, "samples_per_step": 0,
@@ -85,11 +85,14 @@ def test_every_method_learns(cluster, tmp_path, name):
 EXTRAS = {
     "legacy": ("grpo", {"aggregate": "micro-batch-token-mean"}),
     "normalised by the step": ("grpo", {"normalize": "batch"}),
-    "kl in the reward, adaptive": ("grpo", {"kl": methods.KL(place="reward", estimator="k1", coef=0.01, target=0.5)}),
+    "kl in the reward, adaptive": ("grpo", {"kl": methods.KLConfig(place="reward", estimator="k1", coef=0.01, target=0.5)}),
     "groups with a critic": ("ppo", {"advantage": "group", "lam": 0.95}),
-    "straight-through kl": ("rloo", {"kl": methods.KL(estimator="k1+", coef=0.001)}),
-    **{name: ("grpo", {"correction": methods.Correction(name=name)}) for name in ("tis", "sequence_mis", "decoupled")},
-    "engine as old policy": ("grpo", {"correction": methods.Correction(proximal="engine")}),
+    "straight-through kl": ("rloo", {"kl": methods.KLConfig(estimator="k1+", coef=0.001)}),
+    **{
+        name: ("grpo", {"rollout_correction": methods.CorrectionConfig(name=name)})
+        for name in ("tis", "sequence_mis", "decoupled")
+    },
+    "engine as old policy": ("grpo", {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="engine")}),
 }
 
 
@@ -125,10 +128,12 @@ def knowing(count: int) -> ToyModel:
 def test_dynamic_sampling_refills_up_to_its_limit(cluster, tmp_path, known, rounds, silent):
     """Eight prompts a round, of which those that are known have one reward only; three rounds at most."""
     ((rows, position),) = cluster.run(refilled, "megatron:d1", tmp_path, known)
-    assert [(row["sampling/rounds"], row["sampling/silent_used"]) for row in rows] == [(rounds, silent)] * 3
-    assert rows[0]["sampling/telling_fraction"] == (8 - known) / 8
-    assert rows[0]["reward/groups_all_same"] == silent / 8
-    assert position == 3 * 8 * rounds == sum(row["sampling/prompts"] for row in rows)
+    assert [(row["dynamic_sampling/rounds"], row["dynamic_sampling/zero_variance_used"]) for row in rows] == [
+        (rounds, silent)
+    ] * 3
+    assert rows[0]["dynamic_sampling/kept_fraction"] == (8 - known) / 8
+    assert rows[0]["reward/frac_reward_zero_std"] == silent / 8
+    assert position == 3 * 8 * rounds == sum(row["dynamic_sampling/prompts"] for row in rows)
     if known == 8:
         assert rows[0]["policy/grad_norm"] == 0.0
 
@@ -140,11 +145,11 @@ def test_dynamic_sampling_takes_the_same_groups_on_every_number_of_replicas(clus
 
 
 def first_groups(mesh, run_dir: Path):
-    from fivefold.data import Sampler
-    from fivefold.rollout import Refill
+    from fivefold.data import PromptLoader
+    from fivefold.rollout.groups import DynamicSampling
 
     *_, run = toy_run(mesh, run_dir / str(mesh.ranks.rank), "dapo", methods.Choices(), steps=0)
-    engine_run = replace(run, sampler=Sampler(toy_prompts(), 4, 1, True), refill=Refill(4, 4))
+    engine_run = replace(run, sampler=PromptLoader(toy_prompts(), 4, 1, True), refill=DynamicSampling(4, 4))
     engine_run.policy.table.data[:4, :, 1] += 9.0
     return [(group.prompt.id, [sample.token_ids for sample in group.samples]) for group in engine_run.collect()]
 
@@ -190,7 +195,7 @@ def test_a_critic_comes_to_explain_the_returns_of_a_policy_that_stays(cluster, t
 def validation_losses(mesh):
     """Of a policy that knows nothing, by every aggregation that is a mean over tokens."""
     from fivefold.algo import Objective
-    from fivefold.evaluate import Evaluation
+    from fivefold.trainer.evaluation import Evaluation
     from fivefold.types import Sampling
 
     prompts = [replace(prompt, responses=prompt.responses[:1]) for prompt in toy_prompts()]

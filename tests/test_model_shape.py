@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fivefold.layout import ParallelLayout
-from fivefold.model_shape import load_shape, shape_from_config
+from fivefold.models.spec import load_spec, spec_from_config
 from tests.models import VARIANTS
 
 QWEN3 = {
@@ -25,12 +25,12 @@ def test_parameters_are_counted_as_transformers_counts_them(models, name):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(models(name))
-    assert load_shape(models(name)).parameters == model.num_parameters()
+    assert load_spec(models(name)).parameters == model.num_parameters()
 
 
 def test_both_spellings_of_rope_are_read():
-    old = shape_from_config(QWEN3 | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
-    new = shape_from_config(QWEN3 | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}})
+    old = spec_from_config(QWEN3 | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    new = spec_from_config(QWEN3 | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}})
     assert old == new
     assert (old.rope_theta, old.rope_linear_factor) == (5e5, 4.0)
 
@@ -54,7 +54,7 @@ def test_both_spellings_of_rope_are_read():
 )
 def test_what_is_not_supported_is_refused_by_name(change, says):
     with pytest.raises(ValueError, match=says):
-        shape_from_config(QWEN3 | change)
+        spec_from_config(QWEN3 | change)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_what_is_not_supported_is_refused_by_name(change, says):
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, says):
     with pytest.raises(ValueError, match=says):
-        shape_from_config(QWEN3).check_layout(ParallelLayout.parse(layout))
+        spec_from_config(QWEN3).check_layout(ParallelLayout.parse(layout))
 
 
 def test_a_directory_without_a_model_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no config.json in"):
-        load_shape(tmp_path)
+        load_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="must hold a JSON object"):
-        load_shape(tmp_path)
+        load_spec(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fivefold.config.schema import OptimizerConfig, PolicyConfig
-from fivefold.megatron.attention import local_positions, make_packing
+from fivefold.megatron.layers.attention import local_positions, make_packing
 from fivefold.types import LossOutput, TokenBatch
 from tests.models import VOCAB
 
@@ -38,7 +38,7 @@ def losses_and_gradients(mesh, directory: Path, budget: int):
 
     model = MegatronModel(directory, replace(POLICY, tokens_per_micro_batch=budget), mesh, total_updates=20)
     whole = sequences()
-    own, _ = mesh.ranks.share(range(len(LENGTHS)))
+    own, _ = mesh.ranks.shard(range(len(LENGTHS)))
     packed = model.train_step(whole.select(own), weighted)
     gradients = gradient_sum(model)
     alone = torch.zeros_like(gradients)

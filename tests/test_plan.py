@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.layout import ParallelLayout, Stages
-from fivefold.model_shape import load_shape
-from fivefold.plan.estimate import estimate_memory, rank_parameters
+from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.spec import load_spec
+from fivefold.plan.memory import estimate_memory, rank_parameters
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from fivefold.plan.estimate import estimate_memory, rank_parameters
     ],
 )
 def test_the_ranks_together_hold_the_model(models, name, layout, pipeline):
-    shape, parsed = load_shape(models(name)), ParallelLayout.parse(f"megatron:{layout}")
-    parts = rank_parameters(shape, parsed, Stages.of(pipeline))
+    shape, parsed = load_spec(models(name)), ParallelLayout.parse(f"megatron:{layout}")
+    parts = rank_parameters(shape, parsed, PipelineSplit.of(pipeline))
     held = sum(part.dense * parsed.tp + part.experts for part in parts)
     padding = (shape.padded_vocab - shape.vocab) * shape.hidden * (1 if shape.tied and parsed.pp == 1 else 2)
     # A pipeline keeps a tied embedding at both ends; the final norm is not counted.
@@ -43,7 +43,7 @@ def estimate(shape, layout, **changes):
 
 
 def test_each_dimension_divides_what_it_cuts(models):
-    shape = load_shape(models("qwen3_moe"))
+    shape = load_spec(models("qwen3_moe"))
     one = estimate(shape, "d1")
     assert estimate(shape, "d4").optimizer == one.optimizer // 4
     assert estimate(shape, "t2e2").parameters < one.parameters * 0.6
@@ -59,26 +59,35 @@ def test_each_dimension_divides_what_it_cuts(models):
 
 
 def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
-    shape = load_shape(models("qwen3"))
+    shape = load_spec(models("qwen3"))
     stays, leaves = estimate(shape, "d1"), estimate(shape, "d1", offload=frozenset({"parameters", "gradients", "optimizer"}))
-    assert set(stays.sampling) == {"engine", "cache", "critic", "judge", "parameters", "reference", "gradients", "optimizer"}
-    assert set(leaves.sampling) == {"engine", "cache", "critic", "judge"}
+    assert set(stays.sampling) == {
+        "engine",
+        "cache",
+        "critic",
+        "reward_model",
+        "parameters",
+        "reference",
+        "gradients",
+        "optimizer",
+    }
+    assert set(leaves.sampling) == {"engine", "cache", "critic", "reward_model"}
     assert stays.training["reference"] > 0 and "reference" not in leaves.training
     assert leaves.total < stays.total
 
 
 def test_a_critic_and_a_reward_model_take_their_place(models):
     """Qwen3 in bfloat16: 2 bytes a parameter, 4 of gradient, 12 of Adam; a value head in the place of the output layer."""
-    shape = load_shape(models("qwen3"))
-    values = load_shape(models("qwen3"), values=True)
+    shape = load_spec(models("qwen3"))
+    values = load_spec(models("qwen3"), value_head=True)
     assert values.parameters == shape.parameters - shape.vocab * shape.hidden + shape.hidden
     both = estimate(
         shape,
         "d1",
-        critic=(values, Stages()),
-        judge=(values, Stages()),
+        critic=(values, PipelineSplit()),
+        reward_model=(values, PipelineSplit()),
         critic_offload=frozenset({"gradients", "optimizer"}),
     )
     count = rank_parameters(values, ParallelLayout())[0].total
     assert both.training["critic"] == 18 * count
-    assert both.sampling["critic"] == both.sampling["judge"] == 2 * count
+    assert both.sampling["critic"] == both.sampling["reward_model"] == 2 * count

@@ -6,10 +6,10 @@ import pytest
 def exchange(mesh, count: int):
     ranks = mesh.ranks
     items = [f"item {i}" for i in range(count)]
-    replica, own = ranks.share(items)
-    gathered = ranks.gather_replica(own)
-    everything = ranks.gather_all([item.upper() for item in gathered])
-    return replica, own, gathered, everything, ranks.any(ranks.rank == 1), ranks.maximum(ranks.rank)
+    replica, own = ranks.shard(items)
+    gathered = ranks.all_gather_within_replica(own)
+    everything = ranks.all_gather_replicas([item.upper() for item in gathered])
+    return replica, own, gathered, everything, ranks.any(ranks.rank == 1), ranks.all_reduce_max(ranks.rank)
 
 
 @pytest.mark.parametrize("layout", ["megatron:d2t2", "megatron:d2p2", "megatron:t2p2", "megatron:d4"])

@@ -34,7 +34,7 @@ def policy_of(case: Case):
 
 def optimizer_by_name(model, mesh) -> dict[str, torch.Tensor]:
     """Float32 parameter, moments and step of every parameter by name, gathered over the optimizer's replicas."""
-    from fivefold.megatron.build import _whole_name
+    from fivefold.megatron.construct import _whole_name
 
     found: dict[str, torch.Tensor] = {}
     for outer in model._trainer.optimizer.chained_optimizers:
@@ -71,7 +71,7 @@ def whole_state(model, mesh) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for index, field in enumerate(FIELDS):
         for chunk in model._chunks:
-            from fivefold.megatron.build import _whole_name
+            from fivefold.megatron.construct import _whole_name
 
             for name, parameter in chunk.named_parameters():
                 values = states[_whole_name(name, chunk)][:-1].view(3, *parameter.shape)[index]
@@ -86,7 +86,7 @@ def train_and_save(mesh, directory: Path, case: Case, path: Path):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy_of(case), mesh, total_updates=4)
-    own, _ = mesh.ranks.share(range(len(LENGTHS)))
+    own, _ = mesh.ranks.shard(range(len(LENGTHS)))
     mine = whole_batch().select(own)
     base = model.forward(mine)
     mine = replace(mine, old_logprobs_T=base + mine.old_logprobs_T)
@@ -98,11 +98,11 @@ def train_and_save(mesh, directory: Path, case: Case, path: Path):
 
 
 def load_and_step(mesh, directory: Path, case: Case, path: Path, fault: bool = False):
-    from fivefold.megatron import checkpoint
+    from fivefold.megatron import dist_checkpoint
     from fivefold.megatron.model import MegatronModel
 
     if fault:
-        checkpoint._load_optimizer = lambda trainer, loaded: None
+        dist_checkpoint._load_optimizer = lambda trainer, loaded: None
     model = MegatronModel(directory, policy_of(case), mesh, total_updates=4, read_weights=False)
     model.load(path)
     weights = {name: tensor.clone() for name, tensor in model.weights()}

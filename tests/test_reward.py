@@ -134,7 +134,7 @@ def test_an_exception_in_a_scoring_thread_is_raised(user_file, monkeypatch, work
 
 
 def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]], max_failed: float):
-    from fivefold.rollout import Rewards
+    from fivefold.rollout.groups import Rewards
 
     said: list[str] = []
     pool = RewardPool(RewardConfig(functions=functions))
@@ -209,4 +209,4 @@ def test_with_a_reward_model_no_function_is_chosen_by_itself():
     (sample,) = groups[0].samples
     assert (sample.reward, sample.reward_parts, sample.reward_failed) == (0.0, {}, False)
     sample.reward_parts["model"] = 7.0
-    assert not sample.is_right, "a model's score says nothing of being right"
+    assert not sample.is_correct, "a model's score says nothing of being right"

@@ -10,8 +10,8 @@ import itertools
 import pytest
 import torch
 
-from fivefold import methods
 from fivefold.algo import make_objective
+from fivefold.config import methods
 from fivefold.types import TokenBatch
 
 VOCAB, LENGTH = 6, 2
@@ -32,7 +32,7 @@ def logprobs_of(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack([logp[place, token] for place, token in enumerate(response)]) for response in RESPONSES])
 
 
-def gradient(correction: methods.Correction, logits, change, advantages, sampled_by, **choices) -> torch.Tensor:
+def gradient(correction: methods.CorrectionConfig, logits, change, advantages, sampled_by, **choices) -> torch.Tensor:
     """Of the expected objective under samples of `sampled_by`, with the engine's log-probs beside them."""
     logits = logits.clone().requires_grad_()
     now = logprobs_of(logits)
@@ -50,13 +50,13 @@ def gradient(correction: methods.Correction, logits, change, advantages, sampled
     probability = (now.detach() if sampled_by == "trainer" else engine).sum(1).exp()
     batch.loss_weights_T = flat(probability[:, None].expand(count, LENGTH))
     batch.update_tokens = LENGTH * count
-    objective = make_objective("grpo", kl=methods.KL(coef=0.0), correction=correction, **choices)
+    objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0), rollout_correction=correction, **choices)
     objective.loss(flat(now), torch.zeros(3 * count), batch).loss.backward()
     return -logits.grad
 
 
-def named(name: str, **changes) -> methods.Correction:
-    return methods.Correction(name=name, **changes)
+def named(name: str, **changes) -> methods.CorrectionConfig:
+    return methods.CorrectionConfig(name=name, **changes)
 
 
 CASES = {
@@ -90,7 +90,7 @@ def test_the_engine_s_log_probs_as_old_ones_give_it_too_where_nothing_is_clipped
     logits, change, advantages = setting()
     change[1] = 0
     on_policy = gradient(named("none"), logits, change, advantages, "trainer")
-    old_is_engine = methods.Correction(proximal="engine")
+    old_is_engine = methods.CorrectionConfig(old_logprobs_from="engine")
     wide = gradient(old_is_engine, logits, change, advantages, "engine", clip_low=1.0, clip_high=1e9)
     assert torch.allclose(wide[0], on_policy[0], atol=1e-6)
 
@@ -99,12 +99,12 @@ def test_the_engine_s_log_probs_as_old_ones_give_it_too_where_nothing_is_clipped
 def test_the_weights_of_a_known_change_equal_the_closed_form(name):
     """log w = log Z' - log Z - change[token] at each place, Z and Z' being the sums over the vocabulary of both."""
     from fivefold.algo.correction import Correction
-    from fivefold.algo.samples import Samples
+    from fivefold.algo.segments import Segments
 
     logits, change, _ = setting()
-    chosen = methods.resolve("grpo", methods.Choices(correction=CASES[name])).correction
+    chosen = methods.resolve("grpo", methods.Choices(rollout_correction=CASES[name])).rollout_correction
     shift = (logits + change).logsumexp(1) - logits.logsumexp(1)
-    samples = Samples(torch.ones(LENGTH * len(RESPONSES), dtype=torch.bool), [LENGTH] * len(RESPONSES))
+    samples = Segments(torch.ones(LENGTH * len(RESPONSES), dtype=torch.bool), [LENGTH] * len(RESPONSES))
     gap = (logprobs_of(logits) - logprobs_of(logits + change)).flatten()
     fields = {
         key: getattr(chosen, key) for key in ("weight", "low", "high", "outside", "reject", "reject_low", "reject_high")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fivefold.algo import make_objective
-from fivefold.algo.advantages import Scores
-from fivefold.batch import spread
+from fivefold.algo.advantages import AdvantageInputs
 from fivefold.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
+from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 from tests.layouts import MODELS, VPP2, Case
 from tests.models import VOCAB, load_tensors
@@ -46,13 +46,15 @@ def whole_batch() -> TokenBatch:
         torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator), mask, list(LENGTHS), temperature=TEMPERATURE
     )
     rewards_N = torch.tensor([1.0, 0, 0, 1, 0.5, 0, 1, 0])
-    advantages_N = OBJECTIVE.advantage(Scores(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS)))
+    advantages_N = OBJECTIVE.advantage(
+        AdvantageInputs(rewards_N, torch.arange(len(LENGTHS)) // GROUP, torch.tensor(LENGTHS))
+    )
     responses_N = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
     noise = torch.randn(2, sum(LENGTHS), generator=generator) * 0.1
     return replace(
         batch,
-        advantages_T=spread(advantages_N, batch),
-        loss_weights_T=spread(OBJECTIVE.weights(responses_N, MAX_RESPONSE), batch),
+        advantages_T=expand_to_tokens(advantages_N, batch),
+        loss_weights_T=expand_to_tokens(OBJECTIVE.weights(responses_N, MAX_RESPONSE), batch),
         old_logprobs_T=noise[0] * mask,
         ref_logprobs_T=10 * noise[1] * mask,
         update_tokens=int(responses_N.sum()),
@@ -70,7 +72,7 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
     model = MegatronModel(directory, policy, mesh, total_updates=2)
     batch = whole_batch()
     batch = replace(batch, old_logprobs_T=base_T + batch.old_logprobs_T, ref_logprobs_T=base_T + batch.ref_logprobs_T)
-    mine = batch.select(mesh.ranks.share(range(len(LENGTHS)))[0])
+    mine = batch.select(mesh.ranks.shard(range(len(LENGTHS)))[0])
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 
@@ -383,7 +385,7 @@ def biases_by_local_counts(mesh, *arguments):
 
 def aux_loss_not_divided(mesh, *arguments):
     """Each rank's balance loss counted as if its tokens were all of the update."""
-    from fivefold.megatron.experts import _AddLoss
+    from fivefold.megatron.layers.moe import _AddLoss
 
     original = _AddLoss.apply
     patched(_AddLoss, "apply", lambda activations, loss: original(activations, loss * mesh.stage.size()))
@@ -392,14 +394,14 @@ def aux_loss_not_divided(mesh, *arguments):
 
 def padding_routed(mesh, *arguments):
     """Padding counted among the tokens of the first sequence."""
-    from fivefold.megatron.spec import PolicyModel
+    from fivefold.megatron.layers.layer_spec import PolicyModel
 
     original = PolicyModel.forward
 
-    def forward(self, *, members_ST, **kwargs):
-        members_ST = members_ST.clone()
-        members_ST[0] |= ~members_ST.any(0)
-        return original(self, members_ST=members_ST, **kwargs)
+    def forward(self, *, sequence_mask_ST, **kwargs):
+        sequence_mask_ST = sequence_mask_ST.clone()
+        sequence_mask_ST[0] |= ~sequence_mask_ST.any(0)
+        return original(self, sequence_mask_ST=sequence_mask_ST, **kwargs)
 
     patched(PolicyModel, "forward", forward)
     return megatron_step(mesh, *arguments)
@@ -407,7 +409,7 @@ def padding_routed(mesh, *arguments):
 
 def experts_reduced_as_dense(mesh, *arguments):
     """Experts' gradients reduced over the data-parallel replicas of dense parameters."""
-    from fivefold.megatron.experts import GroupedExperts
+    from fivefold.megatron.layers.moe import GroupedExperts
 
     original = GroupedExperts.__init__
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.engines.draw import draw, row_key, uniform
-from fivefold.types import Given, Group, LossFn, Prompt, Sample, Sampling, StepReport, TokenBatch
+from fivefold.engines.sampling import request_seed, sample_token, uniform
+from fivefold.types import DatasetResponse, Group, LossFn, Prompt, Sample, Sampling, StepReport, TokenBatch
 
 PROMPTS, LENGTH, VOCAB = 8, 3, 12
 
@@ -78,11 +78,11 @@ class ToyEngine:
         return [Group(p, [self._sample(p, i, sampling) for i in range(group_size)]) for p in prompts]
 
     def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        key = torch.tensor([row_key([sampling.seed, sampling.step, prompt.id, index])])
+        key = torch.tensor([request_seed([sampling.seed, sampling.step, prompt.id, index])])
         tokens, logprobs = [], []
         for place in range(LENGTH):
             logits = self.table[prompt.token_ids[0], place][None]
-            token, logprob = draw(logits, uniform(key, place), sampling.temperature, 1.0, 0)
+            token, logprob = sample_token(logits, uniform(key, place), sampling.temperature, 1.0, 0)
             tokens.append(int(token))
             logprobs.append(float(logprob))
         return Sample(tokens, logprobs, str(tokens), True, self.version)
@@ -110,6 +110,6 @@ def toy_prompts() -> list[Prompt]:
     """With a right and a wrong response to learn from."""
     found = []
     for i in range(PROMPTS):
-        given = [Given([token] * LENGTH, [True] * LENGTH, "") for token in (target(i), (target(i) + 1) % VOCAB)]
+        given = [DatasetResponse([token] * LENGTH, [True] * LENGTH, "") for token in (target(i), (target(i) + 1) % VOCAB)]
         found.append(Prompt(i, [i], "toy", str(i), "", responses=given))
     return found

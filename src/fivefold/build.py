@@ -13,27 +13,27 @@ import torch
 
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
-from fivefold.check import memory_of
-from fivefold.checkpoint import Checkpoints
+from fivefold.checkpoint.manager import Checkpoints
 from fivefold.config import RunConfig, dump_yaml
-from fivefold.data import Columns, PromptSet, Sampler, load_prompts
-from fivefold.data.making import load_tokenizer
+from fivefold.data import Columns, PromptLoader, PromptSet, load_prompts
 from fivefold.data.prompts import encode_conversation
+from fivefold.data.tokenizer import load_tokenizer
+from fivefold.distributed.ranks import Ranks
 from fivefold.engines.transformers import TransformersEngine
-from fivefold.evaluate import EVALUATION_STREAM, Evaluation
 from fivefold.layout import ParallelLayout
-from fivefold.megatron.build import DTYPES
+from fivefold.megatron.construct import DTYPES
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
-from fivefold.model_shape import ModelShape, load_shape
-from fivefold.observe.observer import Observer
-from fivefold.plan.estimate import training_flops
-from fivefold.ranks import Ranks
+from fivefold.models.spec import ModelSpec, load_spec
+from fivefold.observability.run_logger import RunLogger
+from fivefold.plan.check import memory_of
+from fivefold.plan.memory import training_flops
 from fivefold.reward.choose import choose_rewards
-from fivefold.reward.model import ModelReward
 from fivefold.reward.pool import RewardPool
-from fivefold.rollout import Refill, Rewards
-from fivefold.run import Run
+from fivefold.reward.reward_model import ModelReward
+from fivefold.rollout.groups import DynamicSampling, Rewards
+from fivefold.trainer.evaluation import EVALUATION_STREAM, Evaluation
+from fivefold.trainer.run import Run
 from fivefold.types import Prompt, Sample, Sampling
 
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -73,32 +73,32 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         # Nothing reads memory that was never written: filling it would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     directory = fetch_model(config.model.path, ranks)
-    shape = load_shape(directory)
-    shape.check_layout(ranks.layout, config.policy.megatron.stages)
+    shape = load_spec(directory)
+    shape.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
     algorithm = config.algorithm
     objective = Objective.of(algorithm.resolved)
     tokenizer = load_tokenizer(config.model.tokenizer or str(directory), config.model.trust_remote_code)
-    training = _prompts(config, tokenizer, config.data.train, need_responses=algorithm.given)
+    training = _prompts(config, tokenizer, config.data.train, need_responses=algorithm.offline)
     validation = _prompts(config, tokenizer, config.data.val, first=config.eval.max_prompts) if config.data.val else None
     evaluation = None if validation is None else _evaluation(config, validation)
     scorer = RewardPool(config.reward)
     generates = evaluation is not None and evaluation.generate
-    for prompt in ([] if algorithm.given else training.prompts) + (evaluation.prompts if evaluation and generates else []):
+    for prompt in ([] if algorithm.offline else training.prompts) + (evaluation.prompts if evaluation and generates else []):
         scorer.weights(prompt.source)
-    sampler = Sampler(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
+    sampler = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
     steps = config.trainer.steps or config.trainer.epochs * sampler.steps_per_epoch
-    updates = algorithm.updates_per_step * algorithm.epochs
+    updates = algorithm.updates_per_step * algorithm.ppo_epochs
     warmup = config.critic.warmup_steps if objective.needs_critic else 0
     if warmup >= steps:
         raise ValueError(
             f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: {warmup}"
         )
     mesh = build_mesh(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
-    observer = Observer(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps)
-    observer.say(describe(config, shape, training, validation, objective, steps))
+    logger = RunLogger(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps)
+    logger.log(describe(config, shape, training, validation, objective, steps))
     bucket_mb = config.engine.sync_bucket_mb
     policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, bucket_mb=bucket_mb)
-    reference = critic = judge = engine = None
+    reference = critic = reward_model = engine = None
     if objective.needs_reference:
         other = fetch_model(config.reference.path, ranks) if config.reference.path else directory
         reference = MegatronModel(other, config.policy, mesh)
@@ -111,22 +111,22 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
             mesh,
             total_updates=steps * updates,
             bucket_mb=bucket_mb,
-            values=True,
+            value_head=True,
         )
         same_vocabulary("critic.path", critic.shape, shape)
-    samples = not algorithm.given or generates
+    samples = not algorithm.offline or generates
     if config.reward.model.path and samples:
-        judge = _judge(config, fetch_model(config.reward.model.path, ranks), mesh)
+        reward_model = _judge(config, fetch_model(config.reward.model.path, ranks), mesh)
     if samples:
         engine = TransformersEngine(
-            directory, tokenizer, device, DTYPES[config.policy.dtype], config.engine.max_sequences, observer.advance
+            directory, tokenizer, device, DTYPES[config.policy.dtype], config.engine.max_num_seqs, logger.advance
         )
     chosen = algorithm.resolved
-    refill = Refill(algorithm.sampling_rounds, algorithm.prompts_per_round or config.data.prompts_per_step)
+    refill = DynamicSampling(algorithm.sampling_rounds, algorithm.prompts_per_round or config.data.prompts_per_step)
 
     return Run(
         ranks=ranks,
-        observer=observer,
+        logger=logger,
         policy=policy,
         reference=reference,
         critic=critic,
@@ -135,25 +135,25 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         value_loss=ValueLoss(config.critic.value_clip),
         critic_warmup=warmup,
         sampler=sampler,
-        given=algorithm.given,
-        together=2 if algorithm.name == "dpo" else 1,
+        given=algorithm.offline,
+        samples_per_comparison=2 if algorithm.name == "dpo" else 1,
         group_size=algorithm.group_size,
         refill=refill if chosen.dynamic_sampling else None,
         sampling=_sampling(config),
-        rewards=Rewards(scorer, judge, config.reward.max_failed, observer.say),
+        rewards=Rewards(scorer, reward_model, config.reward.max_failed, logger.log),
         evaluation=evaluation,
         checkpoints=Checkpoints(config.run_dir, config.trainer.keep),
         run_dir=config.run_dir,
         steps=steps,
         seed=config.trainer.seed,
         updates_per_step=config.algorithm.updates_per_step,
-        epochs=config.algorithm.epochs,
+        epochs=config.algorithm.ppo_epochs,
         max_logprob_diff=config.engine.max_logprob_diff or MAX_LOGPROB_DIFF[config.policy.dtype],
         save_every=config.trainer.save_every,
         eval_every=config.trainer.eval_every,
-        eval_before=config.trainer.eval_before,
+        eval_before_train=config.trainer.eval_before_train,
         stop_at=config.trainer.stop_at,
-        samples_per_step=config.trainer.samples_per_step,
+        samples_per_step=config.trainer.logged_samples_per_step,
         resume=config.trainer.resume,
         flops=partial(training_flops, shape),
         stop_requested=stop_requested,
@@ -165,7 +165,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     )
 
 
-def same_vocabulary(key: str, other: ModelShape, shape: ModelShape) -> None:
+def same_vocabulary(key: str, other: ModelSpec, shape: ModelSpec) -> None:
     """Raise ValueError where a model cannot read the policy's tokens."""
     if other.vocab != shape.vocab:
         raise ValueError(f"{key} must have the policy's vocabulary: {other.vocab} != {shape.vocab}")
@@ -175,7 +175,7 @@ def _sampling(config: RunConfig) -> Sampling:
     drawn = config.engine.sampling
     return Sampling(
         max_tokens=config.data.max_response_tokens,
-        temperature=1.0 if config.algorithm.given else drawn.temperature,
+        temperature=1.0 if config.algorithm.offline else drawn.temperature,
         top_p=drawn.top_p,
         top_k=drawn.top_k,
         stop=tuple(drawn.stop),
@@ -185,7 +185,7 @@ def _sampling(config: RunConfig) -> Sampling:
 
 def _judge(config: RunConfig, directory: Path, mesh: Mesh) -> ModelReward:
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
-    model = MegatronModel(directory, config.reward.model.settings(config.policy), mesh, values=True)
+    model = MegatronModel(directory, config.reward.model.settings(config.policy), mesh, value_head=True)
     if model.value_head_is_new:
         raise ValueError(f"reward.model.path: {directory} has no value head (score.weight): it is not a sequence classifier")
 
@@ -231,13 +231,13 @@ def _evaluation(config: RunConfig, validation: PromptSet) -> Evaluation:
         sampled=dataclasses.replace(seeded, temperature=config.eval.temperature, top_p=config.eval.top_p),
         generate=generate,
         given=given,
-        together=2 if config.algorithm.name == "dpo" else 1,
+        samples_per_comparison=2 if config.algorithm.name == "dpo" else 1,
     )
 
 
 def _rewards_are_known(config: RunConfig, validation: PromptSet) -> bool:
     """Methods that sample need rewards, and say so where one is missing; others evaluate without."""
-    if not config.algorithm.given:
+    if not config.algorithm.offline:
         return True
     try:
         for source in {prompt.source for prompt in validation.prompts}:
@@ -248,21 +248,21 @@ def _rewards_are_known(config: RunConfig, validation: PromptSet) -> bool:
 
 
 def describe(
-    config: RunConfig, shape: ModelShape, training: PromptSet, validation: PromptSet | None, objective: Objective, steps: int
+    config: RunConfig, shape: ModelSpec, training: PromptSet, validation: PromptSet | None, objective: Objective, steps: int
 ) -> str:
     """The start-up summary: model, layout, batch arithmetic, memory."""
     layout, algorithm, data = config.layout, config.algorithm, config.data
     group = algorithm.samples_per_prompt
     samples = data.prompts_per_step * group
-    updates = algorithm.updates_per_step * algorithm.epochs
+    updates = algorithm.updates_per_step * algorithm.ppo_epochs
     longest = samples // algorithm.updates_per_step * config.max_sequence_tokens
     most = -(-longest // (layout.dp * config.policy.tokens_per_micro_batch))
     chosen = algorithm.resolved
     kl = f"{chosen.kl.estimator} x {objective.kl_coef:g} in the {chosen.kl.place}" if objective.kl_coef else "none"
-    correction = "" if chosen.correction.name == "none" else f", correction {chosen.correction.name}"
+    correction = "" if chosen.rollout_correction.name == "none" else f", correction {chosen.rollout_correction.name}"
     dropped = f", {training.dropped} longer than {data.max_prompt_tokens} tokens left out" if training.dropped else ""
     ranks = layout.describe_ranks()
-    virtual = config.policy.megatron.stages.virtual(layout)
+    virtual = config.policy.megatron.pipeline_split.virtual_stages(layout)
     sequence = "with" if config.policy.sequence_parallel and layout.tp > 1 else "without"
     lines = [
         f"model    {config.model.path}: {shape.family}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, "
@@ -274,7 +274,7 @@ def describe(
         *(f"         {line}" for line in ranks[:8]),
         *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
         f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
-        f"{chosen.ratio}, {chosen.aggregate}, KL {kl}{correction}",
+        f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
         *_describe_others(config),
         f"data     {len(training.prompts)} prompts{dropped}"
         + (f"; {len(validation.prompts)} for validation" if validation else ""),
@@ -288,19 +288,19 @@ def describe(
 
 
 def _describe_others(config: RunConfig) -> list[str]:
-    lines, critic, judge = [], config.critic, config.reward.model
+    lines, critic, reward_model = [], config.critic, config.reward.model
     if config.uses_critic:
         warmup = f", {critic.warmup_steps} steps of warm-up" if critic.warmup_steps else ""
         lines.append(f"critic   {critic.path or config.model.path}, learning rate {critic.optimizer.lr:g}{warmup}")
-    if judge.path:
-        lines.append(f"reward   model {judge.path} x {judge.weight:g}")
+    if reward_model.path:
+        lines.append(f"reward   model {reward_model.path} x {reward_model.weight:g}")
     return lines
 
 
-def _describe_experts(shape: ModelShape, layout: ParallelLayout) -> list[str]:
-    if shape.experts is None:
+def _describe_experts(shape: ModelSpec, layout: ParallelLayout) -> list[str]:
+    if shape.moe is None:
         return []
     return [
-        f"experts  {shape.experts.count} in {sum(shape.experts.layers)} layers, {shape.experts.chosen} a token: "
+        f"experts  {shape.moe.num_experts} in {sum(shape.moe.layers)} layers, {shape.moe.top_k} a token: "
         f"{layout.ep} expert x {layout.etp} expert-tensor x {layout.edp} replicas on each stage"
     ]

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("export", _export, "write a checkpoint as a Hugging Face directory")
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
-    added.add_argument("--part", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
+    added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
     added.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (default 5)")
     added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
     added.add_argument("run", type=Path)
@@ -61,12 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--limit", type=int, help="at most so many rows of each split (arithmetic: training problems)")
     added.add_argument("--seed", type=int, default=0)
     added.add_argument("--below", type=int, default=100, help="arithmetic: sums of two numbers below this")
-    added = command("tokenizer", _tokenizer, "train a small tokenizer on the texts of data files")
+    added = command("train-tokenizer", _train_tokenizer, "train a small tokenizer on the texts of data files")
     added.add_argument("kind", choices=["char", "bpe"])
     added.add_argument("--data", nargs="+", required=True, help="parquet or jsonl files with prompt and response")
     added.add_argument("--out", type=Path, required=True)
     added.add_argument("--vocabulary", type=int, default=1024, help="size of a bpe vocabulary")
-    added = command("model", _model, "make a small model with random weights, in a Hugging Face directory")
+    added = command("init-model", _init_model, "make a small model with random weights, in a Hugging Face directory")
     added.add_argument("family", choices=["llama", "mistral", "qwen2", "qwen3"])
     added.add_argument("--tokenizer", required=True, help="directory whose tokenizer it takes over")
     added.add_argument("--out", type=Path, required=True)
@@ -82,7 +82,7 @@ def _train(options: argparse.Namespace) -> int:
     from fivefold.launch import local
 
     config = load_config(options.config, options.overrides)
-    if not _show_check(config, quiet=local.joined() and os.environ["RANK"] != "0"):
+    if not _show_check(config, quiet=local.launched_externally() and os.environ["RANK"] != "0"):
         return 2
     return _start(
         ["train", options.config, *options.overrides], config.layout.world_size, config.run_dir, config.launch.threads
@@ -93,16 +93,16 @@ def _start(arguments: list[str], world_size: int, run_dir: Path, threads: int | 
     """Join the ranks that are there, or start them."""
     from fivefold.launch import local
 
-    if local.joined():
-        from fivefold.worker import main as rank_main
+    if local.launched_externally():
+        from fivefold.launch.rank import main as rank_main
 
         rank_main(arguments)
-    return local.spawn(["fivefold.worker", *arguments], world_size, run_dir / "logs", threads)
+    return local.spawn(["fivefold.launch.rank", *arguments], world_size, run_dir / "logs", threads)
 
 
 def _show_check(config: object, quiet: bool = False) -> bool:
-    from fivefold.check import check
     from fivefold.config import RunConfig
+    from fivefold.plan.check import check
 
     assert isinstance(config, RunConfig)
     faults, notes = check(config)
@@ -123,14 +123,14 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from fivefold.checkpoint import Checkpoints, damage
+    from fivefold.checkpoint.manager import Checkpoints, find_corruption
     from fivefold.config import load_config
 
     config = load_config(options.config, options.overrides)
-    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).newest(print)
+    found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
     if found is None:
         raise ValueError(f"no checkpoint in {config.run_dir / 'checkpoints'}; name one with --checkpoint")
-    if faults := damage(found):
+    if faults := find_corruption(found):
         raise ValueError(f"checkpoint {found} cannot be used: {faults}")
     if not _show_check(config, quiet=True):
         return 2
@@ -139,14 +139,14 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from fivefold.export import export
+    from fivefold.checkpoint.export import export
 
-    print(export(options.checkpoint, options.out, options.shard_gb, options.part))
+    print(export(options.checkpoint, options.out, options.shard_gb, options.model))
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fivefold.observe.report import plot, write_report
+    from fivefold.observability.report import plot, write_report
 
     print(f"report: {write_report(options.run)}")
     if options.plot:
@@ -164,9 +164,9 @@ def _data(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(options: argparse.Namespace) -> int:
-    from fivefold.data.making import texts_of, train_tokenizer
+def _train_tokenizer(options: argparse.Namespace) -> int:
     from fivefold.data.prompts import read_rows
+    from fivefold.data.tokenizer import texts_of, train_tokenizer
 
     texts = [text for name in options.data for row in read_rows(Path(name)) for text in texts_of(row)]
     size = train_tokenizer(options.kind, texts, options.out, options.vocabulary)
@@ -174,8 +174,8 @@ def _tokenizer(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model(options: argparse.Namespace) -> int:
-    from fivefold.data.making import make_model
+def _init_model(options: argparse.Namespace) -> int:
+    from fivefold.data.tokenizer import make_model
 
     sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "positions")}
     count = make_model(options.family, options.tokenizer, options.out, tied=not options.untied, seed=options.seed, **sizes)

@@ -28,21 +28,21 @@ class Prompt:
     ground_truth: str
     messages: list[dict[str, Any]] = field(default_factory=list)
     """What `text` was rendered from."""
-    responses: list[Given] = field(default_factory=list)
+    responses: list[DatasetResponse] = field(default_factory=list)
     """What stands in the data to be learned from: one to imitate, or the chosen and the rejected one."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Given:
+class DatasetResponse:
     """A response that stands in the data, tokenized."""
 
     token_ids: list[int]
-    learned: list[bool]
+    loss_mask: list[bool]
     """Which of its tokens carry loss: not those of the user's later turns."""
     text: str
-    whole: bool = True
-    """It was not cut off at the longest response."""
+    truncated: bool = False
+    """It was cut off at the longest response."""
 
 
 MODEL_PART = "model"
@@ -61,7 +61,7 @@ class Sample:
     """It ended by itself (EOS or stop string), not at the token limit."""
     policy_version: int
     """Optimizer steps taken by the weights that sampled it."""
-    learned: list[bool] | None = None
+    loss_mask: list[bool] | None = None
     """Which tokens carry loss; all of them when left out."""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -69,14 +69,14 @@ class Sample:
     """Its reward function raised or ran out of time."""
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         """The first of its reward functions gives it full marks (1 or more); a model's score says nothing of that."""
         return next((value for name, value in self.reward_parts.items() if name != MODEL_PART), 0.0) >= 1
 
     @property
     def loss_tokens(self) -> int:
         """Tokens that carry loss."""
-        return len(self.token_ids) if self.learned is None else sum(self.learned)
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
 
 @dataclass
@@ -125,7 +125,7 @@ class TokenBatch:
     """The critic's value of the text up to and including each token, before the step's updates."""
     returns_T: Tensor | None = None
     """What the critic learns: the return from each response token on."""
-    marked_T: Tensor | None = None
+    selected_T: Tensor | None = None
     """Tokens that the surrogate treats in another way, chosen among all of the update."""
     update_tokens: int = 0
     """Response tokens of the whole update, over all replicas."""
@@ -133,7 +133,7 @@ class TokenBatch:
     """Micro-batches of the whole update that hold samples, over all replicas; known to the loss only."""
     per_micro_batch: bool = False
     """`loss_weights_T` are still to be divided by the tokens of the micro-batch and the number of micro-batches (legacy)."""
-    together: int = 1
+    samples_per_comparison: int = 1
     """So many consecutive samples stay in one micro-batch: 2 where the loss compares pairs."""
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Scores:
+class AdvantageInputs:
     """What advantages are made of: one entry a sample of the whole step, the same on every rank."""
 
     rewards_N: Tensor
@@ -35,7 +35,7 @@ class Scores:
     def centred_N(self) -> Tensor:
         return self.rewards_N.double() - self.group_sums(self.rewards_N) / self.count_N
 
-    def spread_N(self, over: str) -> Tensor:
+    def std_N(self, over: str) -> Tensor:
         """The unbiased standard deviation of the rewards in the group of each sample, or in the whole step."""
         if over == "batch":
             one = self.rewards_N.double().std() if len(self.rewards_N) > 1 else torch.zeros(())
@@ -43,12 +43,12 @@ class Scores:
         return (self.group_sums(self.centred_N.square()) / (self.count_N - 1).clamp(min=1)).sqrt()
 
 
-Advantage = Callable[[Scores], Tensor]
+Advantage = Callable[[AdvantageInputs], Tensor]
 """Scores -> advantages_N."""
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupNorm:
     """(r - mean of its group) / (std + eps): GRPO, DeepSeekMath (2402.03300) section 4.1.2.
 
     The standard deviation is the unbiased one (n - 1). A group of one has nothing to compare with and gives 0.
@@ -58,10 +58,10 @@ class Group:
     """`none` leaves the division out: Dr. GRPO (2503.20783) equation 2; `batch` takes the std of all rewards of the step."""
     eps: float = 1e-6
 
-    def __call__(self, scores: Scores) -> Tensor:
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
         if self.normalize == "none":
-            return scores.centred_N.float()
-        return (scores.centred_N / (scores.spread_N(self.normalize) + self.eps)).float()
+            return inputs.centred_N.float()
+        return (inputs.centred_N / (inputs.std_N(self.normalize) + self.eps)).float()
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class LeaveOneOut:
     normalize: str = "none"
     eps: float = 1e-6
 
-    def __call__(self, scores: Scores) -> Tensor:
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
         # r - (sum - r) / (n - 1) = n / (n - 1) · (r - mean)
-        advantages_N = scores.centred_N * scores.count_N / (scores.count_N - 1).clamp(min=1)
+        advantages_N = inputs.centred_N * inputs.count_N / (inputs.count_N - 1).clamp(min=1)
         if self.normalize == "none":
             return advantages_N.float()
-        std_N = scores.spread_N(self.normalize)
+        std_N = inputs.std_N(self.normalize)
         return torch.where(std_N > 0, advantages_N / (std_N + self.eps), advantages_N).float()
 
 
@@ -90,45 +90,45 @@ class PassAtK:
     normalize: str = "none"
     eps: float = 1e-6
 
-    def __call__(self, scores: Scores) -> Tensor:
-        advantages_N = torch.zeros(len(scores.rewards_N)).double()
-        for group in scores.group_N.unique():
-            members = (scores.group_N == group).nonzero()[:, 0]
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        advantages_N = torch.zeros(len(inputs.rewards_N)).double()
+        for group in inputs.group_N.unique():
+            members = (inputs.group_N == group).nonzero()[:, 0]
             if len(members) > 1:
-                best = scores.rewards_N[members].double().topk(2)
+                best = inputs.rewards_N[members].double().topk(2)
                 advantages_N[members[best.indices[0]]] = best.values[0] - best.values[1]
         if self.normalize != "none":
-            advantages_N = advantages_N / (scores.spread_N(self.normalize) + self.eps)
+            advantages_N = advantages_N / (inputs.std_N(self.normalize) + self.eps)
         return advantages_N.float()
 
 
-def length_weighted(scores: Scores) -> Tensor:
+def length_weighted(inputs: AdvantageInputs) -> Tensor:
     """r - Σ length·r / Σ length of its group: OPO's baseline of least variance (2505.23585)."""
-    weighted_N = scores.group_sums(scores.rewards_N * scores.lengths_N)
-    return (scores.rewards_N.double() - weighted_N / scores.group_sums(scores.lengths_N).clamp(min=1)).float()
+    weighted_N = inputs.group_sums(inputs.rewards_N * inputs.lengths_N)
+    return (inputs.rewards_N.double() - weighted_N / inputs.group_sums(inputs.lengths_N).clamp(min=1)).float()
 
 
-def group_scaled(scores: Scores) -> Tensor:
+def group_scaled(inputs: AdvantageInputs) -> Tensor:
     """(r - mean of its group) · samples / samples whose group is not all alike: GPG (2504.02546)."""
 
     def extreme(kind: str) -> Tensor:
-        empty = torch.zeros(int(scores.group_N.max()) + 1).double()
-        return empty.scatter_reduce(0, scores.group_N, scores.rewards_N.double(), kind, include_self=False)[scores.group_N]
+        empty = torch.zeros(int(inputs.group_N.max()) + 1).double()
+        return empty.scatter_reduce(0, inputs.group_N, inputs.rewards_N.double(), kind, include_self=False)[inputs.group_N]
 
     # Not compared with the mean, which is rounded: equal rewards need not be equal to it.
     told_N = extreme("amax") != extreme("amin")
-    return (scores.centred_N * len(scores.rewards_N) / told_N.sum().clamp(min=1)).float()
+    return (inputs.centred_N * len(inputs.rewards_N) / told_N.sum().clamp(min=1)).float()
 
 
-def greedy_baseline(scores: Scores) -> Tensor:
+def greedy_baseline(inputs: AdvantageInputs) -> Tensor:
     """r - reward of the most likely response: ReMax (2310.10505)."""
-    assert scores.greedy_rewards_N is not None
-    return (scores.rewards_N.double() - scores.greedy_rewards_N).float()
+    assert inputs.greedy_rewards_N is not None
+    return (inputs.rewards_N.double() - inputs.greedy_rewards_N).float()
 
 
-def reward(scores: Scores) -> Tensor:
+def reward(inputs: AdvantageInputs) -> Tensor:
     """The reward as it is: a critic or the whole step is what it is compared with."""
-    return scores.rewards_N.float()
+    return inputs.rewards_N.float()
 
 
 def make_advantage(name: str, normalize: str) -> Advantage:
@@ -136,7 +136,7 @@ def make_advantage(name: str, normalize: str) -> Advantage:
     kinds: dict[str, Advantage] = {
         "reward": reward,
         "given": reward,
-        "group": Group(normalize),
+        "group": GroupNorm(normalize),
         "leave_one_out": LeaveOneOut(normalize),
         "pass_at_k": PassAtK(normalize),
         "length_weighted": length_weighted,

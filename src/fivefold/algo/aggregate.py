@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fivefold.methods import LEGACY_AGGREGATE
+from fivefold.config.methods import LEGACY_AGGREGATE
 
 Aggregate = Callable[[Tensor, int], Tensor]
 """response_lengths_N of the whole update, max_response_tokens -> weight_N of every token of the sample."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.algo.samples import Samples
+from fivefold.algo.segments import Segments
 
-Level = Callable[[Tensor, Samples], Tensor]
+Level = Callable[[Tensor, Segments], Tensor]
 """log trainer - log engine of each token, samples -> the ratio that a token is weighted by."""
 
 
@@ -33,10 +33,10 @@ class Correction:
     reject_high: float = 2.0
 
     @property
-    def acts(self) -> bool:
+    def is_active(self) -> bool:
         return self.weight != "none" or self.reject != "none"
 
-    def __call__(self, log_ratio_T: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_ratio_T: Tensor, samples: Segments) -> tuple[Tensor, Tensor]:
         """(weight_T of the surrogate, kept_T) from log trainer - log engine; neither has a gradient.
 
         Denominators of the loss are not touched: what is masked or rejected still counts in them.
@@ -53,21 +53,22 @@ class Correction:
             kept_T = (raw_T >= self.reject_low) & (raw_T <= self.reject_high)
         return weight_T, kept_T
 
-    def metrics(self, log_ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor, samples: Samples) -> dict[str, Tensor]:
+    def metrics(self, log_ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor, samples: Segments) -> dict[str, Tensor]:
         """Numbers a token, of which the mean over tokens is reported."""
         raw_T = ratio_at(self.reject if self.weight == "none" else self.weight, log_ratio_T, samples)
         final_T = weight_T * kept_T
         return {
-            "correction/ratio_mean": raw_T,
-            "correction/weight_mean": final_T,
-            "correction/weight_square_mean": final_T.square(),
-            "correction/bounded_fraction": ((raw_T < self.low) | (raw_T > self.high)).float() * (self.weight != "none"),
-            "correction/masked_fraction": (weight_T == 0).float(),
-            "correction/rejected_fraction": (~kept_T).float(),
+            "rollout_correction/ratio_mean": raw_T,
+            "rollout_correction/weight_mean": final_T,
+            "rollout_correction/weight_square_mean": final_T.square(),
+            "rollout_correction/bounded_fraction": ((raw_T < self.low) | (raw_T > self.high)).float()
+            * (self.weight != "none"),
+            "rollout_correction/masked_fraction": (weight_T == 0).float(),
+            "rollout_correction/rejected_fraction": (~kept_T).float(),
         }
 
 
-def ratio_at(level: str | Level, log_ratio_T: Tensor, samples: Samples) -> Tensor:
+def ratio_at(level: str | Level, log_ratio_T: Tensor, samples: Segments) -> Tensor:
     """trainer / engine of each token, or of its response: the product over its tokens, or that product's geometric mean."""
     if not isinstance(level, str):
         return level(log_ratio_T, samples)

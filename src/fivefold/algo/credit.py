@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.algo.samples import Samples
+from fivefold.algo.segments import Segments
 
 
 class Credit(Protocol):
@@ -22,7 +22,7 @@ class Credit(Protocol):
     def needs_critic(self) -> bool: ...
 
     def __call__(
-        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T), 0 outside of responses.
 
@@ -33,21 +33,21 @@ class Credit(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeResponse:
+class UniformCredit:
     """Every token has its response's advantage."""
 
     by_token: bool = False
     needs_critic: bool = False
 
     def __call__(
-        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
         advantages_T = advantages_N.float()[samples.sample_T] * samples.mask_T
         return advantages_T, advantages_T
 
 
 @dataclass(frozen=True)
-class Discounted:
+class DiscountedReturn:
     """G_t = r_t + γ G_{t+1}, the reward at the last token: REINFORCE++ (2501.03262)."""
 
     gamma: float = 1.0
@@ -55,7 +55,7 @@ class Discounted:
     needs_critic: bool = False
 
     def __call__(
-        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
         table = _Table(samples)
         advantages_T = table.flat(_returns(table.rewards(advantages_N, penalties_T), self.gamma))
@@ -76,7 +76,7 @@ class GAE:
     needs_critic: bool = True
 
     def __call__(
-        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
         assert values_T is not None
         table = _Table(samples)
@@ -93,12 +93,12 @@ class GAE:
 class UserCredit:
     """A function of the user's: advantages_N, penalties_T, samples -> advantages_T."""
 
-    function: Callable[[Tensor, Tensor, Samples], Tensor]
+    function: Callable[[Tensor, Tensor, Segments], Tensor]
     by_token: bool = True
     needs_critic: bool = False
 
     def __call__(
-        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Samples
+        self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
         advantages_T = self.function(advantages_N, penalties_T, samples) * samples.mask_T
         return advantages_T, advantages_T
@@ -120,7 +120,7 @@ def _returns(rewards_NL: Tensor, factor: float) -> Tensor:
 class _Table:
     """Response tokens as rows [N, L] in float64, each row filled from the left."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Segments) -> None:
         self._place_S = samples.mask_T.nonzero()[:, 0]
         self._tokens = len(samples.mask_T)
         self._row_S = samples.sample_T[self._place_S]
@@ -164,4 +164,4 @@ def make_credit(name: str, gamma: float | None, lam: float | None) -> Credit:
     gamma = 1.0 if gamma is None else gamma
     if name == "gae":
         return GAE(gamma, 1.0 if lam is None else lam)
-    return Discounted(gamma) if name == "discounted" else WholeResponse()
+    return DiscountedReturn(gamma) if name == "discounted" else UniformCredit()

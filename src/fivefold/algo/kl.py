@@ -54,6 +54,6 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def adapted(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
+def adapt(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
     """coef · (1 + clip(KL / target - 1, ±0.2) · samples / horizon): 1909.08593 section 2.2."""
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

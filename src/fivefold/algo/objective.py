@@ -9,17 +9,17 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from fivefold import methods
 from fivefold.algo import kl
-from fivefold.algo.advantages import Advantage, Scores, make_advantage
+from fivefold.algo.advantages import Advantage, AdvantageInputs, make_advantage
 from fivefold.algo.aggregate import AGGREGATES, Aggregate
 from fivefold.algo.correction import Correction
 from fivefold.algo.credit import Credit, UserCredit, make_credit, whiten
-from fivefold.algo.ratios import RATIOS, Ratio
-from fivefold.algo.rewards import overlong_penalty
-from fivefold.algo.samples import Samples
-from fivefold.algo.surrogates import SURROGATES, Marking, Surrogate, UserSurrogate
-from fivefold.methods import Choices
+from fivefold.algo.importance_sampling import RATIOS, Ratio
+from fivefold.algo.reward_shaping import overlong_penalty
+from fivefold.algo.segments import Segments
+from fivefold.algo.surrogates import SURROGATES, Surrogate, TokenSelector, UserSurrogate
+from fivefold.config import methods
+from fivefold.config.methods import Choices
 from fivefold.types import LossOutput, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
 
@@ -47,10 +47,10 @@ class Objective:
     advantage: Advantage
     surrogate: Surrogate
     credit: Credit
-    ratio: Ratio
+    importance_sampling_level: Ratio
     aggregate: Aggregate
     kl_estimator: kl.Estimator
-    correction: Correction
+    rollout_correction: Correction
     per_micro_batch: bool = False
     """Tokens are averaged in each micro-batch instead of the update: the legacy aggregation."""
     kl_coef: float = 0.0
@@ -72,22 +72,22 @@ class Objective:
     @classmethod
     def of(cls, chosen: Choices) -> Objective:
         """The functions of choices that were resolved."""
-        correction = chosen.correction
+        correction = chosen.rollout_correction
         kinds = {item.name: getattr(correction, item.name) for item in fields(Correction)}
         kinds["weight"] = _choose(str(correction.weight), str)
         as_they_are = {item.name for item in fields(Choices)} & {item.name for item in fields(cls)}
-        as_they_are -= {"advantage", "surrogate", "credit", "ratio", "aggregate", "correction"}
+        as_they_are -= {"advantage", "surrogate", "credit", "importance_sampling_level", "aggregate", "rollout_correction"}
         return cls(
             advantage=_choose(str(chosen.advantage), lambda name: make_advantage(name, str(chosen.normalize))),
             surrogate=_surrogate(chosen),
             credit=_credit(chosen),
-            ratio=_choose(str(chosen.ratio), RATIOS.__getitem__),
+            importance_sampling_level=_choose(str(chosen.importance_sampling_level), RATIOS.__getitem__),
             aggregate=_choose(str(chosen.aggregate), AGGREGATES.__getitem__),
             kl_estimator=_choose(str(chosen.kl.estimator), kl.ESTIMATORS.__getitem__),
-            correction=Correction(**kinds),
+            rollout_correction=Correction(**kinds),
             per_micro_batch=chosen.aggregate == methods.LEGACY_AGGREGATE,
             kl_in_reward=chosen.kl.place == "reward",
-            old_is_engine=correction.proximal == "engine",
+            old_is_engine=correction.old_logprobs_from == "engine",
             needs_greedy=chosen.advantage == "greedy_baseline",
             **{f"kl_{name}": getattr(chosen.kl, name) for name in ("coef", "target", "horizon")},
             **{name: getattr(chosen, name) for name in as_they_are},
@@ -95,29 +95,29 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_coef != 0 or self.surrogate.against == "reference"
+        return self.kl_coef != 0 or self.surrogate.ratio_reference == "reference"
 
     @property
     def needs_critic(self) -> bool:
         return self.credit.needs_critic
 
     @property
-    def marks(self) -> Marking | None:
+    def token_selector(self) -> TokenSelector | None:
         """The surrogate, where it chooses tokens among all of the update."""
-        return cast(Marking, self.surrogate) if hasattr(self.surrogate, "mark") else None
+        return cast(TokenSelector, self.surrogate) if hasattr(self.surrogate, "select_tokens") else None
 
-    def must_know_old_logprobs(self, updates: int) -> bool:
+    def needs_old_logprobs(self, updates: int) -> bool:
         """Whether the log-probs before the first update are wanted; one update on fresh samples has them itself."""
         if self.kl_coef and self.kl_in_reward:
             return True
-        if self.marks is not None and not self.old_is_engine:
+        if self.token_selector is not None and not self.old_is_engine:
             return True
-        compares = (self.surrogate.against == "old" and not self.old_is_engine) or self.correction.acts
+        compares = (self.surrogate.ratio_reference == "old" and not self.old_is_engine) or self.rollout_correction.is_active
         return updates > 1 and compares
 
     # --- before the updates ------------------------------------------------------------------------------------------
 
-    def shaped(self, rewards_N: Tensor, lengths_N: Tensor, max_response_tokens: int) -> Tensor:
+    def shape_rewards(self, rewards_N: Tensor, lengths_N: Tensor, max_response_tokens: int) -> Tensor:
         """Rewards with the penalty of overlong responses, within their bounds."""
         if self.overlong_buffer:
             share = self.overlong_buffer < 1
@@ -127,21 +127,23 @@ class Objective:
             rewards_N = rewards_N.clamp(-self.reward_clip, self.reward_clip)
         return rewards_N
 
-    def advantages(self, batch: TokenBatch, scores: Scores, finished_N: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor]:
+    def advantages(
+        self, batch: TokenBatch, inputs: AdvantageInputs, finished_N: Tensor, replicas: Replicas
+    ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
 
         `scores` and `finished_N` (the response ended by itself) are those of the whole step.
         """
-        samples = Samples.of(batch)
+        samples = Segments.of(batch)
         penalties_T = torch.zeros(len(batch.token_ids_T))
         if self.kl_coef and self.kl_in_reward:
             old_T = batch.rollout_logprobs_T if self.old_is_engine else batch.old_logprobs_T
             assert old_T is not None and batch.ref_logprobs_T is not None
             penalties_T = self.kl_coef * self.kl_estimator(old_T, batch.ref_logprobs_T) * batch.loss_mask_T
             if not self.credit.by_token:
-                rewards_N = scores.rewards_N - replicas.gather(samples.sums(penalties_T))
-                scores = replace(scores, rewards_N=rewards_N)
-        own_N = replicas.own(self.advantage(scores))
+                rewards_N = inputs.rewards_N - replicas.gather(samples.sums(penalties_T))
+                inputs = replace(inputs, rewards_N=rewards_N)
+        own_N = replicas.own(self.advantage(inputs))
         finished = replicas.own(finished_N)
         advantages_T, returns_T = self.credit(own_N, penalties_T, batch.values_T, finished, samples)
         if self.whiten:
@@ -162,7 +164,7 @@ class Objective:
 
     def old_logprobs(self, logprobs_T: Tensor, batch: TokenBatch) -> Tensor:
         """The log-probs that the ratio compares with."""
-        if self.surrogate.against == "reference":
+        if self.surrogate.ratio_reference == "reference":
             chosen_T = batch.ref_logprobs_T
         elif self.old_is_engine:
             chosen_T = batch.rollout_logprobs_T
@@ -175,18 +177,18 @@ class Objective:
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""
         assert batch.advantages_T is not None
-        mask_T, weights_T, samples = batch.loss_mask_T, batch.weights_T, Samples.of(batch)
+        mask_T, weights_T, samples = batch.loss_mask_T, batch.weights_T, Segments.of(batch)
         share_T = mask_T / max(batch.update_tokens, 1)
         now_T = logprobs_T.detach()
         old_T = self.old_logprobs(logprobs_T, batch)
-        log_ratio_T = self.ratio(logprobs_T, old_T, samples)
+        log_ratio_T = self.importance_sampling_level(logprobs_T, old_T, samples)
         objective_T = self.surrogate(log_ratio_T, logprobs_T, batch.advantages_T, samples)
         sums = {"policy/entropy": (entropy_T.detach() * share_T).sum(), "policy/logprob_mean": (now_T * share_T).sum()}
         maxima = {}
-        told = self.surrogate.metrics(log_ratio_T.detach(), batch.advantages_T, samples)
-        told_share_T = weights_T if self.surrogate.against == "reference" else share_T
-        sums |= {name: (value_T * told_share_T).sum() for name, value_T in told.items()}
-        if self.surrogate.against == "old":
+        reported = self.surrogate.metrics(log_ratio_T.detach(), batch.advantages_T, samples)
+        metric_weights_T = weights_T if self.surrogate.ratio_reference == "reference" else share_T
+        sums |= {name: (value_T * metric_weights_T).sum() for name, value_T in reported.items()}
+        if self.surrogate.ratio_reference == "old":
             ratio_T = log_ratio_T.detach().clamp(-20, 20).exp()
             sums["policy/ratio_mean"] = (ratio_T * share_T).sum()
             # Samples come from the old policy, so k3 of (old, now) estimates KL(old || now).
@@ -198,13 +200,13 @@ class Objective:
             sums["rollout/logprob_diff_mean"] = (difference_T.abs() * share_T).sum()
             sums["rollout/kl"] = (kl.k3(batch.rollout_logprobs_T, before_T) * share_T).sum()
             maxima["rollout/logprob_diff_max"] = _largest(difference_T.abs())
-            if self.correction.acts:
-                weight_T, kept_T = self.correction(difference_T, samples)
+            if self.rollout_correction.is_active:
+                weight_T, kept_T = self.rollout_correction(difference_T, samples)
                 objective_T = objective_T * weight_T
                 weights_T = weights_T * kept_T
-                found = self.correction.metrics(difference_T, weight_T, kept_T, samples)
+                found = self.rollout_correction.metrics(difference_T, weight_T, kept_T, samples)
                 sums |= {name: (value_T * share_T).sum() for name, value_T in found.items()}
-                maxima["correction/ratio_max"] = _largest(found["correction/ratio_mean"] * mask_T)
+                maxima["rollout_correction/ratio_max"] = _largest(found["rollout_correction/ratio_mean"] * mask_T)
         if batch.ref_logprobs_T is not None:
             sums["policy/kl_reference"] = (kl.k3(now_T, batch.ref_logprobs_T) * share_T).sum()
             if self.kl_coef and not self.kl_in_reward:
@@ -217,19 +219,21 @@ class Objective:
 
     # --- after the updates -------------------------------------------------------------------------------------------
 
-    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics of a whole update, with those that are not sums of shares."""
         found = dict(metrics)
-        if (square := found.pop("correction/weight_square_mean", None)) is not None:
+        if (square := found.pop("rollout_correction/weight_square_mean", None)) is not None:
             # (Σ w)² / (n Σ w²): the share of samples that would tell as much without weights (Kong, 1992).
-            found["correction/effective_sample_size"] = found["correction/weight_mean"] ** 2 / square if square else 0.0
+            found["rollout_correction/effective_sample_size"] = (
+                found["rollout_correction/weight_mean"] ** 2 / square if square else 0.0
+            )
         return found
 
-    def adapted(self, kl_reference: float, samples: int) -> Objective:
+    def with_adapted_kl(self, kl_reference: float, samples: int) -> Objective:
         """The objective of the next step: with a target the KL coefficient has moved."""
         if self.kl_target is None:
             return self
-        return replace(self, kl_coef=kl.adapted(self.kl_coef, kl_reference, self.kl_target, samples, self.kl_horizon))
+        return replace(self, kl_coef=kl.adapt(self.kl_coef, kl_reference, self.kl_target, samples, self.kl_horizon))
 
 
 def make_objective(name: str, **choices: Any) -> Objective:

@@ -10,29 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.algo.samples import Samples
+from fivefold.algo.segments import Segments
 
-Against = Literal["old", "reference", "nothing"]
+RatioReference = Literal["old", "reference", "nothing"]
 Metrics = dict[str, Tensor]
 
 
 class Surrogate(Protocol):
     @property
-    def against(self) -> Against:
+    def ratio_reference(self) -> RatioReference:
         """What the ratio compares with: the policy before the updates, the reference, or nothing."""
         ...
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor: ...
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor: ...
 
-    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
         """Numbers a token, of which the weighted mean is reported."""
         ...
 
 
-class Marking(Surrogate, Protocol):
+class TokenSelector(Surrogate, Protocol):
     """A surrogate that treats some tokens of the update in another way, chosen among all of them."""
 
-    def mark(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
+    def select_tokens(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
         """[S] which tokens, from the response tokens of the whole update and a random number in [0, 1) for each."""
         ...
 
@@ -43,9 +43,9 @@ def ratio(log_ratio_T: Tensor) -> Tensor:
 
 
 class _Plain:
-    against: Against = "old"
+    ratio_reference: RatioReference = "old"
 
-    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
         return {}
 
 
@@ -58,7 +58,7 @@ class PPOClip(_Plain):
     dual_clip: float | None = None
     """c: where A < 0 the objective is at least c·A (1912.09729 equation 5), so that one token cannot dominate."""
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         ratio_T = ratio(log_ratio_T)
         clipped_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
         objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
@@ -72,7 +72,7 @@ class PPOClip(_Plain):
         low_T = (ratio_T < 1 - self.clip_low) & (advantages_T < 0)
         return low_T | ((ratio_T > 1 + self.clip_high) & (advantages_T > 0))
 
-    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
         ratio_T = ratio(log_ratio_T)
         found = {"policy/clip_fraction": self.clipped(ratio_T, advantages_T).float()}
         if self.dual_clip is not None:
@@ -90,14 +90,14 @@ class GMPO(_Plain):
     clip_low: float = 0.4
     clip_high: float = 0.4
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         sign_T = advantages_T.sign()
         bounded_T = log_ratio_T.clamp(-self.clip_low, self.clip_high)
         pessimistic_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * bounded_T)
         ratio_N = ratio(samples.means(pessimistic_T))
         return (samples.means(advantages_T) * ratio_N)[samples.sample_T]
 
-    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
         outside_T = (log_ratio_T > self.clip_high) & (advantages_T > 0)
         return {"policy/clip_fraction": (outside_T | ((log_ratio_T < -self.clip_low) & (advantages_T < 0))).float()}
 
@@ -111,11 +111,11 @@ class CISPO(_Plain):
     clip_high: float = 0.2
     """The paper names no value; 0.2 is what PPO takes."""
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         weight_T = ratio(log_ratio_T).clamp(1 - self.clip_low, 1 + self.clip_high).detach()
         return weight_T * advantages_T * logprobs_T
 
-    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
         ratio_T = ratio(log_ratio_T)
         return {"policy/clip_fraction": ((ratio_T < 1 - self.clip_low) | (ratio_T > 1 + self.clip_high)).float()}
 
@@ -127,7 +127,7 @@ class SAPO(_Plain):
     temperature_positive: float = 1.0
     temperature_negative: float = 1.05
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         ratio_T = ratio(log_ratio_T)
         temperature_T = torch.where(advantages_T > 0, self.temperature_positive, self.temperature_negative)
         return 4 / temperature_T * torch.sigmoid(temperature_T * (ratio_T - 1)) * advantages_T
@@ -137,9 +137,9 @@ class SAPO(_Plain):
 class LogLikelihood(_Plain):
     """A · log π: REINFORCE, and cross-entropy on given completions when every A is 1."""
 
-    against: Against = "nothing"
+    ratio_reference: RatioReference = "nothing"
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         return logprobs_T * advantages_T
 
 
@@ -158,12 +158,12 @@ class ClipCov(PPOClip):
     cov_low: float = 1.0
     cov_high: float = 5.0
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
-        assert samples.marked_T is not None
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        assert samples.selected_T is not None
         objective_T = super().__call__(log_ratio_T, logprobs_T, advantages_T, samples)
-        return torch.where(samples.marked_T, 0.0, objective_T)
+        return torch.where(samples.selected_T, 0.0, objective_T)
 
-    def mark(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
+    def select_tokens(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
         found_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
         cov_S = covariances(logprobs_S, advantages_S)
         free_S = ~self.clipped(ratio(logprobs_S - old_logprobs_S), advantages_S)
@@ -181,12 +181,12 @@ class KLCov(_Plain):
     """k: share of the update's tokens that are pulled back."""
     cov_kl_coef: float = 1.0
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
-        assert samples.marked_T is not None
-        penalty_T = torch.where(samples.marked_T, self.cov_kl_coef * log_ratio_T.abs(), 0.0)
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        assert samples.selected_T is not None
+        penalty_T = torch.where(samples.selected_T, self.cov_kl_coef * log_ratio_T.abs(), 0.0)
         return ratio(log_ratio_T) * advantages_T - penalty_T
 
-    def mark(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
+    def select_tokens(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
         found_S = torch.zeros(len(logprobs_S), dtype=torch.bool)
         count = min(len(found_S), max(1, int(self.cov_fraction * len(found_S))))
         cov_S = covariances(logprobs_S, advantages_S)
@@ -204,18 +204,18 @@ class DPO(_Plain):
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    against: Against = "reference"
+    ratio_reference: RatioReference = "reference"
 
-    def _margin(self, log_ratio_T: Tensor, samples: Samples) -> Tensor:
+    def _margin(self, log_ratio_T: Tensor, samples: Segments) -> Tensor:
         pairs = samples.sums(log_ratio_T).view(-1, 2)
         return (self.beta * (pairs[:, 0] - pairs[:, 1])).repeat_interleave(2)
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         margin_N = self._margin(log_ratio_T, samples)
         value_N = (1 - self.label_smoothing) * F.logsigmoid(margin_N) + self.label_smoothing * F.logsigmoid(-margin_N)
         return value_N[samples.sample_T]
 
-    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Samples) -> Metrics:
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
         margin_N = self._margin(log_ratio_T, samples)
         rewards_N = self.beta * samples.sums(log_ratio_T)
         chosen_N = torch.arange(len(margin_N), device=margin_N.device) % 2 == 0
@@ -233,9 +233,9 @@ class DPO(_Plain):
 class UserSurrogate(_Plain):
     """A function of the user's: log_ratio_T, logprobs_T, advantages_T, samples -> objective_T."""
 
-    function: Callable[[Tensor, Tensor, Tensor, Samples], Tensor]
+    function: Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
-    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Samples) -> Tensor:
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         return self.function(log_ratio_T, logprobs_T, advantages_T, samples)
 
 

@@ -42,7 +42,7 @@ class ValueLoss:
         loss = 0.5 * (error_T * batch.weights_T).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums={name: (value_T * share_T).sum() for name, value_T in means.items()})
 
-    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics of a whole update, with 1 - Var(R - V) / Var(R) in the place of its parts."""
         found = dict(metrics)
         residual, residual_square = found.pop("critic/residual_mean"), found.pop("critic/residual_square_mean")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.layout import ParallelLayout, Stages
-from fivefold.mcore_options import Options
-from fivefold.methods import Choices, problems, resolve
+from fivefold.config.mcore_options import Options
+from fivefold.config.methods import Choices, problems, resolve
+from fivefold.layout import ParallelLayout, PipelineSplit
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class MegatronConfig:
         return Options(self.transformer, self.pipeline, self.ddp, self.optimizer)
 
     @property
-    def stages(self) -> Stages:
-        return Stages.of(self.pipeline)
+    def pipeline_split(self) -> PipelineSplit:
+        return PipelineSplit.of(self.pipeline)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class EngineConfig:
     backend: Literal["transformers"] = "transformers"
-    max_sequences: int = 256
+    max_num_seqs: int = 256
     """Most sequences decoded at once on one rank."""
     max_logprob_diff: float | None = None
     """Largest mean difference of rollout and trainer log-probs at the first step; by dtype when left out."""
@@ -201,7 +201,7 @@ class AlgorithmConfig(Choices):
     """Samples drawn for each prompt."""
     updates_per_step: int = 1
     """Optimizer steps into which one rollout is cut."""
-    epochs: int = 1
+    ppo_epochs: int = 1
     """Times each rollout is gone through."""
     sampling_rounds: int = 10
     """Rounds of dynamic sampling in one step at most; then groups without a signal fill up what is missing."""
@@ -219,7 +219,7 @@ class AlgorithmConfig(Choices):
         return self.name if self.name == "sft" or self.name == "dpo" else None
 
     @property
-    def given(self) -> bool:
+    def offline(self) -> bool:
         """It learns from responses in the data instead of sampling."""
         return self.learn is not None
 
@@ -324,11 +324,11 @@ class TrainerConfig:
     resume: str = "auto"
     """auto: the newest whole checkpoint of run_dir; never; or the path of one."""
     eval_every: int = 0
-    eval_before: bool = True
+    eval_before_train: bool = True
     """Evaluate before the first step, when there is validation data."""
     stop_at: dict[str, float] = field(default_factory=dict)
     """End the run when an evaluation finds every one of these metrics at or above its value."""
-    samples_per_step: int = 4
+    logged_samples_per_step: int = 4
     """Samples written to samples.jsonl each step."""
     loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -378,7 +378,7 @@ class RunConfig:
     @property
     def may_generate(self) -> bool:
         """Responses are sampled, for training or for evaluation; of sft's evaluation the data decide."""
-        if not self.algorithm.given:
+        if not self.algorithm.offline:
             return True
         generate = self.eval.generate
         return bool(self.data.val) and (self.algorithm.name != "dpo" if generate is None else generate)
@@ -422,10 +422,10 @@ class RunConfig:
             "data.max_response_tokens": data.max_response_tokens,
             "algorithm.group_size": algorithm.group_size,
             "algorithm.updates_per_step": algorithm.updates_per_step,
-            "algorithm.epochs": algorithm.epochs,
+            "algorithm.ppo_epochs": algorithm.ppo_epochs,
             "algorithm.sampling_rounds": algorithm.sampling_rounds,
             "algorithm.prompts_per_round": algorithm.prompts_per_round or 1,
-            "engine.max_sequences": self.engine.max_sequences,
+            "engine.max_num_seqs": self.engine.max_num_seqs,
             "engine.sync_bucket_mb": self.engine.sync_bucket_mb,
             "trainer.keep": self.trainer.keep,
             "trainer.epochs": self.trainer.epochs,

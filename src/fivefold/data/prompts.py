@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.types import Given, Prompt
+from fivefold.types import DatasetResponse, Prompt
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def load_prompts(
                     text=text,
                     ground_truth=str((row.get("reward_model") or {}).get("ground_truth", "")),
                     messages=messages,
-                    responses=[_cut(response, max_response_tokens) for response in responses],
+                    responses=[_truncate(response, max_response_tokens) for response in responses],
                     extra=dict(row.get("extra_info") or {}),
                 )
             )
@@ -94,7 +94,7 @@ Messages = list[dict[str, Any]]
 
 def _read(
     row: dict[str, Any], tokenizer: Any, columns: Columns, learn: str | None
-) -> tuple[Messages, list[int], str, list[Given]]:
+) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """(messages, tokens and text of the prompt, responses to learn from)."""
     if learn == "sft" and row.get(columns.messages) is not None:
         return conversation(as_messages(row[columns.messages]), tokenizer)
@@ -110,23 +110,23 @@ def _read(
         raise ValueError(f"no column {columns.prompt!r}; it has {', '.join(row)}; set data.prompt_key")
     token_ids, text = render(messages, tokenizer)
     texts = [row.get(columns.response)] if learn == "sft" else pair
-    told = [str(as_messages(one)[-1]["content"]) if isinstance(one, list) else one for one in texts]
-    responses = [_response(one, tokenizer) for one in told if isinstance(one, str)]
-    return messages, token_ids, text, responses if len(responses) == len(told) else []
+    texts_found = [str(as_messages(one)[-1]["content"]) if isinstance(one, list) else one for one in texts]
+    responses = [_response(one, tokenizer) for one in texts_found if isinstance(one, str)]
+    return messages, token_ids, text, responses if len(responses) == len(texts_found) else []
 
 
-def _response(text: str, tokenizer: Any) -> Given:
+def _response(text: str, tokenizer: Any) -> DatasetResponse:
     token_ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    return Given(token_ids, [True] * len(token_ids), text)
+    return DatasetResponse(token_ids, [True] * len(token_ids), text)
 
 
-def _cut(given: Given, limit: int) -> Given:
+def _truncate(given: DatasetResponse, limit: int) -> DatasetResponse:
     if len(given.token_ids) <= limit:
         return given
-    return Given(given.token_ids[:limit], given.learned[:limit], given.text, whole=False)
+    return DatasetResponse(given.token_ids[:limit], given.loss_mask[:limit], given.text, truncated=True)
 
 
-def conversation(messages: Messages, tokenizer: Any) -> tuple[Messages, list[int], str, list[Given]]:
+def conversation(messages: Messages, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """A conversation whose assistant's turns are learned: (messages before the first, their tokens, text, the rest)."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
@@ -134,7 +134,7 @@ def conversation(messages: Messages, tokenizer: Any) -> tuple[Messages, list[int
     prompt = messages[: turns[0]]
     token_ids, text = render(prompt, tokenizer)
     rest: list[int] = []
-    learned: list[bool] = []
+    loss_mask: list[bool] = []
     said = text
     for turn in turns:
         _, before = render(messages[:turn], tokenizer)
@@ -152,10 +152,10 @@ def conversation(messages: Messages, tokenizer: Any) -> tuple[Messages, list[int
         else:
             own, end = [*own, tokenizer.eos_token_id], len(own) + 1
         rest += between + own
-        learned += [False] * len(between) + [True] * end + [False] * (len(own) - end)
+        loss_mask += [False] * len(between) + [True] * end + [False] * (len(own) - end)
         said = after
-    last = len(learned) - learned[::-1].index(True)
-    return prompt, token_ids, text, [Given(rest[:last], learned[:last], str(messages[turns[-1]]["content"]))]
+    last = len(loss_mask) - loss_mask[::-1].index(True)
+    return prompt, token_ids, text, [DatasetResponse(rest[:last], loss_mask[:last], str(messages[turns[-1]]["content"]))]
 
 
 def conversation_text(messages: Messages, tokenizer: Any) -> str:

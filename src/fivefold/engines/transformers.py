@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from fivefold.engines.draw import draw, row_key, uniform
+from fivefold.engines.sampling import request_seed, sample_token, uniform
 from fivefold.types import Group, Prompt, Sample, Sampling
 
 Progress = Callable[[int, int], None]
@@ -27,22 +27,22 @@ class TransformersEngine:
         tokenizer: Any,
         device: torch.device,
         dtype: torch.dtype,
-        max_sequences: int,
+        max_num_seqs: int,
         progress: Progress | None = None,
     ) -> None:
         """The model in `directory`; the weights that sample come with the first `update_weights`."""
         with _quiet_transformers():
             model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
         self._model = model.to(device).eval().requires_grad_(False)
-        self._tokenizer, self._device, self._max_sequences, self._progress = tokenizer, device, max_sequences, progress
-        self._ends = end_tokens(directory, model.config, tokenizer)
+        self._tokenizer, self._device, self._max_num_seqs, self._progress = tokenizer, device, max_num_seqs, progress
+        self._ends = stop_token_ids(directory, model.config, tokenizer)
         # Asking a GPU whether a sequence has ended makes it wait: ask now and then, throw away what came after the end.
         self._check_every = 1 if device.type == "cpu" else 16
         self.version = -1
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights in, by their names in Hugging Face files; raises RuntimeError if they are not the whole model."""
-        places = weight_places(self._model)
+        places = parameter_map(self._model)
         missing = set(places)
         with torch.no_grad():
             for name, tensor in weights:
@@ -63,8 +63,8 @@ class TransformersEngine:
             (group, index) for group in sorted(groups, key=lambda g: len(g.prompt.token_ids)) for index in range(group_size)
         ]
         done = 0
-        for begin in range(0, len(rows), self._max_sequences):
-            chunk = rows[begin : begin + self._max_sequences]
+        for begin in range(0, len(rows), self._max_num_seqs):
+            chunk = rows[begin : begin + self._max_num_seqs]
             for (group, _), sample in zip(chunk, self._decode(chunk, sampling, done, len(rows)), strict=True):
                 group.samples.append(sample)
             done += len(chunk)
@@ -91,7 +91,7 @@ class TransformersEngine:
         cache = output.past_key_values
         cache.batch_select_indices(owner)
         logits_NV, mask = output.logits[owner, -1], mask[owner]
-        keys = [row_key((sampling.seed, sampling.step, group.prompt.id, index)) for group, index in rows]
+        keys = [request_seed((sampling.seed, sampling.step, group.prompt.id, index)) for group, index in rows]
         keys_N = torch.tensor(keys, device=self._device)
         alive = torch.arange(len(rows), device=self._device)
         token_columns: list[Tensor] = []
@@ -100,7 +100,7 @@ class TransformersEngine:
         logprobs: list[list[float]] = [[] for _ in rows]
         finished = [False] * len(rows)
         for position in range(sampling.max_tokens):
-            token_N, logprob_N = draw(
+            token_N, logprob_N = sample_token(
                 logits_NV, uniform(keys_N, position), sampling.temperature, sampling.top_p, sampling.top_k
             )
             token_columns.append(token_N)
@@ -168,7 +168,7 @@ class TransformersEngine:
         return any(text in tail for text in stop)
 
 
-def weight_places(model: Any) -> dict[str, Tensor]:
+def parameter_map(model: Any) -> dict[str, Tensor]:
     """Where each tensor of the model's files lies in memory: transformers stacks the experts of a layer into one tensor."""
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -189,7 +189,7 @@ def weight_places(model: Any) -> dict[str, Tensor]:
     return places
 
 
-def end_tokens(directory: Path, config: Any, tokenizer: Any) -> set[int]:
+def stop_token_ids(directory: Path, config: Any, tokenizer: Any) -> set[int]:
     """Tokens that end a response: those of the generation configuration, the model's and the tokenizer's."""
     found: set[int] = set()
     generation = directory / "generation_config.json"

@@ -21,7 +21,7 @@ _GRACE_SECONDS = 3.0
 """Time ranks get to end by themselves after another one failed."""
 
 
-def joined() -> bool:
+def launched_externally() -> bool:
     """This process is already a rank that torchrun, Slurm or Kubernetes started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 

@@ -2,6 +2,6 @@
 
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.parallel import Coordinates, ParallelLayout
-from fivefold.layout.stages import Stages
+from fivefold.layout.pipeline import PipelineSplit
 
-__all__ = ["Allocation", "Coordinates", "ParallelLayout", "Stages"]
+__all__ = ["Allocation", "Coordinates", "ParallelLayout", "PipelineSplit"]

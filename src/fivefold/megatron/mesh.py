@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
-from fivefold.megatron import absent, cpu
-from fivefold.ranks import Ranks
+from fivefold.megatron.patches import cuda_shim, te_stubs
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Mesh:
 def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: float) -> Mesh:
     """Initialise Megatron-Core's groups over the running process group."""
     layout = ranks.layout
-    absent.define()
+    te_stubs.define()
     if device.type == "cpu":
-        cpu.install()
+        cuda_shim.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -95,9 +95,9 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
         create_gloo_process_groups=False,
     )
     # Stages differ in their draws, or every stage would repeat the first one's.
-    model_parallel_cuda_manual_seed(seed + 100 * ranks.place.pp)
+    model_parallel_cuda_manual_seed(seed + 100 * ranks.coords.pp)
     mesh = Mesh(ranks, device)
-    place = ranks.place
+    place = ranks.coords
     found = (mesh.tp.rank(), mesh.cp.rank(), parallel_state.get_data_parallel_rank(), mesh.pp.rank())
     assert found == (place.tp, place.cp, place.dp, place.pp), "rank order differs from Megatron-Core's"
     assert mesh.experts.rank() == place.ep * layout.etp + place.etp and mesh.expert_dp.rank() == place.edp

@@ -13,15 +13,15 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from fivefold.config.schema import PolicyConfig
-from fivefold.megatron import checkpoint, step
+from fivefold.megatron import dist_checkpoint, step
 from fivefold.megatron.bridge import SafetensorsSource, WeightStream, load_parameters
-from fivefold.megatron.bridge.foreign import foreign_bridge
-from fivefold.megatron.bridge.load import check_names
-from fivefold.megatron.build import build_chunks, build_trainer, named_weights, routers, transformer_config
-from fivefold.megatron.guard import verify_copies
-from fivefold.megatron.memory import Offload
+from fivefold.megatron.bridge.external import external_bridge
+from fivefold.megatron.bridge.hf_weights import check_names
+from fivefold.megatron.construct import build_chunks, build_trainer, named_weights, routers, transformer_config
 from fivefold.megatron.mesh import Mesh
-from fivefold.model_shape import ModelShape, load_shape
+from fivefold.megatron.offload import Offload
+from fivefold.megatron.replica_check import verify_copies
+from fivefold.models.spec import ModelSpec, load_spec
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 
@@ -37,46 +37,46 @@ class MegatronModel:
         total_updates: int | None = None,
         bucket_mb: int = 256,
         read_weights: bool = True,
-        values: bool = False,
+        value_head: bool = False,
     ) -> None:
         """Load the Hugging Face model in `directory`.
 
-        `total_updates` is the length of the schedule; without it the model only computes. With `values` it ends in a value
+        `total_updates` is the length of the schedule; without it the model only computes. With `value_head` it ends in a value
         head, which starts at 0 where the directory has none (`score.weight`).
         `read_weights` False leaves the weights unset: a checkpoint will be loaded.
         """
-        self.shape: ModelShape = load_shape(directory, values)
-        self.shape.check_layout(mesh.layout, policy.megatron.stages)
+        self.shape: ModelSpec = load_spec(directory, value_head)
+        self.shape.check_layout(mesh.layout, policy.megatron.pipeline_split)
         self._mesh = mesh
         config = transformer_config(self.shape, mesh, policy)
         self._chunks = build_chunks(config, self.shape, mesh, policy)
         self._routers = routers(self._chunks)
-        self._terms = step.Terms(
+        self._batching = step.BatchingConfig(
             mesh,
             policy.tokens_per_micro_batch,
             self.shape.vocab,
-            self.shape.values,
+            self.shape.value_head,
             fused=config.transformer_impl == "transformer_engine",
-            experts=self.shape.experts is not None,
+            experts=self.shape.moe is not None,
             virtual=len(self._chunks),
             fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
-            equal_length=self.shape.experts is not None and config.moe_token_dispatcher_type == "allgather",
+            equal_length=self.shape.moe is not None and config.moe_token_dispatcher_type == "allgather",
         )
         kind = policy.megatron.bridge_type
-        if values and kind != "native":
+        if value_head and kind != "native":
             raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
-        foreign = None if kind == "native" else foreign_bridge(kind, self._chunks, directory, self.shape)
+        external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.shape)
         self.value_head_is_new = False
         """The directory has no value head, so it started at 0."""
-        if read_weights and foreign is not None:
-            foreign.load(directory)
+        if read_weights and external is not None:
+            external.load(directory)
         elif read_weights:
             source = SafetensorsSource(directory)
-            self.value_head_is_new = values and not source.has_value_head
+            self.value_head_is_new = value_head and not source.has_value_head
             check_names(source, self.shape, directory)
-            load_parameters(named_weights(self._chunks), source, self.shape, mesh.ranks.place, mesh.layout)
+            load_parameters(named_weights(self._chunks), source, self.shape, mesh.ranks.coords, mesh.layout)
         stream = WeightStream(lambda: named_weights(self._chunks), self.shape, mesh, bucket_mb)
-        self._stream = stream if foreign is None else foreign.weights
+        self._stream = stream if external is None else external.weights
         self._trainer = None
         self._finalize = step.FinalizeOnce()
         if total_updates is None:
@@ -100,7 +100,7 @@ class MegatronModel:
         self._settle()
         for model in self._models:
             model.eval()
-        return step.forward_only(self._models, batch, self._terms)
+        return step.forward_only(self._models, batch, self._batching)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
         """One optimizer step over the whole batch; skipped on all ranks where loss or gradients are not finite."""
@@ -116,7 +116,7 @@ class MegatronModel:
             router.load_E.zero_()
             router.balance.zero_()
         gradients = step.forward_backward(
-            self._models, self._finalize, batch, loss_fn, self._terms, list(self._routers.values())
+            self._models, self._finalize, batch, loss_fn, self._batching, list(self._routers.values())
         )
         metrics = gradients.metrics | self._expert_metrics(gradients.tokens)
         trainer.optimizer.prepare_grads()
@@ -156,7 +156,7 @@ class MegatronModel:
     @torch.no_grad()
     def _expert_metrics(self, tokens: int) -> dict[str, float]:
         """Load of each layer's experts (largest over mean) and the routers' losses a token, the same on every rank."""
-        if self.shape.experts is None:
+        if self.shape.moe is None:
             return {}
         found: dict[str, float] = {}
         if self._routers:
@@ -206,9 +206,9 @@ class MegatronModel:
     def save(self, path: Path) -> None:
         """Write a layout-free checkpoint into the directory `path`; collective."""
         self._settle()
-        checkpoint.save(path, self._chunks, self._trainer, self._mesh)
+        dist_checkpoint.save(path, self._chunks, self._trainer, self._mesh)
 
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""
         self.onload()
-        checkpoint.load(path, self._chunks, self._trainer, self._mesh)
+        dist_checkpoint.load(path, self._chunks, self._trainer, self._mesh)

@@ -28,10 +28,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from fivefold.batch import micro_batches_needed, plan_micro_batches
-from fivefold.megatron.attention import Packing, chunk_multiple, local_positions, make_packing
-from fivefold.megatron.experts import Router
+from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_positions, make_packing
+from fivefold.megatron.layers.moe import Router
 from fivefold.megatron.mesh import Mesh
+from fivefold.rollout.batch import micro_batches_needed, plan_micro_batches
 from fivefold.types import LossFn, LossOutput, TokenBatch
 
 
@@ -42,13 +42,13 @@ class MicroBatch:
     token_ids_T: Tensor
     """Each sequence padded to what the context-parallel ranks divide; at the end a sequence of padding."""
     packing: Packing
-    members_ST: Tensor | None
+    sequence_mask_ST: Tensor | None
     """[sequences, local tokens]: which real tokens a sequence has; only for models with experts."""
-    before_S: Tensor
+    source_index_S: Tensor
     """Places of the local tokens whose successor's log-prob, or whose own value, is wanted."""
     targets_S: Tensor
     """Those successors; of a value head the tokens themselves, which it does not look at."""
-    told_S: Tensor
+    output_index_S: Tensor
     """Where among the tokens of `batch` the numbers belong."""
     response_tokens: int
     """Response tokens behind local ones: each counts on one rank."""
@@ -59,7 +59,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Terms:
+class BatchingConfig:
     """What every step of one model has in common."""
 
     mesh: Mesh
@@ -67,7 +67,7 @@ class Terms:
     """Most tokens of a micro-batch."""
     vocab: int
     """Vocabulary without padding."""
-    values: bool
+    value_head: bool
     """The model ends in a value head."""
     fused: bool
     """Layers are Transformer Engine's."""
@@ -83,22 +83,24 @@ class Terms:
 class MicroBatches:
     """The micro-batches of a batch: the same number on every data-parallel replica."""
 
-    def __init__(self, batch: TokenBatch, terms: Terms) -> None:
-        layout = terms.mesh.layout
+    def __init__(self, batch: TokenBatch, batching: BatchingConfig) -> None:
+        layout = batching.mesh.layout
         self._multiple = chunk_multiple(layout.cp)
         # The local part must divide over the sequence-parallel ranks.
         self._total_multiple = math.lcm(self._multiple, layout.cp * layout.tp)
-        self._budget = -(-terms.budget // self._total_multiple) * self._total_multiple
+        self._budget = -(-batching.budget // self._total_multiple) * self._total_multiple
         padded = [self._padded(length) for length in batch.lengths_N]
         # Samples that are compared with one another lie in one micro-batch.
-        self._units = [list(range(i, i + batch.together)) for i in range(0, len(padded), batch.together)]
+        self._units = [
+            list(range(i, i + batch.samples_per_comparison)) for i in range(0, len(padded), batch.samples_per_comparison)
+        ]
         sizes = [sum(padded[sample] for sample in unit) for unit in self._units]
         needed = torch.tensor(micro_batches_needed(sizes, self._budget))
-        dist.all_reduce(needed, dist.ReduceOp.MAX, group=terms.mesh.ranks.dp)
+        dist.all_reduce(needed, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
         # Interleaved stages take micro-batches in rounds of the pipeline's length.
-        round_of = layout.pp if terms.virtual > 1 else 1
+        round_of = layout.pp if batching.virtual > 1 else 1
         self.count = -(-int(needed) // round_of) * round_of
-        self._batch, self._terms = batch, terms
+        self._batch, self._batching = batch, batching
         self._plan = [
             [sample for unit in units for sample in self._units[unit]] for units in plan_micro_batches(sizes, self.count)
         ]
@@ -106,9 +108,9 @@ class MicroBatches:
         totals = torch.tensor([sum(padded[sample] for sample in samples) for samples in self._plan])
         # A replica without samples takes part with padding only, or the others would wait for it for ever.
         totals = -(-totals.clamp(min=1) // self._total_multiple) * self._total_multiple
-        if terms.equal_length:
-            dist.all_reduce(totals, dist.ReduceOp.MAX, group=terms.mesh.ranks.dp)
-        self._totals = [self._budget] * self.count if terms.fixed_length else totals.tolist()
+        if batching.equal_length:
+            dist.all_reduce(totals, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
+        self._totals = [self._budget] * self.count if batching.fixed_length else totals.tolist()
 
     @property
     def filled(self) -> int:
@@ -117,27 +119,27 @@ class MicroBatches:
 
     def iterators(self) -> Any:
         """What Megatron-Core's schedule draws micro-batches from: one iterator a virtual stage."""
-        several = [map(self._made, range(self.count)) for _ in range(self._terms.virtual)]
-        return several if self._terms.virtual > 1 else several[0]
+        several = [map(self._made, range(self.count)) for _ in range(self._batching.virtual)]
+        return several if self._batching.virtual > 1 else several[0]
 
     def _padded(self, length: int) -> int:
         return -(-length // self._multiple) * self._multiple
 
     def _make(self, number: int) -> MicroBatch:
-        mesh, layout = self._terms.mesh, self._terms.mesh.layout
+        mesh, layout = self._batching.mesh, self._batching.mesh.layout
         samples = self._plan[number]
         batch = self._batch.select(samples)
         padded = [self._padded(length) for length in batch.lengths_N]
         padding = self._totals[number] - sum(padded)
         assert padding >= 0, f"{sum(padded)} tokens in a micro-batch of {self._totals[number]}"
         lengths = padded + ([padding] if padding else [])
-        packing = make_packing(lengths, mesh.device, self._terms.fused, layout.cp, mesh.ranks.place.cp)
+        packing = make_packing(lengths, mesh.device, self._batching.fused, layout.cp, mesh.ranks.coords.cp)
         # Where each local token lies among the batch's tokens, -1 for padding.
         source = torch.full((sum(lengths) // layout.cp,), -1)
         owner = source.clone()
         begin = start = 0
         for number_in_batch, (length, size) in enumerate(zip(batch.lengths_N, padded, strict=True)):
-            positions = local_positions(size, layout.cp, mesh.ranks.place.cp)
+            positions = local_positions(size, layout.cp, mesh.ranks.coords.cp)
             source[begin : begin + len(positions)] = torch.where(positions < length, start + positions, -1)
             owner[begin : begin + len(positions)] = torch.where(positions < length, number_in_batch, -1)
             begin, start = begin + len(positions), start + length
@@ -148,7 +150,7 @@ class MicroBatches:
         predicted = batch.loss_mask_T.nonzero()[:, 0]
         predicted = predicted[place[predicted - 1] >= 0]
         told, at = predicted, predicted - 1
-        if self._terms.values:
+        if self._batching.value_head:
             # The text before each response token, and with the last one.
             wanted = batch.loss_mask_T.roll(-1)
             wanted[torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1] = True
@@ -158,15 +160,15 @@ class MicroBatches:
             return tensor.to(mesh.device, non_blocking=True)
 
         members = None
-        if self._terms.experts:
+        if self._batching.experts:
             members = moved(owner[None] == torch.arange(max(1, len(samples)))[:, None])
         return MicroBatch(
             token_ids_T=moved(token_ids),
             packing=packing,
-            members_ST=members,
-            before_S=moved(place[at]),
+            sequence_mask_ST=members,
+            source_index_S=moved(place[at]),
             targets_S=moved(batch.token_ids_T[told]),
-            told_S=moved(told),
+            output_index_S=moved(told),
             response_tokens=len(predicted),
             batch=batch.to(mesh.device),
             token_index_T=self._batch.token_index(samples),
@@ -175,7 +177,7 @@ class MicroBatches:
     @property
     def length(self) -> int:
         """The sequence length that Megatron-Core's schedule is told; without a fixed one it asks the stage before."""
-        return self._budget if self._terms.fixed_length else self._total_multiple
+        return self._budget if self._batching.fixed_length else self._total_multiple
 
 
 class FinalizeOnce:
@@ -191,46 +193,46 @@ class FinalizeOnce:
 
 def _whole(values_2S: Tensor, micro: MicroBatch, mesh: Mesh) -> Tensor:
     """[2, T] numbers of all tokens of the micro-batch, 0 where none is wanted, on every context-parallel rank."""
-    spread_2T = values_2S.new_zeros(2, len(micro.batch.token_ids_T)).index_copy(1, micro.told_S, values_2S)
+    spread_2T = values_2S.new_zeros(2, len(micro.batch.token_ids_T)).index_copy(1, micro.output_index_S, values_2S)
     # Forward a sum over ranks of which each has its own tokens; backward as it is: all ranks compute the same loss.
     summed: Tensor = reduce_from_tensor_model_parallel_region(spread_2T, group=mesh.cp)
     return summed
 
 
-def _forward(iterator: Iterator[MicroBatch], model: Any, terms: Terms) -> tuple[MicroBatch, Any]:
+def _forward(iterator: Iterator[MicroBatch], model: Any, batching: BatchingConfig) -> tuple[MicroBatch, Any]:
     micro = next(iterator)
     output = model(
         token_ids_T=micro.token_ids_T,
         packing=micro.packing,
-        members_ST=micro.members_ST,
-        before_S=micro.before_S,
+        sequence_mask_ST=micro.sequence_mask_ST,
+        source_index_S=micro.source_index_S,
         targets_S=micro.targets_S,
-        valid_vocab=terms.vocab,
+        valid_vocab=batching.vocab,
         temperature=micro.batch.temperature,
     )
     return micro, output
 
 
-def _schedule(terms: Terms) -> Any:
+def _schedule(batching: BatchingConfig) -> Any:
     """Megatron-Core's schedule for this model: it asks a global for virtual stages, of which models have their own."""
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(terms.virtual if terms.virtual > 1 else None)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(batching.virtual if batching.virtual > 1 else None)
     return get_forward_backward_func()
 
 
 @torch.no_grad()
-def forward_only(models: list[Any], batch: TokenBatch, terms: Terms) -> Tensor:
+def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig) -> Tensor:
     """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
-    mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
+    mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, output = _forward(iterator, model, terms)
+        micro, output = _forward(iterator, model, batching)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> tuple[MicroBatch, Tensor]:
             return micro, _whole(output, micro, mesh)[0]
 
         return output, collect
 
-    results = _schedule(terms)(
+    results = _schedule(batching)(
         forward_step_func=step,
         data_iterator=micro_batches.iterators(),
         model=models,
@@ -261,10 +263,15 @@ class Gradients:
 
 
 def forward_backward(
-    models: list[Any], finalize: FinalizeOnce, batch: TokenBatch, loss_fn: LossFn, terms: Terms, routers: list[Router]
+    models: list[Any],
+    finalize: FinalizeOnce,
+    batch: TokenBatch,
+    loss_fn: LossFn,
+    batching: BatchingConfig,
+    routers: list[Router],
 ) -> Gradients:
     """Gradients of the whole update on every rank, reduced and finalized."""
-    mesh, micro_batches = terms.mesh, MicroBatches(batch, terms)
+    mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
     counts = torch.tensor([sum(batch.lengths_N), len(batch.lengths_N), micro_batches.filled])
     dist.all_reduce(counts, group=mesh.ranks.dp)
     tokens, sequences, update_micro_batches = counts.tolist()
@@ -272,7 +279,7 @@ def forward_backward(
         router.update_scale = batch.update_tokens / max(1, tokens)
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, output = _forward(iterator, model, terms)
+        micro, output = _forward(iterator, model, batching)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
             output_T, entropy_T = _whole(output, micro, mesh)
@@ -283,7 +290,7 @@ def forward_backward(
         return output, loss
 
     calls = finalize.calls
-    outputs: list[LossOutput] = _schedule(terms)(
+    outputs: list[LossOutput] = _schedule(batching)(
         forward_step_func=step,
         data_iterator=micro_batches.iterators(),
         model=models,

@@ -134,7 +134,7 @@ class _Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "fivefold.reward.worker", str(self._memory_mb), str(self._timeout)],
+            [sys.executable, "-m", "fivefold.reward.process", str(self._memory_mb), str(self._timeout)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.megatron.bridge.families import Mapped, mapped_names
+from fivefold.megatron.bridge.mapping import Mapped, mapped_names
 from fivefold.megatron.mesh import Mesh
-from fivefold.model_shape import ModelShape
+from fivefold.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Piece:
 class WeightStream:
     """Streams full tensors out of a model that is cut over a mesh; the plan is made once, the same on every rank."""
 
-    def __init__(self, named: Callable[[], dict[str, Tensor]], shape: ModelShape, mesh: Mesh, bucket_mb: int) -> None:
+    def __init__(self, named: Callable[[], dict[str, Tensor]], shape: ModelSpec, mesh: Mesh, bucket_mb: int) -> None:
         self._named, self._shape, self._mesh = named, shape, mesh
         layout = mesh.layout
         own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named().items()}
@@ -37,7 +37,7 @@ class WeightStream:
         held = {name: (stage, *kind) for stage, names in enumerate(everywhere) for name, kind in reversed(names.items())}
         pieces: list[_Piece] = []
         experts: dict[str, list[Mapped]] = {}
-        per_rank = shape.experts.count // layout.ep if shape.experts is not None else 0
+        per_rank = shape.moe.num_experts // layout.ep if shape.moe is not None else 0
         for item in mapped_names(shape):
             if item.expert is None:
                 stage, sizes, dtype = self._place(held, item)
@@ -47,7 +47,7 @@ class WeightStream:
             group = experts.setdefault(f"{item.row}.{item.layer}.{item.expert % per_rank}", [])
             group.append(item)
             if len(group) == layout.ep:
-                stage, sizes, dtype = self._place(held, group[mesh.ranks.place.ep])
+                stage, sizes, dtype = self._place(held, group[mesh.ranks.coords.ep])
                 pieces.append(_Piece(stage, torch.Size(sizes), dtype, tuple(group)))
         self._buckets: list[list[_Piece]] = []
         filling = 0
@@ -88,7 +88,7 @@ class WeightStream:
         for bucket in self._buckets:
             stage, expert, ranks = bucket[0].stage, self._is_expert(bucket[0]), self._ranks(bucket[0])
             if mesh.pp.rank() == stage:
-                mine = mesh.ranks.place.ep if expert else 0
+                mine = mesh.ranks.coords.ep if expert else 0
                 flat = torch.cat([named[piece.whole[mine].mcore].detach().flatten() for piece in bucket])
             else:
                 size = sum(piece.shape.numel() for piece in bucket)
@@ -107,5 +107,5 @@ class WeightStream:
                 per_whole = ranks // len(piece.whole)
                 for number, item in enumerate(piece.whole):
                     own = shards[number * per_whole : (number + 1) * per_whole]
-                    yield from zip(item.hf, item.cut.merge(own, self._shape), strict=True)
+                    yield from zip(item.hf, item.sharding.merge(own, self._shape), strict=True)
                 begin = end

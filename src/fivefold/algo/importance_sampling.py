@@ -1,0 +1,30 @@
+"""logprobs, old_logprobs -> log-ratio of each token, of the token itself or of its whole response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fivefold.algo.segments import Segments
+
+Ratio = Callable[[Tensor, Tensor, Segments], Tensor]
+"""logprobs_T, old_logprobs_T, samples -> log_ratio_T."""
+
+
+def token(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments) -> Tensor:
+    """log π - log π_old of each token."""
+    return logprobs_T - old_logprobs_T
+
+
+def sequence(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments) -> Tensor:
+    """The mean over its response, at each of its tokens: GSPO (2507.18071) equation 7."""
+    return samples.means(logprobs_T - old_logprobs_T)[samples.sample_T]
+
+
+def sequence_token(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments) -> Tensor:
+    """The value of `sequence`, its gradient through the token itself: GSPO-token (2507.18071) equation 14."""
+    return logprobs_T - logprobs_T.detach() + sequence(logprobs_T.detach(), old_logprobs_T, samples)
+
+
+RATIOS: dict[str, Ratio] = {"token": token, "sequence": sequence, "sequence-token": sequence_token}

@@ -1,0 +1,42 @@
+"""Which sample each token belongs to: TokenBatch -> sums and means over responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fivefold.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The samples that lie end to end in T, prompts included."""
+
+    mask_T: Tensor
+    """True on response tokens."""
+    lengths_N: list[int]
+    selected_T: Tensor | None = None
+    """Tokens that the surrogate chose among all of the update."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> Segments:
+        return cls(batch.loss_mask_T, batch.lengths_N, batch.selected_T)
+
+    @cached_property
+    def sample_T(self) -> Tensor:
+        """Number of the sample that a token belongs to."""
+        device = self.mask_T.device
+        lengths = torch.tensor(self.lengths_N, dtype=torch.long, device=device)
+        return torch.repeat_interleave(torch.arange(len(self.lengths_N), device=device), lengths)
+
+    def sums(self, values_T: Tensor) -> Tensor:
+        """[N] sum over the response tokens of each sample."""
+        zeros_N = values_T.new_zeros(len(self.lengths_N))
+        return zeros_N.index_add(0, self.sample_T, torch.where(self.mask_T, values_T, 0.0))
+
+    def means(self, values_T: Tensor) -> Tensor:
+        """[N] mean over the response tokens of each sample; 0 of none."""
+        return self.sums(values_T) / self.sums(torch.ones_like(values_T)).clamp(min=1)

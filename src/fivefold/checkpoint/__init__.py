@@ -1,0 +1,1 @@
+"""What a run writes to go on, and what leaves it."""

@@ -1,0 +1,112 @@
+"""A checkpoint -> a Hugging Face directory that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fivefold.checkpoint.manager import find_corruption
+from fivefold.config import load_config
+from fivefold.distributed.ranks import Ranks
+from fivefold.launch.local import free_port
+from fivefold.layout import ParallelLayout
+from fivefold.megatron import mesh
+from fivefold.megatron.model import MegatronModel
+
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -> str:
+    """Write the policy or the critic of `checkpoint` to the new directory `out` in one process; a sentence about it."""
+    if faults := find_corruption(checkpoint):
+        raise ValueError(f"checkpoint {checkpoint} cannot be used: {faults}")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: choose a new directory")
+    if not (checkpoint / part).is_dir():
+        raise ValueError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
+    config = load_config(checkpoint / "run.yaml")
+    critic = part == "critic"
+    path = (config.critic.path if critic else None) or config.model.path
+    directory = Path(path)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        directory = Path(snapshot_download(path, ignore_patterns=["*.safetensors", "*.bin"]))
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    device = torch.device("cpu")
+    mesh.init_process_group(device, timeout_minutes=10)
+    try:
+        whole = mesh.build_mesh(Ranks(ParallelLayout()), device, seed=0, timeout_minutes=10)
+        # One process holds the whole model: what cut it into stages does not apply.
+        settings = config.critic.settings(config.policy) if critic else config.policy
+        settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
+        model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic)
+        model.load(checkpoint / part)
+        out.mkdir(parents=True, exist_ok=True)
+        files, total = write_safetensors(model.weights(), out, int(shard_gb * 2**30))
+    finally:
+        mesh.destroy()
+    for pattern in _COPIED:
+        for file in directory.glob(pattern):
+            if file.name != "model.safetensors.index.json":
+                shutil.copy(file, out / file.name)
+    if critic:
+        _make_classifier(out / "config.json")
+    return f"{out}: {total / 2**20:,.1f} MiB of weights in {files} file{'s' if files > 1 else ''}"
+
+
+def _parts(checkpoint: Path) -> list[str]:
+    return [name for name in ("policy", "critic") if (checkpoint / name).is_dir()]
+
+
+def _make_classifier(path: Path) -> None:
+    """Say in config.json what transformers calls a model with a value head: a sequence classifier with one label."""
+    config = json.loads(path.read_text())
+    family = config["architectures"][0].partition("For")[0]
+    config |= {"architectures": [f"{family}ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    config |= {"label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
+    path.write_text(json.dumps(config, indent=2))
+
+
+def write_safetensors(weights: Iterable[tuple[str, Tensor]], out: Path, limit: int) -> tuple[int, int]:
+    """Write (name, tensor) pairs into files of at most `limit` bytes, with an index when there are several."""
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = total = 0
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > limit:
+            _write_shard(shards[-1], out, len(shards))
+            shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor.detach().cpu().contiguous().clone()
+        filled += size
+        total += size
+    _write_shard(shards[-1], out, len(shards))
+    if len(shards) == 1:
+        (out / _shard(1)).rename(out / "model.safetensors")
+        return 1, total
+    place = {}
+    for number, shard in enumerate(shards, 1):
+        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (out / _shard(number)).rename(out / final)
+        place.update(dict.fromkeys(shard, final))
+    index = {"metadata": {"total_size": total}, "weight_map": place}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return len(shards), total
+
+
+def _shard(number: int) -> str:
+    return f".shard-{number}.safetensors"
+
+
+def _write_shard(tensors: dict[str, Tensor], out: Path, number: int) -> None:
+    save_file(tensors, out / _shard(number), metadata={"format": "pt"})

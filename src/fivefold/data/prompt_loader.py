@@ -1,0 +1,44 @@
+"""Which prompts come when: a pure function of seed and position, so that a resumed run goes on exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class PromptLoader(Generic[T]):
+    """Goes through the items epoch by epoch, shuffled anew for each; what does not fill a step at its end is left out."""
+
+    def __init__(self, items: Sequence[T], per_step: int, seed: int, shuffle: bool) -> None:
+        if len(items) < per_step:
+            raise ValueError(
+                f"data.prompts_per_step must not be larger than the training set: got {per_step} for {len(items)} prompts"
+            )
+        self.per_step = per_step
+        self._items, self._seed, self._shuffle = items, seed, shuffle
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._items) // self.per_step
+
+    def epoch(self, position: int) -> int:
+        """Epoch, from 0, of the item at `position` of the whole run."""
+        return position // (self.steps_per_epoch * self.per_step)
+
+    def take(self, position: int, count: int) -> list[T]:
+        """`count` items from `position` on, counted over all epochs."""
+        return [self._at(place) for place in range(position, position + count)]
+
+    def _at(self, position: int) -> T:
+        epoch, place = divmod(position, self.steps_per_epoch * self.per_step)
+        if self._order is None or self._order[0] != epoch:
+            order = np.arange(len(self._items))
+            if self._shuffle:
+                np.random.default_rng([self._seed, epoch]).shuffle(order)
+            self._order = (epoch, order)
+        return self._items[int(self._order[1][place])]

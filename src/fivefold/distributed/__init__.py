@@ -1,0 +1,1 @@
+"""Who is who among the ranks, what they exchange on the host, and how samples are dealt to them."""

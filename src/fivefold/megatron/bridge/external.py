@@ -1,0 +1,116 @@
+"""mbridge and Megatron-Bridge for loading and streaming weights, where they are installed.
+
+Both name parameters as Transformer Engine's fused layers do, so they are shown our model under those names. Only their
+tables of weights are used; the model's configuration (RoPE, norms, vocabulary padding) stays ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fivefold.megatron.construct import FUSED_NAMES
+from fivefold.models.spec import VOCABULARY_MULTIPLE, ModelSpec
+
+PACKAGES = {"mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
+
+
+class ExternalBridge(Protocol):
+    def load(self, directory: Path) -> None: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def missing_packages(kind: str) -> list[str]:
+    """Packages that this kind of bridge needs and that are not installed."""
+
+    def installed(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    return [name for name in PACKAGES[kind] if not installed(name)]
+
+
+def external_bridge(kind: str, chunks: list[Any], directory: Path, shape: ModelSpec) -> ExternalBridge:
+    """The bridge of `megatron.bridge_type`; raises ValueError naming the packages that it lacks."""
+    if shape.moe is not None or len(chunks) > 1:
+        raise ValueError(
+            f"megatron.bridge_type: {kind} is supported for dense models without virtual stages: use native, which has all"
+        )
+    if missing := missing_packages(kind):
+        raise ValueError(
+            f"megatron.bridge_type: {kind} needs the packages {', '.join(missing)}, which are not installed: "
+            "install them, or use native, which needs none"
+        )
+    view = _FusedNames(chunks[0])
+    if kind == "mbridge":
+        return _MBridge(view, directory, shape)
+    return _MegatronBridge(view, directory)
+
+
+class _FusedNames(torch.nn.Module):
+    """A model whose parameters go by Transformer Engine's names; it shares them with the model it shows."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder, self.config = model.decoder, model.config
+        self._shown = (model,)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_shown"][0], name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in self._shown[0].named_parameters():
+            for theirs, ours in FUSED_NAMES.items():
+                if name.endswith(f".{ours}"):
+                    name = name.removesuffix(ours) + theirs
+            yield name, parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+
+class _MBridge:
+    def __init__(self, view: _FusedNames, directory: Path, shape: ModelSpec) -> None:
+        import mbridge
+
+        self._view = view
+        # It rounds every weight to its own dtype, bfloat16 unless told otherwise.
+        self._bridge = mbridge.AutoBridge.from_pretrained(
+            str(directory), dtype=view.config.params_dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE
+        )
+        self._bridge.vocab_size, self._bridge.padded_vocab_size = shape.vocab, shape.padded_vocab
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        self._bridge.load_weights([self._view], str(directory))
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._bridge.export_weights([self._view])
+
+
+class _MegatronBridge:
+    def __init__(self, view: _FusedNames, directory: Path) -> None:
+        from megatron.bridge import AutoBridge
+
+        self._view = view
+        self._bridge = AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        self._bridge.load_hf_weights([self._view], str(directory))
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._bridge.export_hf_weights([self._view], cpu=False, show_progress=False)

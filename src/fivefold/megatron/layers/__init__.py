@@ -1,0 +1,1 @@
+"""Megatron-Core's layers in plain PyTorch."""

@@ -1,0 +1,241 @@
+"""Core attention over packed sequences in plain PyTorch: query, key, value [T, H, D] -> [T, H·D].
+
+Context parallelism: each sequence is padded to 2·cp chunks of which rank r holds chunks r and 2·cp-1-r, so that every
+rank has the same share of causal attention's work. Keys and values are gathered over the ranks (grouped-query heads make
+them small) and every chunk of queries attends to the keys up to its own end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+_GROUPED_QUERY = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""This release of torch's varlen_attn takes fewer key/value heads than query heads."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces of similar length: rows of local queries and of all keys, -1 behind the end of a piece."""
+
+    queries: Tensor
+    """[pieces, most queries] into the local tokens."""
+    keys: Tensor
+    """[pieces, most keys] into the gathered tokens."""
+    key_lengths: Tensor
+    query_lengths: Tensor
+    whole: bool
+    """Every piece is a whole sequence: no mask is needed."""
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Where the sequences of a micro-batch lie on this rank.
+
+    With layers of plain PyTorch `cu_seqlens_q` stays None: rotary angles are gathered by position before the layers,
+    so that no layer needs to look at sequence lengths on the host. Transformer Engine's attention wants it.
+    """
+
+    lengths: tuple[int, ...] = ()
+    """Of the whole sequences, with the padding to a multiple of the context-parallel chunks."""
+    positions_T: Tensor | None = None
+    """Position of each local token in its sequence."""
+    buckets: tuple[Bucket, ...] = ()
+    cu_queries: Tensor | None = None
+    """[pieces + 1] int32: pieces of queries, in the order of the local tokens."""
+    cu_keys: Tensor | None = None
+    key_index: Tensor | None = None
+    """Keys of each piece, one piece after the other, into the gathered tokens; None where they are the local tokens."""
+    sequence_mask_ST: Tensor | None = None
+    """Which real tokens of this rank each sequence has; for layers with experts."""
+    most_queries: int = 0
+    most_keys: int = 0
+
+
+def chunk_multiple(cp: int) -> int:
+    """A sequence is padded to a multiple of this, so that it can be cut over `cp` context-parallel ranks."""
+    return 2 * cp if cp > 1 else 1
+
+
+def local_positions(length: int, cp: int, rank: int) -> Tensor:
+    """Positions of a (padded) sequence that context-parallel `rank` holds, in its order."""
+    if cp == 1:
+        return torch.arange(length)
+    chunk = length // (2 * cp)
+    first, second = rank * chunk, (2 * cp - 1 - rank) * chunk
+    return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
+
+
+def make_packing(lengths: list[int], device: torch.device, fused: bool, cp: int = 1, rank: int = 0) -> Packing:
+    """Packing of sequences of these padded lengths on context-parallel `rank`; `fused` for Transformer Engine's layers."""
+    multiple = chunk_multiple(cp)
+    assert all(length % multiple == 0 for length in lengths)
+    positions = torch.cat([local_positions(length, cp, rank) for length in lengths])
+    local_tokens = sum(lengths) // cp
+    pieces: list[tuple[int, int, Tensor]] = []
+    start = 0
+    for length in lengths:
+        if cp == 1:
+            pieces.append((start, length, torch.arange(start, start + length)))
+        else:
+            chunk = length // multiple
+            # Where position p of this sequence lies among the tokens of all ranks, one rank after the other.
+            owner = torch.tensor([min(i, multiple - 1 - i) for i in range(multiple)])
+            half = torch.tensor([int(i >= cp) for i in range(multiple)])
+            place = (owner * local_tokens + start + half * chunk)[:, None] + torch.arange(chunk)
+            for half_index, index in enumerate((rank, multiple - 1 - rank)):
+                pieces.append((start + half_index * chunk, chunk, place[: index + 1].flatten()))
+        start += length // cp
+    pieces = [piece for piece in pieces if piece[1]]
+    buckets = tuple(bucket for bucket in _buckets(pieces, cp == 1))
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    cumulative = [
+        moved(_cumulative([size for _, size, _ in pieces])),
+        moved(_cumulative([len(keys) for *_, keys in pieces])),
+    ]
+    whole = moved(_cumulative(lengths)) if fused else None
+    return Packing(
+        qkv_format="thd",
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=tuple(lengths),
+        positions_T=moved(positions),
+        buckets=tuple(
+            Bucket(moved(b.queries), moved(b.keys), moved(b.key_lengths), moved(b.query_lengths), b.whole) for b in buckets
+        ),
+        cu_queries=cumulative[0],
+        cu_keys=cumulative[1],
+        key_index=None if cp == 1 else moved(torch.cat([keys for *_, keys in pieces])),
+        most_queries=max(size for _, size, _ in pieces),
+        most_keys=max(len(keys) for *_, keys in pieces),
+    )
+
+
+def _cumulative(sizes: list[int]) -> Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+
+
+def _buckets(pieces: list[tuple[int, int, Tensor]], whole: bool) -> list[Bucket]:
+    by_size: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for piece in pieces:
+        by_size.setdefault((len(piece[2]) - 1).bit_length(), []).append(piece)
+    found = []
+    for members in by_size.values():
+        query_lengths = torch.tensor([size for _, size, _ in members])
+        starts = torch.tensor([start for start, *_ in members])
+        offsets = torch.arange(int(query_lengths.max()))
+        queries = torch.where(offsets < query_lengths[:, None], starts[:, None] + offsets, -1)
+        keys = torch.nn.utils.rnn.pad_sequence([index for *_, index in members], batch_first=True, padding_value=-1)
+        found.append(Bucket(queries, keys, torch.tensor([len(index) for *_, index in members]), query_lengths, whole))
+    return found
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention inside each packed sequence, grouped-query heads and sliding windows included."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        assert config.attention_dropout == 0.0, "attention dropout would make log-probs random"
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
+        window = config.window_size
+        self.window = None if window is None else int(window[0]) + 1
+        self.cp_group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        assert isinstance(packed_seq_params, Packing), "sequences are always packed"
+        packing = packed_seq_params
+        if self.cp_group.size() > 1:
+            # Backward: each rank gets the sum of what all ranks' queries say of its own keys and values.
+            together = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
+            key, value = together.split([key.shape[-1], value.shape[-1]], -1)
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        if query.is_cuda and half and query.shape[2] % 8 == 0:
+            return self._flash(query, key, value, packing).flatten(1)
+        return self._padded(query, key, value, packing).flatten(1)
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """PyTorch's own variable-length flash attention; queries are the last ones of their keys."""
+        if packing.key_index is not None:
+            key, value = key.index_select(0, packing.key_index), value.index_select(0, packing.key_index)
+        if not _GROUPED_QUERY and query.shape[1] != key.shape[1]:
+            repeat = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        width = value.shape[2]
+        if width < key.shape[2]:
+            value = F.pad(value, (0, key.shape[2] - width))
+        options: dict[str, Any] = {"enable_gqa": True} if _GROUPED_QUERY else {}
+        left = -1 if self.window is None else self.window - 1
+        assert packing.cu_queries is not None and packing.cu_keys is not None
+        output = varlen_attn(
+            query,
+            key,
+            value,
+            packing.cu_queries,
+            packing.cu_keys,
+            packing.most_queries,
+            packing.most_keys,
+            window_size=(left, 0),
+            scale=self.scale,
+            **options,
+        )
+        assert isinstance(output, Tensor)
+        return output[..., :width]
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """SDPA over pieces of similar length, padded on the right: causality hides the padding from every token."""
+        output = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+        for bucket in packing.buckets:
+            inside = bucket.queries >= 0
+            q = query[bucket.queries.clamp(min=0)].transpose(1, 2)
+            k, v = (tensor[bucket.keys.clamp(min=0)].transpose(1, 2) for tensor in (key, value))
+            mask = None
+            if not bucket.whole or (self.window is not None and bucket.keys.shape[1] > self.window):
+                before = (bucket.key_lengths - bucket.query_lengths)[:, None, None]
+                place = torch.arange(bucket.queries.shape[1], device=query.device)[:, None] + before
+                distance = place - torch.arange(bucket.keys.shape[1], device=query.device)
+                mask = distance >= 0
+                if self.window is not None:
+                    mask &= distance < self.window
+                # A padded query must see something, or its softmax is not a number.
+                mask = (mask | ~inside[:, :, None])[:, None]
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            output = output.index_put((bucket.queries[inside],), attended.transpose(1, 2)[inside])
+        return output

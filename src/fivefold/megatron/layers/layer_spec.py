@@ -1,0 +1,185 @@
+"""Layers of plain PyTorch for Megatron-Core, and the model that ends in log-probs: TransformerConfig -> PolicyModel."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from fivefold.megatron.layers.attention import PackedAttention, Packing
+from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
+from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
+from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
+from fivefold.megatron.layers.norm import RMSNorm
+
+
+def use_transformer_engine(choice: str, device: torch.device) -> bool:
+    """Whether layers come from Transformer Engine; raises ValueError where it was asked for and cannot be had."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if choice == "transformer_engine" and not (installed and device.type == "cuda"):
+        lacking = "a CUDA device" if installed else "the package transformer_engine, which is not installed"
+        raise ValueError(
+            f"megatron.transformer_impl: transformer_engine needs {lacking}: use torch, which needs nothing, or auto"
+        )
+    return choice != "torch" and installed and device.type == "cuda"
+
+
+def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
+    """These layers (counted over the whole model), in plain PyTorch or Transformer Engine's."""
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        fused = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return TransformerBlockSubmodules(layer_specs=[fused] * len(layers), layer_norm=TENorm)
+    kinds = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = [_layer(config, has_experts=bool(kinds[layer])) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+    experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared, router=Router)
+    # Checkpoints name norms as fused layers do, so that either kind of layer reads the other's.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not has_experts:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
+        module=Layer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(module=MoE, submodules=experts) if has_experts else ModuleSpec(module=MLP, submodules=linears),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={} if config.multi_latent_attention else names,
+        ),
+    )
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=MultiLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=MLANorm,
+            kv_layernorm=MLANorm,
+        ),
+    )
+
+
+class Layer(TransformerLayer):
+    """Megatron-Core's layer, which tells its experts which tokens are real.
+
+    They travel with the packing, because Megatron-Core's recomputation of a part of the layers drops its padding mask.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **{**kwargs, "padding_mask": kwargs["packed_seq_params"].sequence_mask_ST})
+
+
+class PolicyModel(GPTModel):
+    """GPTModel over packed sequences; the last stage gives log-probs and entropies instead of logits, or values."""
+
+    def __init__(self, *args: Any, value_head: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._value_head = value_head
+        if self.post_process and value_head:
+            self.output_layer: torch.nn.Module = ValueHead(self.config, self.pg_collection.tp)
+        elif self.post_process:
+            # Same parameter, same checkpoint key; only what it computes is ours.
+            self.output_layer.__class__ = LogProbHead
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        packing: Packing,
+        sequence_mask_ST: Tensor | None,
+        source_index_S: Tensor,
+        targets_S: Tensor,
+        valid_vocab: int,
+        temperature: float,
+    ) -> Tensor:
+        """Last stage: [2, S] log-prob and entropy of `targets_S`, the tokens behind `before_S`; other stages: hidden states.
+
+        With a value head: [2, S] the value at `before_S`, and 0.
+
+        All tokens are this rank's part of the sequences; `members_ST` says which real tokens each sequence has.
+        """
+        if sequence_mask_ST is not None and self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            sequence_mask_ST = sequence_mask_ST.chunk(group.size(), 1)[group.rank()]
+        packing.sequence_mask_ST = sequence_mask_ST
+        hidden = super().forward(
+            input_ids=token_ids_T[None],
+            position_ids=packing.positions_T[None] if packing.positions_T is not None else None,
+            attention_mask=None,
+            packed_seq_params=packing,
+        )
+        if not self.post_process:
+            return cast(Tensor, hidden)
+        if self._value_head:
+            values_S = cast(ValueHead, self.output_layer)(hidden, source_index_S)
+            return torch.stack([values_S, torch.zeros_like(values_S)])
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        head = cast(LogProbHead, self.output_layer)
+        logprobs_S, entropy_S = head(
+            hidden,
+            weight=weight,
+            source_index_S=source_index_S,
+            targets_S=targets_S,
+            valid_vocab=valid_vocab,
+            temperature=temperature,
+        )
+        return torch.stack([logprobs_S, entropy_S])
+
+    def _preprocess(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
+        first, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if angles is not None and packed_seq_params.cu_seqlens_q is None:
+            # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
+            angles = angles[packed_seq_params.positions_T, 0]
+        return (first, angles, *rest)
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return hidden_states

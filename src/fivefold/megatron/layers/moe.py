@@ -1,0 +1,240 @@
+"""Mixture-of-experts layers in plain PyTorch: router, experts, and what a step records of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class _AddLoss(torch.autograd.Function):
+    """Pass activations through and let `loss` take part in backward with derivative 1."""
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return activations
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
+
+
+class Router(TopKRouter):
+    """Megatron-Core's top-k choice; its losses and counts leave padding out and do not depend on any cut.
+
+    With T tokens in the update and T_s in sequence s, f and P over the experts, each loss is a sum of shares:
+
+    - `seq_aux_loss` (DeepSeek-V3, eq. 17-20): coef · Σ_s T_s/T · E Σ_i f_i(s) P_i(s), the mean over tokens of the
+      sequence's balance;
+    - `aux_loss` (Switch, eq. 4-6): coef · Σ_m T_m/T · E Σ_i f_i(m) P_i(m) over micro-batches m, so it depends on how the
+      replicas and micro-batches are cut: that is how it is defined;
+    - z-loss (ST-MoE, eq. 5): coef · mean over tokens of logsumexp(logits)².
+    """
+
+    update_scale: float = 0.0
+    """Tokens that the loss of this update is divided by later / all tokens of the update; 0 outside an update."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        # Megatron-Core leaves the router in the parameters' dtype on the CPU until its first use.
+        device = torch.cuda.current_device()
+        self.register_buffer("load_E", torch.zeros(self.num_experts, dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer("balance", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
+        self.load_E: Tensor
+        """Real tokens that chose each expert since the step began, on this rank."""
+        self.balance: Tensor
+        """Balance losses since the step began, times the tokens of the update, on this rank."""
+
+    def forward(self, hidden: Tensor, sequence_mask_ST: Tensor) -> tuple[Tensor, Tensor]:
+        """([T, E] weights, [T, E] choice) of local tokens; `members_ST` says which real tokens a sequence has."""
+        self._maintain_float32_expert_bias()
+        logits_TE = self.gating(hidden).view(-1, self.num_experts)
+        logits_TE = self._add_z_loss(logits_TE, sequence_mask_ST)
+        weights_TE, chosen_TE = self.choose(logits_TE)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                counts_E = (chosen_TE & sequence_mask_ST.any(0)[:, None]).sum(0)
+                self.load_E += counts_E
+                if self.enable_expert_bias:
+                    self.local_tokens_per_expert += counts_E
+            weights_TE = self._add_balance_loss(weights_TE, logits_TE, sequence_mask_ST)
+        return weights_TE, chosen_TE
+
+    def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Megatron-Core's routing without its own losses and counts."""
+        config = self.config
+        weights_TE, chosen_TE = topk_routing_with_score_function(
+            logits_TE,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+        )
+        return weights_TE, chosen_TE
+
+    def _add_z_loss(self, logits_TE: Tensor, sequence_mask_ST: Tensor) -> Tensor:
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not torch.is_grad_enabled():
+            return logits_TE
+        squares_T = logits_TE.logsumexp(-1).square() * sequence_mask_ST.any(0)
+        added: Tensor = _AddLoss.apply(logits_TE, self.update_scale * coefficient * squares_T.sum())
+        return added
+
+    def _add_balance_loss(self, weights_TE: Tensor, logits_TE: Tensor, sequence_mask_ST: Tensor) -> Tensor:
+        by_sequence, by_micro_batch = (self.get_aux_loss_coeff(name) for name in ("seq_aux_loss", "aux_loss"))
+        if not by_sequence and not by_micro_batch:
+            return weights_TE
+        chosen_TE, scores_TE = compute_routing_scores_for_aux_loss(logits_TE, self.topk, self.score_function)
+        groups = sequence_mask_ST.to(scores_TE.dtype)
+        chances_SE = groups @ scores_TE
+        with torch.no_grad():
+            # Counts of a sequence come from all ranks that hold a part of it; one more column counts its tokens.
+            counts = torch.cat([groups @ chosen_TE.to(groups.dtype), groups.sum(1, keepdim=True)], 1)
+            torch.distributed.all_reduce(counts, group=self.tp_cp_group)
+            counts_SE, tokens_S = counts[:, :-1], counts[:, -1:]
+        loss = by_sequence * (counts_SE / tokens_S.clamp(min=1) * chances_SE).sum()
+        if by_micro_batch:
+            frequency_E = counts_SE.sum(0) / tokens_S.sum().clamp(min=1)
+            loss = loss + by_micro_batch * (frequency_E * chances_SE.sum(0)).sum()
+        loss = loss * (self.num_experts / self.topk)
+        with torch.no_grad():
+            self.balance += loss.detach()
+        added: Tensor = _AddLoss.apply(weights_TE, self.update_scale * loss)
+        return added
+
+
+class MoE(MoELayer):
+    """Megatron-Core's layer; each token knows its sequence, so that the router can leave padding out."""
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        assert padding_mask is not None, "the layer is told which tokens are real"
+
+        def compute(hidden: Tensor, sequence_mask_ST: Tensor) -> Tensor:
+            shared = self.shared_experts_compute(hidden)
+            weights, chosen = self.router(hidden, sequence_mask_ST)
+            tokens, weights = self.preprocess(hidden, weights, chosen)
+            tokens, weights = self.dispatch(tokens, weights)
+            output, _ = self.routed_experts_compute(tokens, weights)
+            result: Tensor = self.postprocess(self.combine(output), shared)
+            return result
+
+        if self.moe_layer_recompute and self.training:
+            return tensor_parallel.checkpoint(compute, False, hidden_states, padding_mask), None
+        return compute(hidden_states, padding_mask), None
+
+
+class GroupedExperts(MegatronModule):
+    """The experts of this rank as two stacked weights: SwiGLU, weighted by the router, summed by the dispatcher."""
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        super().__init__(config=config)
+        assert pg_collection is not None
+        self.ep_group, self.etp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.count, ffn = num_local_experts, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+        def weight(*sizes: int) -> torch.nn.Parameter:
+            parameter: Any = torch.nn.Parameter(torch.empty(*sizes, dtype=config.params_dtype, device=device))
+            # Every rank of a replica holds other numbers: all count in the gradient norm. Reduced over expert replicas.
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+            parameter.allreduce = False
+            return parameter  # type: ignore[no-any-return]
+
+        self.fc1 = weight(num_local_experts, 2, ffn, config.hidden_size)
+        """[experts, gate and up, ffn, width]"""
+        self.fc2 = weight(num_local_experts, config.hidden_size, ffn)
+
+    def forward(self, tokens_TD: Tensor, tokens_per_expert: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:
+        """Tokens sorted by expert -> their outputs, times their weights."""
+        fc1 = self.fc1.flatten(1, 2)
+        product = self._product(tokens_TD, fc1, tokens_per_expert)
+        selective = self.config.recompute_granularity == "selective"
+        if self.training and selective and "moe_act" in self.config.recompute_modules:
+            recompute = CheckpointWithoutOutput()
+            activated = recompute.checkpoint(_swiglu, product, weights_T)
+            output = self._product(activated, self.fc2, tokens_per_expert)
+            recompute.discard_output_and_register_recompute(output)
+            return output, None
+        return self._product(_swiglu(product, weights_T), self.fc2, tokens_per_expert), None
+
+    def _product(self, tokens: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """[T, in] x [experts, out, in] -> [T, out], each token with its own expert's weight."""
+        if self.config.moe_grouped_gemm and _fits_grouped(tokens, weight):
+            ends = tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
+            return _GroupedProduct.apply(tokens, weight, ends)  # type: ignore[no-any-return]
+        parts = tokens.split(tokens_per_expert.tolist())
+        # The sum of nothing keeps the weights in the graph where no token came.
+        return torch.cat([part @ matrix.t() for part, matrix in zip(parts, weight, strict=True)])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Experts by their number in the whole model, so that any cut reads what any other wrote."""
+        axes = len(sharded_offsets)
+        ep, etp = (self.ep_group.rank(), self.ep_group.size()), (self.etp_group.rank(), self.etp_group.size())
+        found = {}
+        for name, parameter, axis in (("fc1", self.fc1, 2), ("fc2", self.fc2, 2)):
+            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *sharded_offsets,
+                (axes, *ep),
+                (axes + axis, *etp),
+                replica_id=(0, 0, self.dp_group.rank()),
+                prepend_axis_num=axes,
+            )
+        return found
+
+    def by_expert(self) -> Iterator[tuple[str, Tensor]]:
+        """(`7.fc1`, view [2·ffn, width]) and (`7.fc2`, view) by the expert's number in the whole model."""
+        first = self.ep_group.rank() * self.count
+        for index in range(self.count):
+            yield f"{first + index}.fc1", self.fc1.detach()[index].flatten(0, 1)
+            yield f"{first + index}.fc2", self.fc2.detach()[index]
+
+
+def _swiglu(product: Tensor, weights_T: Tensor) -> Tensor:
+    gate, up = product.chunk(2, -1)
+    return (F.silu(gate) * up * weights_T[:, None]).to(product.dtype)
+
+
+def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:
+    """grouped_mm takes bfloat16 on CUDA, rows of a multiple of 16 bytes, and some rows."""
+    fast = tokens.is_cuda and tokens.dtype == torch.bfloat16
+    return fast and len(tokens) > 0 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """grouped_mm with gradients that are contiguous, and zero for experts without tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight, ends)
+        return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        tokens, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.t(), tokens, offs=ends), None

@@ -1,0 +1,143 @@
+"""State that leaves the device between the stages of a step: tensors -> pinned host memory and back, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.config.schema import OffloadConfig
+from fivefold.megatron.construct import Trainer
+from fivefold.megatron.layers.layer_spec import PolicyModel
+
+
+class HostCopy:
+    """Tensors whose storage can be given back while their bytes wait on the host.
+
+    Views stay valid: the storage shrinks to nothing and grows again in place. Copies run on a stream of their own, in
+    pieces, and the host does not wait for them; the device's main stream does, so that no byte is reused too early.
+    """
+
+    def __init__(self, device: torch.device, bucket_mb: int, keep: bool = True) -> None:
+        """`keep` False for content that is dead by then: the storage comes back with undefined content."""
+        self._device, self._piece, self._keep = device, bucket_mb * 2**20, keep
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._host: dict[int, list[Tensor]] = {}
+        """Pinned pieces: memory is pinned in powers of two, so that one large piece could take twice its size."""
+
+    @property
+    def is_away(self) -> bool:
+        return bool(self._away)
+
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        """Move the storages of `tensors` to the host; the bytes that left the device."""
+        assert not self._away, "already offloaded"
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+        total = 0
+        with self._side_by_side():
+            for number, storage in enumerate(storages.values()):
+                size = storage.nbytes()
+                if self._keep:
+                    if sum(piece.numel() for piece in self._host.get(number, [])) != size:
+                        self._host[number] = [
+                            self._pinned(min(self._piece, size - at)) for at in range(0, size, self._piece)
+                        ]
+                    for piece, bytes_there in self._pairs(number, storage):
+                        piece.copy_(bytes_there, non_blocking=True)
+                self._away.append((storage, size))
+                total += size
+        self._join()
+        for storage, _ in self._away:
+            storage.resize_(0)
+        return total
+
+    def onload(self) -> None:
+        """Bring everything back; nothing happens where nothing is away."""
+        for storage, size in self._away:
+            storage.resize_(size)
+        if self._keep:
+            with self._side_by_side():
+                for number, (storage, _) in enumerate(self._away):
+                    for piece, bytes_there in self._pairs(number, storage):
+                        bytes_there.copy_(piece, non_blocking=True)
+            self._join()
+        self._away = []
+
+    def _pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def _pairs(self, number: int, storage: torch.UntypedStorage) -> Iterable[tuple[Tensor, Tensor]]:
+        """Each piece on the host, and its bytes on the device."""
+        there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        return zip(self._host[number], there.split(self._piece), strict=True)
+
+    def _side_by_side(self) -> Any:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def _join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class Offload:
+    """What `policy.offload` names of one model."""
+
+    def __init__(
+        self, settings: OffloadConfig, device: torch.device, chunks: list[PolicyModel], trainer: Trainer | None
+    ) -> None:
+        self._settings, self._chunks, self._trainer = settings, chunks, trainer
+        self._parts = {
+            "parameters": HostCopy(device, settings.bucket_mb),
+            "optimizer": HostCopy(device, settings.bucket_mb),
+            # Each update begins by setting gradients to zero: there is nothing to keep.
+            "gradients": HostCopy(device, settings.bucket_mb, keep=False),
+        }
+
+    @property
+    def anything(self) -> bool:
+        """Something is configured to leave and has not left."""
+        return any(getattr(self._settings, name) and not part.is_away for name, part in self._parts.items())
+
+    def offload(self) -> dict[str, int]:
+        """Move what is configured and present; bytes that left the device by part."""
+        moved = {}
+        for name, part in self._parts.items():
+            if getattr(self._settings, name) and not part.is_away:
+                tensors = self._tensors(name)
+                if tensors:
+                    moved[name] = part.offload(tensors)
+        return moved
+
+    def onload(self) -> None:
+        """Bring everything back."""
+        for part in self._parts.values():
+            part.onload()
+
+    def _tensors(self, name: str) -> list[Tensor]:
+        parameters = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
+        if name == "parameters":
+            return parameters
+        if self._trainer is None:
+            return []
+        if name == "gradients":
+            ddps = self._trainer.ddps
+            return [buffer.grad_data for ddp in ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        # Parameters that are float32 themselves have no copy in the optimizer: its shards are views of them.
+        shared = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        found = []
+        for outer in self._trainer.optimizer.chained_optimizers:
+            if outer.optimizer is None:
+                continue
+            for group in outer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = outer.optimizer.state.get(parameter, {})
+                    # Adam's step counts stay: they are single numbers on the host.
+                    found += [parameter.data, *(v for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)]
+        return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in shared]

@@ -1,0 +1,1 @@
+"""What Megatron-Core needs to run without Transformer Engine and without CUDA."""

@@ -1,0 +1,142 @@
+"""Stages, metrics and samples of a run -> console, metrics.jsonl, samples.jsonl, TensorBoard, trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+LINE = {
+    "reward/mean": "reward",
+    "policy/loss": "loss",
+    "policy/grad_norm": "grad norm",
+    "policy/entropy": "entropy",
+    "policy/kl_reference": "kl",
+    "critic/explained_variance": "explained variance",
+    "response/length_mean": "length",
+    "rollout/logprob_diff_mean": "engine diff",
+}
+"""Metrics of the one line a step, and what they are called there."""
+
+
+class RunLogger:
+    """Rank 0 writes and speaks; on the other ranks it only keeps time."""
+
+    def __init__(self, run_dir: Path, loggers: list[str], is_main: bool, steps: int) -> None:
+        self._main, self._run_dir = is_main, run_dir
+        self._times: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._console = Console(quiet=not (is_main and "console" in loggers), highlight=False)
+        self._board: Any = None
+        self._progress: Progress | None = None
+        self._start = time.time()
+        self._spans: list[dict[str, Any]] = []
+        if not is_main:
+            return
+        (run_dir / "trace").mkdir(parents=True, exist_ok=True)
+        if "tensorboard" in loggers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        if self._console.is_terminal and "console" in loggers:
+            self._progress = Progress(
+                TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                console=self._console, transient=True,
+            )  # fmt: skip
+            self._steps_task = self._progress.add_task("step", total=steps)
+            self._stage_task = self._progress.add_task("", total=None)
+            self._progress.start()
+
+    def log(self, text: str) -> None:
+        """A line for the user."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; repeated stages of a step add up."""
+        if self._progress is not None:
+            self._progress.update(self._stage_task, description=name, total=None, completed=0)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begin
+            self._times[name] = self._times.get(name, 0.0) + seconds
+            self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds of each stage of the step in progress."""
+        return self._times
+
+    def advance(self, done: int, total: int) -> None:
+        """How far the stage in progress is."""
+        if self._progress is not None:
+            self._progress.update(self._stage_task, completed=done, total=total)
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """Add metrics to the step in progress."""
+        self._metrics.update(metrics)
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """Write the step's metrics and show its line; `step` counts from 1."""
+        times = {f"time/{name}": seconds for name, seconds in self._times.items()}
+        metrics = {"step": float(step), **self._metrics, **times}
+        spans, self._spans, self._times, self._metrics = self._spans, [], {}, {}
+        if self._main:
+            append_json(self._run_dir / "metrics.jsonl", {**metrics, "step": step, "wall": time.time()})
+            append_json(self._run_dir / "trace" / "stages.jsonl", {"step": step, "spans": spans})
+            if self._board is not None:
+                for name, value in metrics.items():
+                    self._board.add_scalar(name, value, step)
+                self._board.flush()
+            shown = [f"{label} {metrics[name]:.4g}" for name, label in LINE.items() if name in metrics]
+            shown += [
+                f"{name} {metrics[name]:.3g}"
+                for name in sorted(metrics)
+                if name == "val/loss" or (name.startswith("val/") and "accuracy" in name)
+            ]
+            self.log(f"step {step} | {' | '.join(shown)} | {metrics.get('time/step', 0):.1f} s")
+            if self._progress is not None:
+                self._progress.update(self._steps_task, completed=step)
+        return metrics
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        """Append to samples.jsonl."""
+        if self._main:
+            for row in rows:
+                append_json(self._run_dir / "samples.jsonl", row)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._board is not None:
+            self._board.close()
+
+
+def append_json(path: Path, row: dict[str, Any]) -> None:
+    """One JSON object a line; numbers that JSON does not have (NaN, infinity) become null."""
+    clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
+    with path.open("a") as file:
+        file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step`: a resumed run writes them again."""
+    if path.is_file():
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                # The line that was being written when the run was killed.
+                continue
+            if row.get("step", 0) <= step:
+                kept.append(line)
+        path.write_text("".join(line + "\n" for line in kept))

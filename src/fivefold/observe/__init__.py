@@ -1,1 +1,0 @@
-"""What a run shows and writes while it goes on."""

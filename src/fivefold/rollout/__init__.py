@@ -1,0 +1,1 @@
+"""Where a step's samples come from, and how they become a batch."""

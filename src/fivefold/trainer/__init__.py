@@ -1,0 +1,1 @@
+"""The loop, and what surrounds its steps: mini-batches, models, checks, evaluation, resume."""
