@@ -27,7 +27,6 @@ from fivefold.launch.local import free_port
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import load_spec
 from fivefold.plan.memory import estimate_memory, training_flops
-from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 
 GPU = torch.cuda.is_available()
@@ -72,10 +71,10 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards = torch.rand(samples, generator=generator)
-    batch.advantages_T = expand_to_tokens(
-        OBJECTIVE.advantage(AdvantageInputs(rewards, torch.arange(samples) // 4, responses)), batch
+    batch.advantages_T = batch.expand_to_tokens(
+        OBJECTIVE.advantage(AdvantageInputs(rewards, torch.arange(samples) // 4, responses))
     )
-    batch.loss_weights_T = expand_to_tokens(OBJECTIVE.weights(responses, 2 * mean_length), batch)
+    batch.loss_weights_T = batch.expand_to_tokens(OBJECTIVE.loss_weights(responses, 2 * mean_length))
     batch.update_tokens = int(responses.sum())
     batch.old_logprobs_T = 0.1 * torch.randn(len(tokens), generator=generator) * mask
     batch.ref_logprobs_T = torch.randn(len(tokens), generator=generator) * mask
@@ -126,7 +125,7 @@ def step_job(mesh, directory: Path, dtype: str):
     """One GRPO step: (loss, gradient norm, parameters by Hugging Face name)."""
     model = build(mesh, directory, dtype, 4096 if GPU else 64, 2)
     batch = make_batch(16, 512 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.shard(range(16))[0])
+    mine = batch.select(mesh.ranks.shard_of_replica(range(16)))
     base = model.forward(mine)
     mine.old_logprobs_T = base + mine.old_logprobs_T
     # A reference that does not come from this model: otherwise the loss would be the same whatever the layout computes.
@@ -141,7 +140,7 @@ def speed_job(mesh, directory: Path, dtype: str):
     """Steady step time, tokens a second, peak memory."""
     model = build(mesh, directory, dtype, 16384 if GPU else 64, 10)
     batch = make_batch(64, 1024 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.shard(range(64))[0])
+    mine = batch.select(mesh.ranks.shard_of_replica(range(64)))
     times = []
     for _ in range(4):
         if GPU:

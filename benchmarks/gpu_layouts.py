@@ -29,7 +29,6 @@ from fivefold.launch.local import free_port
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.spec import load_spec
 from fivefold.plan.memory import estimate_memory, training_flops
-from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 
 GPU = torch.cuda.is_available()
@@ -120,10 +119,10 @@ def make_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)
     responses = torch.tensor([n - max(1, n // 4) for n in lengths])
     rewards = torch.rand(samples, generator=generator)
-    batch.advantages_T = expand_to_tokens(
-        OBJECTIVE.advantage(AdvantageInputs(rewards, torch.arange(samples) // 4, responses)), batch
+    batch.advantages_T = batch.expand_to_tokens(
+        OBJECTIVE.advantage(AdvantageInputs(rewards, torch.arange(samples) // 4, responses))
     )
-    batch.loss_weights_T = expand_to_tokens(OBJECTIVE.weights(responses, 2 * mean_length), batch)
+    batch.loss_weights_T = batch.expand_to_tokens(OBJECTIVE.loss_weights(responses, 2 * mean_length))
     batch.update_tokens = int(responses.sum())
     noise = torch.randn(2, len(tokens), generator=generator) * mask
     batch.old_logprobs_T = 0.1 * noise[0]
@@ -208,7 +207,7 @@ def step_job(mesh, directory: str, dtype: str, pipeline, transformer, changes=No
     model = build(mesh, directory, dtype, 4096 if GPU else 64, pipeline, transformer, **(changes or {}))
     samples = 16 if GPU else 4
     batch = make_batch(samples, 512 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.shard(range(samples))[0])
+    mine = batch.select(mesh.ranks.shard_of_replica(range(samples)))
     base = model.forward(mine)
     mine.old_logprobs_T = base + mine.old_logprobs_T
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
@@ -236,7 +235,7 @@ def speed_job(mesh, directory: str, pipeline, transformer, tokens: int, samples:
         torch.cuda.reset_peak_memory_stats()
     model = build(mesh, directory, "bfloat16", tokens, pipeline, transformer, **(changes or {}))
     batch = make_batch(samples, length, model.shape.vocab)
-    mine = batch.select(mesh.ranks.shard(range(samples))[0])
+    mine = batch.select(mesh.ranks.shard_of_replica(range(samples)))
     times = []
     for _ in range(4):
         synchronize()
@@ -324,7 +323,7 @@ def offload_job(mesh, directory: str):
     settings = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16", 4096 if GPU else 64, offload=settings)
     batch = make_batch(8, 512 if GPU else 24, model.shape.vocab)
-    mine = batch.select(mesh.ranks.shard(range(8))[0])
+    mine = batch.select(mesh.ranks.shard_of_replica(range(8)))
     model.train_step(mine, OBJECTIVE.loss)
     before = [tensor.clone() for name in ("parameters", "optimizer") for tensor in model._offload._tensors(name)]
     before = [tensor.cpu() for tensor in before]
@@ -359,7 +358,7 @@ def deterministic_job(mesh, directory: str, on: bool):
         model = build(mesh, directory, "bfloat16", 8192 if GPU else 64)
         samples = 32 if GPU else 4
         batch = make_batch(samples, 1024 if GPU else 24, model.shape.vocab)
-        mine = batch.select(mesh.ranks.shard(range(samples))[0])
+        mine = batch.select(mesh.ranks.shard_of_replica(range(samples)))
         for _ in range(3):
             synchronize()
             begin = time.perf_counter()

@@ -24,7 +24,6 @@ from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
 from fivefold.config.schema import PolicyConfig
 from fivefold.plan.memory import estimate_memory
-from fivefold.rollout.batch import expand_to_tokens
 
 PPO = make_objective("ppo", gamma=0.99, lam=0.95)
 BIG = {
@@ -88,26 +87,16 @@ def ppo_job(mesh, directory: str, critic_directory: str, dtype: str):
     """Two PPO steps: [(losses and norms of critic and policy)], in float32 also how far parameters are from one GPU's."""
     policy, critic = build(mesh, directory, dtype, False), build(mesh, critic_directory, dtype, True)
     whole = make_batch(SAMPLES, LENGTH, policy.shape.vocab)
-    own = mesh.ranks.shard(range(SAMPLES))[0]
+    own = mesh.ranks.shard_of_replica(range(SAMPLES))
     mine = whole.select(own)
     mine = replace(mine, old_logprobs_T=policy.forward(mine) + mine.old_logprobs_T, values_T=critic.forward(mine))
-
-    class Replicas:
-        def own(self, values_N):
-            return values_N[own]
-
-        def gather(self, own_N):
-            raise AssertionError("no KL in the reward")
-
-        def total(self, sums):
-            return mesh.ranks.all_reduce_sum(sums)
 
     generator = torch.Generator().manual_seed(3)
     responses = torch.tensor([int(whole.loss_mask_T[whole.token_index([i])].sum()) for i in range(SAMPLES)])
     scores = AdvantageInputs(torch.rand(SAMPLES, generator=generator), torch.arange(SAMPLES), responses)
     finished = torch.rand(SAMPLES, generator=generator) < 0.7
-    advantages_T, returns_T = PPO.advantages(mine, scores, finished, Replicas())
-    weights = expand_to_tokens(PPO.weights(responses, 2 * LENGTH)[own], mine)
+    advantages_T, returns_T = PPO.advantages(mine, scores, finished, mesh.ranks)
+    weights = mine.expand_to_tokens(PPO.loss_weights(responses, 2 * LENGTH)[own])
     mine = replace(mine, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=weights)
     numbers = []
     for _ in range(2):
@@ -155,7 +144,7 @@ def speed_job(mesh, directory: str, critic_directory: str):
             times[name] = min(times.get(name, 1e9), time.perf_counter() - begin)
     begin = time.perf_counter()
     scores = AdvantageInputs(torch.rand(samples), torch.arange(samples), torch.ones(samples))
-    alone = type("Alone", (), {"own": lambda _, x: x, "gather": lambda _, x: x, "total": lambda _, x: x})()
+    alone = type("Alone", (), {"all_reduce_sum": lambda _, sums: sums})()
     PPO.advantages(batch, scores, torch.ones(samples, dtype=torch.bool), alone)
     times["GAE and whitening"] = time.perf_counter() - begin
     memory = estimate_memory(

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from fivefold.launch.local import free_port
+from fivefold.distributed.ports import free_port
 from fivefold.layout import ParallelLayout
 
 

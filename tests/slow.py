@@ -33,8 +33,8 @@ def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list
         elif kind == "pass_at_k":
             best = max(inside)
             value = best - sorted(inside)[-2] if i == members[inside.index(best)] and len(inside) > 1 else 0.0
-        expand_to_tokens = inside if normalize == "group" else rewards
-        std = statistics.stdev(expand_to_tokens) if len(expand_to_tokens) > 1 else 0.0
+        compared = inside if normalize == "group" else rewards
+        std = statistics.stdev(compared) if len(compared) > 1 else 0.0
         if normalize != "none" and not (kind == "leave_one_out" and std == 0):
             value /= std + 1e-6
         found.append(value)

@@ -20,7 +20,6 @@ from fivefold.algo.segments import Segments
 from fivefold.algo.surrogates import CISPO, DPO, GMPO, SAPO, SURROGATES, ClipCov, KLCov, LogLikelihood, PPOClip
 from fivefold.algo.values import ValueLoss
 from fivefold.config import methods
-from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 from tests import slow
 
@@ -357,9 +356,10 @@ def test_the_adaptive_coefficient_moves_towards_the_target():
     """Twice the target is bounded to +20 %: 0.1 · (1 + 0.2 · 256 / 1024) = 0.105; 10 % under it is -10 %."""
     assert kl.adapt(0.1, 0.2, 0.1, 256, 1024) == pytest.approx(0.105)
     assert kl.adapt(0.1, 0.09, 0.1, 256, 1024) == pytest.approx(0.1 * (1 - 0.1 / 4))
-    moved = make_objective("grpo", kl=methods.KLConfig(coef=0.1, target=0.1, horizon=1024)).with_adapted_kl(0.2, 256)
-    assert moved.kl_coef == pytest.approx(0.105)
-    assert make_objective("grpo").with_adapted_kl(9.0, 256).kl_coef == 0.001
+    moved, fixed = make_objective("grpo", kl=methods.KLConfig(coef=0.1, target=0.1, horizon=1024)), make_objective("grpo")
+    moved.adapt_kl(0.2, 256)
+    fixed.adapt_kl(9.0, 256)
+    assert (moved.kl_coef, fixed.kl_coef) == (pytest.approx(0.105), 0.001)
 
 
 def test_a_penalty_in_the_reward_comes_before_advantages_are_made():
@@ -380,13 +380,7 @@ def test_a_penalty_in_the_reward_comes_before_advantages_are_made():
 class Alone:
     """One replica."""
 
-    def own(self, values_N):
-        return values_N
-
-    def gather(self, own_N):
-        return own_N
-
-    def total(self, sums):
+    def all_reduce_sum(self, sums):
         return sums
 
 
@@ -424,7 +418,7 @@ def test_aggregations_against_their_definitions():
 
 def test_responses_that_were_cut_off_can_be_left_out_of_loss_and_denominator():
     objective = make_objective("dapo", overlong_filter=True)
-    weights = objective.weights(torch.tensor([2, 3, 5]), 8, torch.tensor([True, False, True]))
+    weights = objective.loss_weights(torch.tensor([2, 3, 5]), 8, torch.tensor([True, False, True]))
     assert weights.tolist() == pytest.approx([1 / 7, 0, 1 / 7])
 
 
@@ -511,8 +505,8 @@ def make_batch(samples: int = 3) -> TokenBatch:
     batch = TokenBatch(torch.arange(total), mask, lengths, samples_per_comparison=1 if samples == 3 else 2)
     responses = torch.tensor([n - p for n, p in zip(lengths, prompts, strict=True)])
     generator = torch.Generator().manual_seed(5)
-    batch.advantages_T = expand_to_tokens(torch.tensor([1.0, -0.5, 0.25, -1.0][:samples]), batch)
-    batch.loss_weights_T = expand_to_tokens(AGGREGATES["seq-mean-token-mean"](responses, 8), batch)
+    batch.advantages_T = batch.expand_to_tokens(torch.tensor([1.0, -0.5, 0.25, -1.0][:samples]))
+    batch.loss_weights_T = batch.expand_to_tokens(AGGREGATES["seq-mean-token-mean"](responses, 8))
     batch.update_tokens = int(responses.sum())
     for name in ("old_logprobs_T", "ref_logprobs_T", "rollout_logprobs_T"):
         setattr(batch, name, -torch.rand(total, generator=generator) * mask)
@@ -563,7 +557,7 @@ def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggre
     objective, resolved = make_objective("cispo", **choices), methods.resolve("cispo", given(**choices))
     batch = make_batch()
     responses = torch.tensor([3, 3, 3])
-    batch.loss_weights_T = expand_to_tokens(objective.weights(responses, 8), batch)
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
     batch.per_micro_batch = objective.per_micro_batch
     entropy = torch.linspace(0.5, 2.0, 15) * batch.loss_mask_T
     for cut in ([[0, 1, 2]], [[2], [0, 1]]):
@@ -588,7 +582,7 @@ def test_every_method_and_its_gradient_equal_the_loop(name):
     objective = Objective.of(resolved)
     batch = make_batch(4)
     responses = torch.tensor([3, 3, 3, 2])
-    batch.loss_weights_T = expand_to_tokens(objective.weights(responses, 8), batch)
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
     now = (-torch.linspace(0.1, 1.5, 18)).requires_grad_()
     x = now.detach().double().requires_grad_()
     expected = slow.loss(resolved, as_lists(batch, x), 8)
@@ -796,7 +790,7 @@ def test_a_function_of_the_user_s_own_plugs_in_on_every_axis(tmp_path):
     batch = make_batch()
     found, _ = objective.advantages(batch, scores([1.0, 3.0, 5.0]), torch.ones(3, dtype=torch.bool), Alone())
     assert found.nonzero()[:, 0].tolist() == [4, 14] and found[[4, 8, 14]].tolist() == [-2.0, 0.0, 2.0]
-    batch.loss_weights_T = expand_to_tokens(objective.weights(torch.tensor([3, 3, 3]), 8), batch)
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(torch.tensor([3, 3, 3]), 8))
     now = -torch.linspace(0.1, 1.5, 15)
     expected = 0.0
     for t in batch.loss_mask_T.nonzero()[:, 0].tolist():

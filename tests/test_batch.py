@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import torch
+from fivefold.rollout.batch import micro_batches_needed, pack, plan_micro_batches
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.rollout.batch import expand_to_tokens, micro_batches_needed, pack, plan_micro_batches
 from fivefold.types import Group, Prompt, Sample
 
 lengths = st.lists(st.integers(1, 50), min_size=0, max_size=40)
@@ -35,7 +35,7 @@ def test_packing_lays_prompt_before_response_and_marks_the_response():
     assert batch.lengths_N == [4, 3, 4]
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3]
     assert torch.equal(batch.rollout_logprobs_T[batch.loss_mask_T], torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]))
-    assert expand_to_tokens(torch.tensor([1.0, 2.0, 3.0]), batch).tolist() == [0, 0, 1, 1, 0, 0, 2, 0, 3, 3, 3]
+    assert batch.expand_to_tokens(torch.tensor([1.0, 2.0, 3.0])).tolist() == [0, 0, 1, 1, 0, 0, 2, 0, 3, 3, 3]
 
 
 def test_a_selection_takes_the_tokens_of_its_samples_in_its_order():

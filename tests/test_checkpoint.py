@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.checkpoint.manager import Checkpoints, RunState, find_corruption
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
 
 
 def state(step: int) -> RunState:
@@ -64,7 +64,7 @@ def test_each_kind_of_damage_is_named(tmp_path, harm, says):
 
 
 def test_large_files_are_checked_at_head_and_tail(tmp_path, monkeypatch):
-    monkeypatch.setattr("fivefold.checkpoint.manager._DIGEST_BYTES", 4)
+    monkeypatch.setattr("fivefold.checkpoint.checkpoints._DIGEST_BYTES", 4)
     path = write(Checkpoints(tmp_path, keep=1), 1, b"0123456789abcdef")
     (path / "policy/part").write_bytes(b"0123456789abcdeF")
     assert "has other content" in find_corruption(path)

@@ -270,9 +270,9 @@ def test_an_exception_in_one_rank_ends_the_run_with_its_traceback(root, base, tm
     hook.write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import fivefold.rollout.batch\n"
+        "    import fivefold.rollout.packing\n"
         "    def fail(*a, **k): raise RuntimeError('planted in rank 1')\n"
-        "    fivefold.rollout.batch.spread = fail\n"
+        "    fivefold.rollout.packing.pack = fail\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     begin = time.monotonic()

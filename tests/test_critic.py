@@ -12,7 +12,6 @@ from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
 from fivefold.config.schema import PolicyConfig
-from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 from tests import slow
 from tests.layouts import VPP2, Case
@@ -58,7 +57,7 @@ def values_of(mesh, directory: Path, policy: PolicyConfig):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, value_head=True)
-    mine = mesh.ranks.shard(range(len(LENGTHS)))[0]
+    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
     batch = whole_batch().select(mine)
     # A temperature divides logits, not values.
     return mine, model.forward(replace(batch, temperature=0.3))
@@ -93,8 +92,8 @@ def with_returns(batch: TokenBatch, values_T: torch.Tensor) -> TokenBatch:
     scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), torch.tensor(LENGTHS) - torch.tensor(PROMPTS))
     batch = replace(batch, values_T=values_T)
     advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), Alone())
-    weights_N = PPO.weights(scores.lengths_N, MAX_RESPONSE)
-    return replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=expand_to_tokens(weights_N, batch))
+    weights_N = PPO.loss_weights(scores.lengths_N, MAX_RESPONSE)
+    return replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=batch.expand_to_tokens(weights_N))
 
 
 def test_gae_of_the_batch_equals_the_loop():
@@ -156,7 +155,7 @@ def critic_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=2, value_head=True)
-    mine = with_returns(whole_batch(), base_T).select(mesh.ranks.shard(range(len(LENGTHS)))[0])
+    mine = with_returns(whole_batch(), base_T).select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     reports = [model.train_step(mine, ValueLoss(CLIP)) for _ in range(2)]
     model.verify()
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
@@ -202,22 +201,15 @@ def ppo_step(mesh, directory: Path, critic_directory: Path, policy: PolicyConfig
 
     actor = MegatronModel(directory, policy, mesh, total_updates=1)
     critic = MegatronModel(critic_directory, critic_policy or policy, mesh, total_updates=1, value_head=True)
-    mine = mesh.ranks.shard(range(len(LENGTHS)))[0]
+    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
     whole = replace(whole_batch(), old_logprobs_T=old_T)
     batch = replace(whole.select(mine), values_T=critic.forward(whole.select(mine)))
 
-    class Replicas(Alone):
-        def own(self, values_N):
-            return values_N[mine]
-
-        def total(self, sums):
-            return mesh.ranks.all_reduce_sum(sums)
-
     responses = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
     scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), responses)
-    advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), Replicas())
-    weights_N = PPO.weights(responses, MAX_RESPONSE)[mine]
-    batch = replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=expand_to_tokens(weights_N, batch))
+    advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), mesh.ranks)
+    weights_N = PPO.loss_weights(responses, MAX_RESPONSE)[mine]
+    batch = replace(batch, advantages_T=advantages_T, returns_T=returns_T, loss_weights_T=batch.expand_to_tokens(weights_N))
     reports = [critic.train_step(batch, ValueLoss(CLIP)), actor.train_step(batch, PPO.loss)]
     weights = {
         f"{who}.{name}": tensor.clone()

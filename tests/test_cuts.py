@@ -12,7 +12,7 @@ import torch
 from fivefold.algo import Objective, make_objective
 from fivefold.config import methods
 from fivefold.config.schema import MegatronConfig, PolicyConfig
-from fivefold.rollout.batch import expand_to_tokens, plan_micro_batches
+from fivefold.distributed.balance import balance, plan_micro_batches
 from tests import slow, test_algo
 from tests.test_algo import as_lists
 from tests.test_step_equality import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
@@ -49,7 +49,7 @@ def batch_for(objective, base_T: torch.Tensor):
         batch,
         per_micro_batch=objective.per_micro_batch,
         samples_per_comparison=2 if objective.surrogate.against == "reference" else 1,
-        loss_weights_T=expand_to_tokens(objective.weights(RESPONSES, MAX_RESPONSE), batch),
+        loss_weights_T=batch.expand_to_tokens(objective.loss_weights(RESPONSES, MAX_RESPONSE)),
         old_logprobs_T=base_T + noise[0] * mask,
         ref_logprobs_T=base_T + noise[1] * mask,
         rollout_logprobs_T=base_T + (noise[0] + noise[2]) * mask,
@@ -65,7 +65,7 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
-    mine = mesh.ranks.shard(range(len(LENGTHS) // 2))[0]
+    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS) // 2))
     mine = [sample for pair in mine for sample in (2 * pair, 2 * pair + 1)]
     base_T = torch.zeros(sum(LENGTHS))
     index = whole_batch().token_index(mine)
@@ -75,13 +75,14 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
         lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.shape, mesh, 64
     )
     step.micro_batches_needed = lambda sizes, budget: count
+    step.plan_micro_batches = lambda sizes, count, budget: balance(sizes, count)
     rows, losses = [], []
     for objective in objectives():
         for ddp in model._models:
             ddp.train()
             ddp.zero_grad_buffer()
         part = batch_for(objective, base_T).select(mine)
-        found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._terms, [])
+        found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._batching, [])
         row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
         rows.append(row.clone() if mesh.ranks.rank == 0 else None)
         assert found.micro_batches == count
@@ -139,7 +140,7 @@ def legacy_loss(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tenso
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)
     objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0), aggregate=methods.LEGACY_AGGREGATE)
-    mine = mesh.ranks.shard(range(len(LENGTHS)))[0]
+    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
     batch = batch_for(objective, base_T).select(mine)
     return model.train_step(batch, objective.loss).loss, mine
 
@@ -157,7 +158,7 @@ def test_the_legacy_aggregation_is_the_mean_over_micro_batches_of_all_replicas(c
     means = []
     for _, mine in results:
         lengths = [LENGTHS[i] for i in mine]
-        for samples in plan_micro_batches(lengths, 2):
+        for samples in plan_micro_batches(lengths, 2, budget):
             index = batch.token_index([mine[i] for i in samples])
             index = index[batch.loss_mask_T[index]]
             ratio = (logprobs[index] - batch.old_logprobs_T[index]).exp()

@@ -18,7 +18,7 @@ def model_and_batch(mesh, directory: Path, policy=POLICY):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=4)
-    return model, whole_batch().select(mesh.ranks.shard(range(len(LENGTHS)))[0])
+    return model, whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
 
 
 def verify_after_harm(mesh, directory: Path, part: str, rank: int):

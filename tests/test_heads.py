@@ -29,6 +29,8 @@ def dense():
 def parallel(mesh, chunk: int):
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from fivefold.megatron.layers import lm_head
+
     lm_head.CHUNK_ELEMENTS = chunk
     hidden, weight, targets, upstream = inputs()
     rows = PADDED // mesh.layout.tp

@@ -283,7 +283,7 @@ def built_with(mesh, directory: Path, policy):
 
     model = MegatronModel(directory, policy, mesh, total_updates=2)
     trainer = model._trainer
-    batch = whole_batch().select(mesh.ranks.shard(range(len(LENGTHS)))[0])
+    batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     model.train_step(batch, OBJECTIVE.loss)
     adam = trainer.optimizer.chained_optimizers[0].optimizer
     state = next(iter(adam.state.values()))
@@ -390,7 +390,7 @@ def resumed(mesh, directory: Path, policy, path: Path):
     """Parameters after three updates in one go, and after one, a checkpoint, and two in a new model."""
     from fivefold.megatron.model import MegatronModel
 
-    batch = whole_batch().select(mesh.ranks.shard(range(len(LENGTHS)))[0])
+    batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     model = MegatronModel(directory, policy, mesh, total_updates=3)
     model.train_step(batch, OBJECTIVE.loss)
     model.save(path)

@@ -11,56 +11,31 @@ from typing import Any
 import pytest
 
 from fivefold.config import methods
+from fivefold.types import Sampling
 from tests.test_cli_runs import fivefold, make_model
-from tests.toy import VOCAB, ToyEngine, ToyModel, ToyScorer, target, toy_prompts
+from tests.toy import VOCAB, ToyEngine, ToyModel, ToyScorer, target, toy_parts, toy_prompts
 
 GROUP = 8
 
 
-def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, **changes: Any):
+def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, steps: int = 60, policy: ToyModel | None = None,
+            source=None, **changes: Any):  # fmt: skip
     """(rewards of each step, of the policy before and after) of a run with the toy model and the real loop."""
-    from fivefold.algo import Objective
-    from fivefold.algo.values import ValueLoss
-    from fivefold.checkpoint.manager import Checkpoints
-    from fivefold.data import PromptLoader
-    from fivefold.observability.run_logger import RunLogger
-    from fivefold.rollout.groups import DynamicSampling, Rewards
-    from fivefold.trainer.run import Run
     from fivefold.trainer.train import train
-    from fivefold.types import Sampling
 
-    chosen = methods.resolve(name, choices)
-    objective, given = Objective.of(chosen), name in methods.OFFLINE_METHODS
-    prompts = [
-        replace(prompt, responses=prompt.responses[: 2 if name == "dpo" else 1]) if given else prompt
-        for prompt in toy_prompts()
-    ]
-    policy = changes.pop("policy", None) or ToyModel()
-    settings: dict[str, Any] = {
-        "ranks": mesh.ranks, "observer": RunLogger(run_dir, [], True, 1), "policy": policy,
-        "reference": ToyModel() if objective.needs_reference else None,
-        "critic": ToyModel(value_head=True) if objective.needs_critic else None, "engine": None if given else ToyEngine(),
-        "objective": objective, "value_loss": ValueLoss(), "critic_warmup": 0,
-        "sampler": PromptLoader(prompts, 8, seed=1, shuffle=True), "given": given, "samples_per_comparison": 2 if name == "dpo" else 1,
-        "group_size": GROUP, "refill": DynamicSampling(3, 8) if chosen.dynamic_sampling else None,
-        "sampling": Sampling(max_tokens=5, seed=3), "rewards": Rewards(ToyScorer()), "evaluation": None,
-        "checkpoints": Checkpoints(run_dir, 1), "run_dir": run_dir, "steps": 60, "seed": 3, "updates_per_step": 2, "epochs": 1,
-        "max_logprob_diff": 1e-3, "save_every": 0, "eval_every": 0, "eval_before": False, "stop_at": {}, "samples_per_step": 0,
-        "resume": "never", "flops": lambda tokens, length: 1.0, "stop_requested": lambda: False, "guard_every": 0,
-        "max_skipped": 0, "profile_steps": [], "profile_this_rank": False, "resolved_config": "",
-    }  # fmt: skip
-    run = Run(**{**settings, **changes})
+    policy = policy or ToyModel()
+    run = toy_parts(mesh, run_dir, name, choices, policy, steps, source, **changes)
 
     def sampled() -> float:
         engine = ToyEngine()
         engine.update_weights(policy.weights(), 0)
-        groups = engine.generate(prompts, 32, Sampling(max_tokens=5, seed=99))
+        groups = engine.generate(toy_prompts(), 32, Sampling(max_tokens=5, seed=99))
         ToyScorer().score(groups)
-        return sum(sample.reward for group in groups for sample in group.samples) / 32 / len(prompts)
+        return sum(sample.reward for group in groups for sample in group.samples) / 32 / len(groups)
 
     before = sampled()
     train(run)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()] if run.steps else []
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return rows, before, sampled(), run
 
 
@@ -113,7 +88,7 @@ def test_pass_at_k_raises_the_best_of_a_group(cluster, tmp_path):
 
 def refilled(mesh, run_dir: Path, known: int):
     rows, *_, run = toy_run(mesh, run_dir, "dapo", methods.Choices(), steps=3, policy=knowing(known), group_size=32)
-    return rows, run.position
+    return rows, run.rollouts.state_dict()["position"]
 
 
 def knowing(count: int) -> ToyModel:
@@ -141,22 +116,23 @@ def test_dynamic_sampling_refills_up_to_its_limit(cluster, tmp_path, known, roun
 def test_dynamic_sampling_takes_the_same_groups_on_every_number_of_replicas(cluster, tmp_path):
     one = cluster.run(first_groups, "megatron:d1", tmp_path / "one")[0]
     two = cluster.run(first_groups, "megatron:d2", tmp_path / "two")
-    assert [item for pair in zip(*two, strict=True) for item in pair] == one
+    assert sorted(item for groups in two for item in groups) == one
+    assert [index for index, *_ in one] == [0, 1, 2, 3]
 
 
 def first_groups(mesh, run_dir: Path):
-    from fivefold.data import PromptLoader
-    from fivefold.rollout.groups import DynamicSampling
-
-    *_, run = toy_run(mesh, run_dir / str(mesh.ranks.rank), "dapo", methods.Choices(), steps=0)
-    engine_run = replace(run, sampler=PromptLoader(toy_prompts(), 4, 1, True), refill=DynamicSampling(4, 4))
-    engine_run.policy.table.data[:4, :, 1] += 9.0
-    return [(group.prompt.id, [sample.token_ids for sample in group.samples]) for group in engine_run.collect()]
+    policy = ToyModel()
+    policy.table.data[:4, :, 1] += 9.0
+    own = run_dir / str(mesh.ranks.rank)
+    run = toy_parts(mesh, own, "dapo", methods.Choices(), policy, 0, groups_per_step=4, max_rounds=4)
+    run.engine.update_weights(policy.weights(), 0)
+    groups = run.rollouts.next(0)
+    return [(group.index, group.prompt.id, [sample.token_ids for sample in group.samples]) for group in groups]
 
 
 def several_epochs(mesh, run_dir: Path):
-    rows, *_, run = toy_run(mesh, run_dir, "grpo", methods.Choices(), steps=4, epochs=3)
-    return rows, run.policy.version
+    rows, *_, run = toy_run(mesh, run_dir, "grpo", methods.Choices(), steps=4, ppo_epochs=3)
+    return rows, run.models.policy.version
 
 
 def test_several_epochs_move_away_from_the_policy_that_sampled_and_say_so(cluster, tmp_path):
@@ -170,7 +146,7 @@ def test_several_epochs_move_away_from_the_policy_that_sampled_and_say_so(cluste
 
 def warmed_up(mesh, run_dir: Path):
     rows, _, _, run = toy_run(mesh, run_dir, "ppo", methods.Choices(), steps=3, critic_warmup=2)
-    return rows, run.policy.version, run.critic.version
+    return rows, run.models.policy.version, run.models.critic.version
 
 
 def test_a_critic_that_warms_up_learns_before_the_policy_moves(cluster, tmp_path):
@@ -192,24 +168,24 @@ def test_a_critic_comes_to_explain_the_returns_of_a_policy_that_stays(cluster, t
     assert rows[-1]["critic/loss"] < rows[0]["critic/loss"] / 4
 
 
-def validation_losses(mesh):
+def validation_losses(mesh, run_dir: Path):
     """Of a policy that knows nothing, by every aggregation that is a mean over tokens."""
-    from fivefold.algo import Objective
-    from fivefold.trainer.evaluation import Evaluation
-    from fivefold.types import Sampling
+    from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 
     prompts = [replace(prompt, responses=prompt.responses[:1]) for prompt in toy_prompts()]
-    evaluation = Evaluation(prompts, 0, Sampling(5), Sampling(5), generate=False, given=prompts)
     found = []
     for aggregate in ("token-mean", "seq-mean-token-mean", methods.LEGACY_AGGREGATE):
-        objective = Objective.of(methods.resolve("sft", methods.Choices(aggregate=aggregate)))
-        found.append(evaluation.losses(ToyModel(), None, objective, mesh.ranks)["val/loss"])
+        own = run_dir / f"{aggregate}-{mesh.ranks.rank}"
+        run = toy_parts(mesh, own, "sft", methods.Choices(aggregate=aggregate), ToyModel(), 1)
+        chosen = EvaluationSet(prompts, 0, Sampling(5), Sampling(5), generate=False, offline=prompts)
+        evaluation = Evaluation(chosen, None, run.rewards, run.objective, run.ranks, run.logger, run.plan)
+        found.append(evaluation.measure(run.models)[0]["val/loss"])
     return found
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
-def test_the_validation_loss_of_a_uniform_policy_is_the_log_of_its_vocabulary(cluster, layout):
-    for losses in cluster.run(validation_losses, f"megatron:{layout}"):
+def test_the_validation_loss_of_a_uniform_policy_is_the_log_of_its_vocabulary(cluster, tmp_path, layout):
+    for losses in cluster.run(validation_losses, f"megatron:{layout}", tmp_path):
         assert losses == pytest.approx([math.log(VOCAB)] * 3, rel=1e-6)
 
 

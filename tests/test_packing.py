@@ -38,7 +38,7 @@ def losses_and_gradients(mesh, directory: Path, budget: int):
 
     model = MegatronModel(directory, replace(POLICY, tokens_per_micro_batch=budget), mesh, total_updates=20)
     whole = sequences()
-    own, _ = mesh.ranks.shard(range(len(LENGTHS)))
+    own = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
     packed = model.train_step(whole.select(own), weighted)
     gradients = gradient_sum(model)
     alone = torch.zeros_like(gradients)

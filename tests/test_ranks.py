@@ -1,25 +1,34 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 
 def exchange(mesh, count: int):
     ranks = mesh.ranks
-    items = [f"item {i}" for i in range(count)]
-    replica, own = ranks.shard(items)
-    gathered = ranks.all_gather_within_replica(own)
-    everything = ranks.all_gather_replicas([item.upper() for item in gathered])
-    return replica, own, gathered, everything, ranks.any(ranks.rank == 1), ranks.all_reduce_max(ranks.rank)
+    items = list(range(count))
+    replica, own = ranks.shard_of_replica(items), ranks.shard(items)
+    rows = torch.tensor([[item, 10 * item] for item in own], dtype=torch.long).view(-1, 2)
+    within = [piece.tolist() for piece in ranks.all_gather_within_replica(rows)]
+    world = [piece.tolist() for piece in ranks.all_gather_world(rows)]
+    # Each rank sends item i to replica i mod dp, where it came from: what arrives is what was sent.
+    order = sorted(range(len(own)), key=lambda i: own[i] % ranks.layout.dp)
+    counts = [sum(item % ranks.layout.dp == dp for item in own) for dp in range(ranks.layout.dp)]
+    expected = [len(own) if dp == ranks.coords.dp else 0 for dp in range(ranks.layout.dp)]
+    back = ranks.all_to_all_replicas(rows[order], counts, expected).tolist()
+    assert back == rows.tolist()
+    return replica, own, within, world, ranks.any(ranks.rank == 1), ranks.all_reduce_max(ranks.rank)
 
 
 @pytest.mark.parametrize("layout", ["megatron:d2t2", "megatron:d2p2", "megatron:t2p2", "megatron:d4"])
 @pytest.mark.parametrize("count", [1, 3, 8, 9])
-def test_what_is_shared_comes_together_again_in_order(cluster, layout, count):
+def test_a_list_is_sharded_over_all_ranks_and_rows_of_any_number_come_together_in_order(cluster, layout, count):
     results = cluster.run(exchange, layout, count)
-    items = [f"item {i}" for i in range(count)]
-    assert sorted(item for _, own, *_ in results for item in own) == sorted(items)
-    for replica, _, gathered, everything, flag, highest in results:
-        assert gathered == replica
-        assert everything == [item.upper() for item in items]
+    owned = [own for _, own, *_ in results]
+    assert sorted(item for own in owned for item in own) == list(range(count))
+    for replica, own, within, world, flag, highest in results:
+        assert set(own) <= set(replica)
+        assert sorted(row[0] for piece in within for row in piece) == replica
+        assert world == [[[item, 10 * item] for item in one] for one in owned]
         assert flag
         assert highest == 3

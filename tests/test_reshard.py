@@ -86,7 +86,7 @@ def train_and_save(mesh, directory: Path, case: Case, path: Path):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy_of(case), mesh, total_updates=4)
-    own, _ = mesh.ranks.shard(range(len(LENGTHS)))
+    own = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
     mine = whole_batch().select(own)
     base = model.forward(mine)
     mine = replace(mine, old_logprobs_T=base + mine.old_logprobs_T)

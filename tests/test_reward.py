@@ -134,12 +134,13 @@ def test_an_exception_in_a_scoring_thread_is_raised(user_file, monkeypatch, work
 
 
 def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]], max_failed: float):
-    from fivefold.rollout.groups import Rewards
+    from fivefold.reward.manager import RewardManager
 
     said: list[str] = []
     pool = RewardPool(RewardConfig(functions=functions))
     try:
-        groups = Rewards(pool, max_failed=max_failed, say=said.append).scored(mesh.ranks, [group(*texts[mesh.ranks.rank])])
+        groups = [group(*texts[mesh.ranks.rank])]
+        RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append).score(groups)
     except RuntimeError as error:
         return str(error), said
     finally:

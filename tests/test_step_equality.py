@@ -15,7 +15,6 @@ import torch
 from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
-from fivefold.rollout.batch import expand_to_tokens
 from fivefold.types import TokenBatch
 from tests.layouts import MODELS, VPP2, Case
 from tests.models import VOCAB, load_tensors
@@ -53,8 +52,8 @@ def whole_batch() -> TokenBatch:
     noise = torch.randn(2, sum(LENGTHS), generator=generator) * 0.1
     return replace(
         batch,
-        advantages_T=expand_to_tokens(advantages_N, batch),
-        loss_weights_T=expand_to_tokens(OBJECTIVE.weights(responses_N, MAX_RESPONSE), batch),
+        advantages_T=batch.expand_to_tokens(advantages_N),
+        loss_weights_T=batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, MAX_RESPONSE)),
         old_logprobs_T=noise[0] * mask,
         ref_logprobs_T=10 * noise[1] * mask,
         update_tokens=int(responses_N.sum()),
@@ -72,7 +71,7 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
     model = MegatronModel(directory, policy, mesh, total_updates=2)
     batch = whole_batch()
     batch = replace(batch, old_logprobs_T=base_T + batch.old_logprobs_T, ref_logprobs_T=base_T + batch.ref_logprobs_T)
-    mine = batch.select(mesh.ranks.shard(range(len(LENGTHS)))[0])
+    mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     reports = [model.train_step(mine, OBJECTIVE.loss) for _ in range(2)]
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
-from fivefold.checkpoint.manager import Checkpoints
 from fivefold.config import RunConfig, dump_yaml
 from fivefold.data import Columns, PromptLoader, PromptSet, load_prompts
 from fivefold.data.prompts import encode_conversation
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.transformers import TransformersEngine
-from fivefold.layout import ParallelLayout
+from fivefold.interfaces import Engine, RolloutSource
 from fivefold.megatron.construct import DTYPES
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.spec import ModelSpec, load_spec
 from fivefold.observability.run_logger import RunLogger
-from fivefold.plan.check import memory_of
 from fivefold.plan.memory import training_flops
+from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards
+from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import RewardPool
 from fivefold.reward.reward_model import ModelReward
-from fivefold.rollout.groups import DynamicSampling, Rewards
-from fivefold.trainer.evaluation import EVALUATION_STREAM, Evaluation
+from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
+from fivefold.rollout.stats import BatchPlan
+from fivefold.trainer.checks import LogprobGate, SkipGuard
+from fivefold.trainer.evaluation import EVALUATION_STREAM, Evaluation, EvaluationSet
+from fivefold.trainer.minibatches import MiniBatches
+from fivefold.trainer.models import Models
 from fivefold.trainer.run import Run
+from fivefold.trainer.trainer import Trainer
 from fivefold.types import Prompt, Sample, Sampling
 
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -73,95 +79,162 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         # Nothing reads memory that was never written: filling it would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     directory = fetch_model(config.model.path, ranks)
-    shape = load_spec(directory)
-    shape.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
-    algorithm = config.algorithm
-    objective = Objective.of(algorithm.resolved)
+    spec = load_spec(directory)
+    spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
     tokenizer = load_tokenizer(config.model.tokenizer or str(directory), config.model.trust_remote_code)
-    training = _prompts(config, tokenizer, config.data.train, need_responses=algorithm.offline)
-    validation = _prompts(config, tokenizer, config.data.val, first=config.eval.max_prompts) if config.data.val else None
-    evaluation = None if validation is None else _evaluation(config, validation)
-    scorer = RewardPool(config.reward)
-    generates = evaluation is not None and evaluation.generate
-    for prompt in ([] if algorithm.offline else training.prompts) + (evaluation.prompts if evaluation and generates else []):
-        scorer.weights(prompt.source)
-    sampler = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
-    steps = config.trainer.steps or config.trainer.epochs * sampler.steps_per_epoch
-    updates = algorithm.updates_per_step * algorithm.ppo_epochs
-    warmup = config.critic.warmup_steps if objective.needs_critic else 0
-    if warmup >= steps:
+    training, evaluation_set = build_data(config, tokenizer)
+    pool = build_reward_pool(config, training, evaluation_set)
+    loader = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
+    steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
+    if config.uses_critic and config.critic.warmup_steps >= steps:
         raise ValueError(
-            f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: {warmup}"
+            f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: "
+            f"got {config.critic.warmup_steps}"
         )
     mesh = build_mesh(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
     logger = RunLogger(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps)
-    logger.log(describe(config, shape, training, validation, objective, steps))
-    bucket_mb = config.engine.sync_bucket_mb
-    policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, bucket_mb=bucket_mb)
-    reference = critic = reward_model = engine = None
-    if objective.needs_reference:
-        other = fetch_model(config.reference.path, ranks) if config.reference.path else directory
-        reference = MegatronModel(other, config.policy, mesh)
-        same_vocabulary("reference.path", reference.shape, shape)
-    if objective.needs_critic:
-        other = fetch_model(config.critic.path, ranks) if config.critic.path else directory
-        critic = MegatronModel(
-            other,
-            config.critic.settings(config.policy),
-            mesh,
-            total_updates=steps * updates,
-            bucket_mb=bucket_mb,
-            value_head=True,
-        )
-        same_vocabulary("critic.path", critic.shape, shape)
-    samples = not algorithm.offline or generates
-    if config.reward.model.path and samples:
-        reward_model = _judge(config, fetch_model(config.reward.model.path, ranks), mesh)
-    if samples:
-        engine = TransformersEngine(
-            directory, tokenizer, device, DTYPES[config.policy.dtype], config.engine.max_num_seqs, logger.advance
-        )
-    chosen = algorithm.resolved
-    refill = DynamicSampling(algorithm.sampling_rounds, algorithm.prompts_per_round or config.data.prompts_per_step)
-
+    objective = Objective.of(config.algorithm.resolved)
+    validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
+    sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
+    logger.log(describe(config, spec, steps=steps, **sizes))
+    models = build_models(config, directory, mesh, objective, steps, logger)
+    engine = reward_model = None
+    if not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate):
+        if config.reward.model.path:
+            reward_model = build_reward_model(config, fetch_model(config.reward.model.path, ranks), mesh)
+        dtype, most = DTYPES[config.policy.dtype], config.engine.max_num_seqs
+        engine = TransformersEngine(directory, tokenizer, device, dtype, most, logger.advance)
+    rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
+    plan = build_plan(config, spec)
+    rollouts = build_rollouts(config, loader, engine, rewards, ranks, logger, objective)
+    evaluation = None
+    if evaluation_set is not None:
+        evaluation = Evaluation(evaluation_set, engine, rewards, objective, ranks, logger, plan)
+    max_diff = config.engine.max_logprob_diff or MAX_LOGPROB_DIFF[config.policy.dtype]
     return Run(
         ranks=ranks,
         logger=logger,
-        policy=policy,
-        reference=reference,
-        critic=critic,
-        engine=engine,
+        models=models,
+        engine=None if config.algorithm.offline else engine,
+        rewards=rewards,
+        rollouts=rollouts,
+        plan=plan,
         objective=objective,
-        value_loss=ValueLoss(config.critic.value_clip),
-        critic_warmup=warmup,
-        sampler=sampler,
-        given=algorithm.offline,
-        samples_per_comparison=2 if algorithm.name == "dpo" else 1,
-        group_size=algorithm.group_size,
-        refill=refill if chosen.dynamic_sampling else None,
-        sampling=_sampling(config),
-        rewards=Rewards(scorer, reward_model, config.reward.max_failed, logger.log),
-        evaluation=evaluation,
-        checkpoints=Checkpoints(config.run_dir, config.trainer.keep),
-        run_dir=config.run_dir,
-        steps=steps,
+        minibatches=MiniBatches(objective, config.algorithm.ppo_epochs),
+        gate=LogprobGate(ranks, max_diff, is_open=config.algorithm.offline),
+        trainer=Trainer(
+            config.trainer,
+            steps,
+            ranks,
+            logger,
+            models,
+            rollouts,
+            evaluation,
+            flops=partial(training_flops, spec),
+            stop_requested=stop_requested,
+            resolved_config=dump_yaml(config),
+        ),
+    )
+
+
+def build_data(config: RunConfig, tokenizer: Any) -> tuple[PromptSet, EvaluationSet | None]:
+    """The training prompts, and what is evaluated where there are validation files."""
+    training = _prompts(config, tokenizer, config.data.train, need_responses=config.algorithm.offline)
+    if not config.data.val:
+        return training, None
+    return training, _evaluation_set(config, _prompts(config, tokenizer, config.data.val, first=config.eval.max_prompts))
+
+
+def build_reward_pool(config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None) -> RewardPool:
+    """The reward processes; raises ValueError for a data source whose reward is not known."""
+    pool = RewardPool(config.reward)
+    scored = [] if config.algorithm.offline else list(training.prompts)
+    if evaluation_set is not None and evaluation_set.generate:
+        scored += evaluation_set.prompts
+    for source in {prompt.source for prompt in scored}:
+        pool.weights(source)
+    return pool
+
+
+def build_models(
+    config: RunConfig, directory: Path, mesh: Mesh, objective: Objective, steps: int, logger: RunLogger
+) -> Models:
+    """Policy, reference and critic, as far as the method needs them."""
+    updates, bucket_mb = config.algorithm.updates_per_step * config.algorithm.ppo_epochs, config.engine.sync_bucket_mb
+    warmup = config.critic.warmup_steps if config.uses_critic else 0
+    policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, bucket_mb=bucket_mb)
+    reference = critic = None
+    if objective.needs_reference:
+        other = fetch_model(config.reference.path, mesh.ranks) if config.reference.path else directory
+        reference = MegatronModel(other, config.policy, mesh)
+        same_vocabulary("reference.path", reference.shape, policy.shape)
+    if objective.needs_critic:
+        other = fetch_model(config.critic.path, mesh.ranks) if config.critic.path else directory
+        settings = config.critic.settings(config.policy)
+        critic = MegatronModel(other, settings, mesh, total_updates=steps * updates, bucket_mb=bucket_mb, value_head=True)
+        same_vocabulary("critic.path", critic.shape, policy.shape)
+    return Models(
+        policy,
+        reference,
+        critic,
+        objective,
+        ValueLoss(config.critic.value_clip),
+        mesh.ranks,
+        SkipGuard(mesh.ranks, config.trainer.guard.max_skipped, config.run_dir, logger.log),
         seed=config.trainer.seed,
+        critic_warmup=warmup,
+    )
+
+
+def build_rollouts(
+    config: RunConfig,
+    loader: PromptLoader[Prompt],
+    engine: Engine | None,
+    rewards: RewardManager,
+    ranks: Ranks,
+    logger: RunLogger,
+    objective: Objective,
+) -> RolloutSource:
+    """Where the groups of each step come from."""
+    algorithm, prompts = config.algorithm, PromptQueue(loader, logger)
+    if algorithm.offline:
+        return DatasetRollouts(prompts, ranks, config.data.prompts_per_step)
+    assert engine is not None
+    is_dynamic = bool(algorithm.resolved.dynamic_sampling)
+    per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
+    rollouts = EngineRollouts(
+        engine,
+        prompts,
+        rewards,
+        ranks,
+        logger,
+        _sampling(config),
+        group_size=algorithm.group_size,
+        prompts_per_call=per_call,
+        with_greedy=objective.needs_greedy,
+    )
+    if not is_dynamic:
+        return rollouts
+    return DynamicSampling(
+        rollouts, ranks, logger, groups_per_step=config.data.prompts_per_step, max_rounds=algorithm.sampling_rounds
+    )
+
+
+def build_plan(config: RunConfig, spec: ModelSpec) -> BatchPlan:
+    """How samples become batches; a sample's work is that of its tokens and of its attention."""
+    per_token = training_flops(spec, 1, 0)
+    per_pair = training_flops(spec, 1, 1) - per_token
+
+    def work(lengths_N: Tensor) -> Tensor:
+        lengths_N = lengths_N.double()
+        return lengths_N * (per_token + per_pair * lengths_N)
+
+    return BatchPlan(
         updates_per_step=config.algorithm.updates_per_step,
-        epochs=config.algorithm.ppo_epochs,
-        max_logprob_diff=config.engine.max_logprob_diff or MAX_LOGPROB_DIFF[config.policy.dtype],
-        save_every=config.trainer.save_every,
-        eval_every=config.trainer.eval_every,
-        eval_before_train=config.trainer.eval_before_train,
-        stop_at=config.trainer.stop_at,
-        samples_per_step=config.trainer.logged_samples_per_step,
-        resume=config.trainer.resume,
-        flops=partial(training_flops, shape),
-        stop_requested=stop_requested,
-        guard_every=config.trainer.guard.every,
-        max_skipped=config.trainer.guard.max_skipped,
-        profile_steps=config.trainer.profile.steps,
-        profile_this_rank=ranks.rank in config.trainer.profile.ranks,
-        resolved_config=dump_yaml(config),
+        samples_per_comparison=2 if config.algorithm.name == "dpo" else 1,
+        temperature=_sampling(config).temperature,
+        max_response_tokens=config.data.max_response_tokens,
+        work=work,
     )
 
 
@@ -183,7 +256,8 @@ def _sampling(config: RunConfig) -> Sampling:
     )
 
 
-def _judge(config: RunConfig, directory: Path, mesh: Mesh) -> ModelReward:
+def build_reward_model(config: RunConfig, directory: Path, mesh: Mesh) -> ModelReward:
+    """The sequence classifier that scores whole responses."""
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
     model = MegatronModel(directory, config.reward.model.settings(config.policy), mesh, value_head=True)
     if model.value_head_is_new:
@@ -192,7 +266,7 @@ def _judge(config: RunConfig, directory: Path, mesh: Mesh) -> ModelReward:
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
         return encode_conversation(prompt.messages, sample.text, tokenizer)
 
-    return ModelReward(model, encode, config.reward.model.weight, model.shape.max_positions)
+    return ModelReward(model, mesh.ranks, encode, config.reward.model.weight, model.shape.max_positions)
 
 
 def _prompts(
@@ -212,26 +286,25 @@ def _prompts(
     )
 
 
-def _evaluation(config: RunConfig, validation: PromptSet) -> Evaluation:
+def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
     sampling = _sampling(config)
-    seeded = dataclasses.replace(sampling, seed=config.trainer.seed ^ EVALUATION_STREAM, top_k=0)
+    seeded = replace(sampling, seed=config.trainer.seed ^ EVALUATION_STREAM, top_k=0)
     generate = config.eval.generate
     if generate is None:
         generate = config.may_generate and _rewards_are_known(config, validation)
-    given = [prompt for prompt in validation.prompts if prompt.responses]
-    if not generate and not given:
+    offline = [prompt for prompt in validation.prompts if prompt.responses]
+    if not generate and not offline:
         raise ValueError(
             "data.val: there is nothing to evaluate, the rows have no responses to learn from and nothing is sampled; "
             "leave data.val out, or name rewards and set eval.generate: true"
         )
-    return Evaluation(
+    return EvaluationSet(
         validation.prompts,
         config.eval.samples,
-        greedy=dataclasses.replace(seeded, temperature=0.0, top_p=1.0),
-        sampled=dataclasses.replace(seeded, temperature=config.eval.temperature, top_p=config.eval.top_p),
+        greedy=replace(seeded, temperature=0.0, top_p=1.0),
+        sampled=replace(seeded, temperature=config.eval.temperature, top_p=config.eval.top_p),
         generate=generate,
-        given=given,
-        samples_per_comparison=2 if config.algorithm.name == "dpo" else 1,
+        offline=offline,
     )
 
 
@@ -245,62 +318,3 @@ def _rewards_are_known(config: RunConfig, validation: PromptSet) -> bool:
     except ValueError:
         return False
     return True
-
-
-def describe(
-    config: RunConfig, shape: ModelSpec, training: PromptSet, validation: PromptSet | None, objective: Objective, steps: int
-) -> str:
-    """The start-up summary: model, layout, batch arithmetic, memory."""
-    layout, algorithm, data = config.layout, config.algorithm, config.data
-    group = algorithm.samples_per_prompt
-    samples = data.prompts_per_step * group
-    updates = algorithm.updates_per_step * algorithm.ppo_epochs
-    longest = samples // algorithm.updates_per_step * config.max_sequence_tokens
-    most = -(-longest // (layout.dp * config.policy.tokens_per_micro_batch))
-    chosen = algorithm.resolved
-    kl = f"{chosen.kl.estimator} x {objective.kl_coef:g} in the {chosen.kl.place}" if objective.kl_coef else "none"
-    correction = "" if chosen.rollout_correction.name == "none" else f", correction {chosen.rollout_correction.name}"
-    dropped = f", {training.dropped} longer than {data.max_prompt_tokens} tokens left out" if training.dropped else ""
-    ranks = layout.describe_ranks()
-    virtual = config.policy.megatron.pipeline_split.virtual_stages(layout)
-    sequence = "with" if config.policy.sequence_parallel and layout.tp > 1 else "without"
-    lines = [
-        f"model    {config.model.path}: {shape.family}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, "
-        f"vocabulary {shape.vocab}, {config.policy.dtype}",
-        f"layout   {layout}: {layout.world_size} ranks = {layout.dp} replicas x {layout.tp} tensor ({sequence} sequence "
-        f"parallelism) x {layout.cp} context x {layout.pp} pipeline"
-        + (f" of {virtual} virtual stages each" if virtual > 1 else ""),
-        *_describe_experts(shape, layout),
-        *(f"         {line}" for line in ranks[:8]),
-        *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
-        f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
-        f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
-        *_describe_others(config),
-        f"data     {len(training.prompts)} prompts{dropped}"
-        + (f"; {len(validation.prompts)} for validation" if validation else ""),
-        f"batch    {data.prompts_per_step} prompts x {group} samples = {samples} samples a step; {updates} optimizer "
-        f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches "
-        f"of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
-        f"steps    {steps}",
-        f"memory   on the fullest rank about: {memory_of(config, shape).describe()}",
-    ]
-    return "\n".join(lines)
-
-
-def _describe_others(config: RunConfig) -> list[str]:
-    lines, critic, reward_model = [], config.critic, config.reward.model
-    if config.uses_critic:
-        warmup = f", {critic.warmup_steps} steps of warm-up" if critic.warmup_steps else ""
-        lines.append(f"critic   {critic.path or config.model.path}, learning rate {critic.optimizer.lr:g}{warmup}")
-    if reward_model.path:
-        lines.append(f"reward   model {reward_model.path} x {reward_model.weight:g}")
-    return lines
-
-
-def _describe_experts(shape: ModelSpec, layout: ParallelLayout) -> list[str]:
-    if shape.moe is None:
-        return []
-    return [
-        f"experts  {shape.moe.num_experts} in {sum(shape.moe.layers)} layers, {shape.moe.top_k} a token: "
-        f"{layout.ep} expert x {layout.etp} expert-tensor x {layout.edp} replicas on each stage"
-    ]

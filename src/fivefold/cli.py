@@ -123,7 +123,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from fivefold.checkpoint.manager import Checkpoints, find_corruption
+    from fivefold.checkpoint.checkpoints import Checkpoints, find_corruption
     from fivefold.config import load_config
 
     config = load_config(options.config, options.overrides)

@@ -1,10 +1,10 @@
-"""The two surfaces that everything meets: a Model learns, an Engine samples."""
+"""The interfaces that everything meets: a Model learns, an Engine samples, a RolloutSource gives a step its groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,8 +12,8 @@ from fivefold.types import Group, LossFn, Prompt, Sampling, StepReport, TokenBat
 
 
 class Model(Protocol):
-    """Policy, reference, critic or reward model, one replica cut over the ranks of a layout. Every method is called on all
-    ranks."""
+    """Policy, reference, critic or reward model, one replica sharded over the ranks of a layout. Every method is called on
+    all ranks."""
 
     @property
     def version(self) -> int:
@@ -41,11 +41,11 @@ class Model(Protocol):
         ...
 
     def offload(self) -> dict[str, int]:
-        """Move to host memory what the configuration names; bytes freed by part. Other methods bring it back."""
+        """Move to host memory what the configuration names; bytes freed by part. Other methods bring back what they need."""
         ...
 
     def onload(self) -> None:
-        """Bring back what `offload` moved."""
+        """Bring back everything that `offload` moved."""
         ...
 
     def save(self, path: Path) -> None:
@@ -66,9 +66,25 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
-        """`group_size` responses to each prompt."""
+        """`group_size` responses to each prompt, in the order of the prompts."""
         ...
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Take new weights by Hugging Face name."""
+        ...
+
+
+class RolloutSource(Protocol):
+    """Where a step's groups come from. Every method is called on all ranks."""
+
+    def next(self, step: int) -> list[Group]:
+        """This rank's groups of the step: every group on one rank only, each with its `index` among all of the step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What JSON can hold and `load_state_dict` needs to go on after the groups that were given out."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
         ...

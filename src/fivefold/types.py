@@ -1,7 +1,7 @@
 """The nouns that travel between stages.
 
-Shape letters, the same in all modules: T packed tokens, N samples, G samples of one prompt, P prompts, V vocabulary,
-D model width, H heads, L layers.
+Shape letters, the same in all modules: T packed tokens, S selected tokens, N samples, G samples of one prompt, P prompts,
+V vocabulary, D model width, H heads, L layers, E experts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Sample:
     finished: bool
     """It ended by itself (EOS or stop string), not at the token limit."""
     policy_version: int
-    """Optimizer steps taken by the weights that sampled it."""
+    """Optimizer steps taken by the weights that sampled its first token."""
+    token_versions: list[int] | None = None
+    """The same per token, where the weights changed within the response."""
     loss_mask: list[bool] | None = None
     """Which tokens carry loss; all of them when left out."""
     reward: float = 0.0
@@ -81,12 +83,65 @@ class Sample:
 
 @dataclass
 class Group:
-    """The responses to one prompt."""
+    """The responses to one prompt; groups of one step may differ in size.
+
+    Example: two of four responses are right, and the group is the third of its step:
+    `Group(prompt, [right, wrong, right, wrong], index=2)`.
+    """
 
     prompt: Prompt
     samples: list[Sample]
     greedy_reward: float | None = None
     """Reward of the most likely response, where the method compares with it."""
+    index: int = 0
+    """Place among the groups of the step, the same on every layout."""
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """One row per sample of the whole step, the same on every rank, in the order of groups.
+
+    Example: two prompts with three and two responses on two replicas, one optimizer step:
+    `group_N = [0, 0, 0, 1, 1]`, `lengths_N = [9, 4, 5, 8, 4]`, `owner_N = [0, 1, 1, 1, 0]` (13 and 17 tokens).
+    """
+
+    group_N: Tensor
+    """Number of the group of each sample, from 0."""
+    rewards_N: Tensor
+    response_lengths_N: Tensor
+    """Tokens that carry loss."""
+    prompt_lengths_N: Tensor
+    lengths_N: Tensor
+    """All tokens: what a forward pass costs."""
+    finished_N: Tensor
+    failed_N: Tensor
+    correct_N: Tensor
+    repetition_N: Tensor
+    version_N: Tensor
+    """`Sample.policy_version`."""
+    versions_differ: bool
+    """The step's tokens were sampled by weights of more than one version."""
+    rank_N: Tensor
+    """Rank that holds the sample before it is packed."""
+    minibatch_N: Tensor
+    """Number of the optimizer step, from 0, that each sample is used in."""
+    owner_N: Tensor
+    """Data-parallel replica that trains on each sample."""
+    max_response_tokens: int
+    """Longest response that could have been sampled."""
+    has_logprobs: bool
+    """The samples came from an engine; those of a dataset have no log-probs of their own."""
+    greedy_rewards_N: Tensor | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Mean of each part of the reward, over the samples that have it."""
+
+    def __len__(self) -> int:
+        return len(self.group_N)
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps that the samples are dealt to."""
+        return int(self.minibatch_N.max()) + 1 if len(self) else 0
 
 
 @dataclass(frozen=True)
@@ -105,13 +160,19 @@ class Sampling:
 
 @dataclass
 class TokenBatch:
-    """Samples laid end to end in one token dimension, prompt before response, on one data-parallel replica."""
+    """Samples laid end to end in one token dimension, prompt before response, on one data-parallel replica.
+
+    Example: prompt [5, 6] with response [7], and prompt [8] with response [9, 1]:
+    `token_ids_T = [5, 6, 7, 8, 9, 1]`, `loss_mask_T = [0, 0, 1, 0, 1, 1]`, `lengths_N = [3, 3]`.
+    """
 
     token_ids_T: Tensor
     loss_mask_T: Tensor
     """True on response tokens: those that were sampled and can carry loss."""
     lengths_N: list[int]
     """Tokens of each sample, prompt included."""
+    sample_index_N: list[int] = field(default_factory=list)
+    """Row of each sample in the step's RolloutStats; 0, 1, 2, ... when left out."""
     temperature: float = 1.0
     """Temperature of sampling: it divides the logits of every log-prob."""
     loss_weights_T: Tensor | None = None
@@ -119,6 +180,8 @@ class TokenBatch:
     shares are what the aggregation asks for, so the loss is a plain sum."""
     advantages_T: Tensor | None = None
     rollout_logprobs_T: Tensor | None = None
+    version_T: Tensor | None = None
+    """Optimizer steps taken by the weights that sampled each token; None where every sample has one version."""
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     values_T: Tensor | None = None
@@ -138,6 +201,9 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == sum(self.lengths_N) == len(self.loss_mask_T)
+        if not self.sample_index_N:
+            self.sample_index_N = list(range(len(self.lengths_N)))
+        assert len(self.sample_index_N) == len(self.lengths_N)
 
     @property
     def positions_T(self) -> Tensor:
@@ -159,14 +225,17 @@ class TokenBatch:
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
-    def _with(self, tensors: dict[str, Any], lengths_N: list[int]) -> TokenBatch:
-        return replace(self, lengths_N=lengths_N, **tensors)
+    def expand_to_tokens(self, values_N: Tensor) -> Tensor:
+        """[T] each sample's number on its response tokens, 0 on the prompt."""
+        lengths_N = torch.tensor(self.lengths_N, dtype=torch.long)
+        return torch.repeat_interleave(values_N.float(), lengths_N) * self.loss_mask_T
 
     def select(self, samples: list[int]) -> TokenBatch:
         """The batch of these samples, in this order."""
         index_T = self.token_index(samples)
-        cut = {name: value[index_T] for name, value in self.tensors().items()}
-        return self._with(cut, [self.lengths_N[i] for i in samples])
+        selected: dict[str, Any] = {name: value[index_T] for name, value in self.tensors().items()}
+        lengths_N = [self.lengths_N[i] for i in samples]
+        return replace(self, lengths_N=lengths_N, sample_index_N=[self.sample_index_N[i] for i in samples], **selected)
 
     def token_index(self, samples: list[int]) -> Tensor:
         """Positions in T of all tokens of these samples."""
@@ -182,8 +251,8 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch with its tensors on `device`."""
-        moved = {name: value.to(device, non_blocking=True) for name, value in self.tensors().items()}
-        return self._with(moved, self.lengths_N)
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self.tensors().items()}
+        return replace(self, **moved)
 
 
 @dataclass

@@ -20,27 +20,19 @@ from fivefold.algo.segments import Segments
 from fivefold.algo.surrogates import SURROGATES, Surrogate, TokenSelector, UserSurrogate
 from fivefold.config import methods
 from fivefold.config.methods import Choices
-from fivefold.types import LossOutput, TokenBatch
+from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
 
 
 class Replicas(Protocol):
-    """How numbers of samples travel between the data-parallel replicas of a step."""
+    """How numbers travel between the data-parallel replicas of a step."""
 
-    def own(self, values_N: Tensor) -> Tensor:
-        """This replica's entries of a number a sample of the whole step."""
-        ...
-
-    def gather(self, own_N: Tensor) -> Tensor:
-        """A number a sample of the whole step, from every replica's own."""
-        ...
-
-    def total(self, sums: Tensor) -> Tensor:
+    def all_reduce_sum(self, sums: Tensor) -> Tensor:
         """The sum over replicas."""
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Objective:
     """What is maximised: Σ weights · (correction · surrogate - kl_coef · KL + entropy_coef · entropy)."""
 
@@ -115,6 +107,15 @@ class Objective:
         compares = (self.surrogate.ratio_reference == "old" and not self.old_is_engine) or self.rollout_correction.is_active
         return updates > 1 and compares
 
+    def needs(self, updates: int) -> frozenset[str]:
+        """Fields of a batch that must be filled in before `updates` optimizer steps on it."""
+        wanted = {
+            "old_logprobs_T": self.needs_old_logprobs(updates),
+            "ref_logprobs_T": self.needs_reference,
+            "values_T": self.needs_critic,
+        }
+        return frozenset(name for name, needed in wanted.items() if needed)
+
     # --- before the updates ------------------------------------------------------------------------------------------
 
     def shape_rewards(self, rewards_N: Tensor, lengths_N: Tensor, max_response_tokens: int) -> Tensor:
@@ -127,32 +128,44 @@ class Objective:
             rewards_N = rewards_N.clamp(-self.reward_clip, self.reward_clip)
         return rewards_N
 
+    def assign_advantages(self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas) -> None:
+        """Set `advantages_T` and `returns_T` of this replica's batch from the rewards of the whole step. Collective."""
+        limit = stats.max_response_tokens
+        inputs = AdvantageInputs(
+            rewards_N=self.shape_rewards(stats.rewards_N, stats.response_lengths_N, limit),
+            group_N=stats.group_N,
+            lengths_N=stats.response_lengths_N,
+            greedy_rewards_N=stats.greedy_rewards_N,
+        )
+        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas)
+
     def advantages(
         self, batch: TokenBatch, inputs: AdvantageInputs, finished_N: Tensor, replicas: Replicas
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
 
-        `scores` and `finished_N` (the response ended by itself) are those of the whole step.
+        `inputs` and `finished_N` (the response ended by itself) are those of the whole step.
         """
-        samples = Segments.of(batch)
+        segments, own_N = Segments.of(batch), batch.sample_index_N
         penalties_T = torch.zeros(len(batch.token_ids_T))
         if self.kl_coef and self.kl_in_reward:
             old_T = batch.rollout_logprobs_T if self.old_is_engine else batch.old_logprobs_T
             assert old_T is not None and batch.ref_logprobs_T is not None
             penalties_T = self.kl_coef * self.kl_estimator(old_T, batch.ref_logprobs_T) * batch.loss_mask_T
             if not self.credit.by_token:
-                rewards_N = inputs.rewards_N - replicas.gather(samples.sums(penalties_T))
-                inputs = replace(inputs, rewards_N=rewards_N)
-        own_N = replicas.own(self.advantage(inputs))
-        finished = replicas.own(finished_N)
-        advantages_T, returns_T = self.credit(own_N, penalties_T, batch.values_T, finished, samples)
+                # Each sample is on one replica: the sum over replicas is every sample's own penalty.
+                penalties_N = torch.zeros(len(inputs.rewards_N), dtype=torch.float64)
+                penalties_N[own_N] = segments.sums(penalties_T).double()
+                inputs = replace(inputs, rewards_N=inputs.rewards_N - replicas.all_reduce_sum(penalties_N))
+        advantages_N = self.advantage(inputs)[own_N]
+        advantages_T, returns_T = self.credit(advantages_N, penalties_T, batch.values_T, finished_N[own_N], segments)
         if self.whiten:
-            advantages_T = whiten(advantages_T, batch.loss_mask_T, replicas.total)
+            advantages_T = whiten(advantages_T, batch.loss_mask_T, replicas.all_reduce_sum)
         if self.advantage_clip is not None:
             advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
         return advantages_T, returns_T
 
-    def weights(self, response_lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None = None) -> Tensor:
+    def loss_weights(self, response_lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None = None) -> Tensor:
         """Weight of each sample's tokens in the loss of one update; `finished_N` matters for `overlong_filter`."""
         if not self.overlong_filter or finished_N is None:
             return self.aggregate(response_lengths_N, max_response_tokens)
@@ -229,11 +242,10 @@ class Objective:
             )
         return found
 
-    def with_adapted_kl(self, kl_reference: float, samples: int) -> Objective:
-        """The objective of the next step: with a target the KL coefficient has moved."""
-        if self.kl_target is None:
-            return self
-        return replace(self, kl_coef=kl.adapt(self.kl_coef, kl_reference, self.kl_target, samples, self.kl_horizon))
+    def adapt_kl(self, kl_reference: float, samples: int) -> None:
+        """Move the KL coefficient for the next step, where it has a target."""
+        if self.kl_target is not None:
+            self.kl_coef = kl.adapt(self.kl_coef, kl_reference, self.kl_target, samples, self.kl_horizon)
 
 
 def make_objective(name: str, **choices: Any) -> Objective:

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.manager import find_corruption
+from fivefold.checkpoint.checkpoints import find_corruption
 from fivefold.config import load_config
+from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
-from fivefold.launch.local import free_port
 from fivefold.layout import ParallelLayout
 from fivefold.megatron import mesh
 from fivefold.megatron.model import MegatronModel

@@ -1,4 +1,4 @@
-"""Who is who among the ranks of a run, and what they tell each other about samples (over Gloo, on the host)."""
+"""Who is who among the ranks of a run, and what they exchange about samples (over Gloo, on the host)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fivefold.layout import ParallelLayout
 
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This rank's place in a layout and its host groups; one exists a process."""
+    """This rank's coordinates in a layout and its host groups; one exists per process."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         if dist.get_world_size() != layout.world_size:
@@ -27,37 +28,33 @@ class Ranks:
         self.pp = self._group([self._with(tp=tp, cp=cp, dp=dp) for tp in tps for cp in cps for dp in dps])
         self.dp = self._group([self._with(tp=tp, cp=cp, pp=pp) for tp in tps for cp in cps for pp in pps])
         self.replica = self._group([self._with(dp=dp) for dp in dps])
+        everyone = [layout.coordinates(rank) for rank in range(layout.world_size)]
+        self.dp_of_rank = torch.tensor([place.dp for place in everyone])
+        """Replica of each rank of the world."""
+        self.place_of_rank = torch.tensor([place.tp + layout.tp * (place.cp + layout.cp * place.pp) for place in everyone])
+        """Number of each rank of the world within its replica."""
+        assert int(self.place_of_rank[self.rank]) == self.replica.rank()
 
     @property
     def is_main(self) -> bool:
-        """The rank that talks to the user and writes the run's files."""
+        """The rank that writes the run's files and the terminal."""
         return self.rank == 0
 
-    def shard(self, items: Sequence[T]) -> tuple[list[T], list[T]]:
-        """(this replica's part of `items`, the part of it that this rank works on), both in order.
+    # --- sharding of a list that every rank has ----------------------------------------------------------------------
 
-        Item i belongs to replica i mod dp, so every consecutive piece of the items is spread evenly.
-        """
-        replica = list(items[self.coords.dp :: self.layout.dp])
-        return replica, replica[self.replica.rank() :: self.layout.replica_size]
+    def shard_of_replica(self, items: Sequence[T]) -> list[T]:
+        """This replica's part of `items`: item i belongs to replica i mod dp."""
+        return list(items[self.coords.dp :: self.layout.dp])
 
-    def all_gather_within_replica(self, items: list[T]) -> list[T]:
-        """The parts that `shard` gave to the ranks of this replica, together again and in order."""
-        parts: list[list[T]] = [[]] * self.layout.replica_size
-        dist.all_gather_object(parts, items, group=self.replica)
-        return _interleave(parts)
+    def shard(self, items: Sequence[T]) -> list[T]:
+        """This rank's own part of `items`: that of its replica, dealt to the ranks of the replica in turn."""
+        return self.shard_of_replica(items)[self.replica.rank() :: self.layout.replica_size]
 
-    def all_gather_replicas(self, items: list[T]) -> list[T]:
-        """One entry for each item of a replica, on every replica, together again and in order on every rank."""
-        parts: list[list[T]] = [[]] * self.layout.dp
-        dist.all_gather_object(parts, items, group=self.dp)
-        return _interleave(parts)
+    # --- numbers and tensors -----------------------------------------------------------------------------------------
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world)
-        return bool(value)
+        return bool(self.all_reduce_max(float(flag)))
 
     def all_reduce_max(self, number: float) -> float:
         """The largest of all ranks' numbers."""
@@ -65,7 +62,7 @@ class Ranks:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world)
         return float(value)
 
-    def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, sums: Tensor) -> Tensor:
         """The sum over data-parallel replicas of a tensor on the host."""
         summed = sums.clone()
         dist.all_reduce(summed, group=self.dp)
@@ -75,22 +72,43 @@ class Ranks:
         """The sum of each number over all ranks."""
         summed = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(summed, group=self.world)
-        return summed.tolist()
+        return [float(number) for number in summed]
 
-    def all_gather_world(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+    def all_gather_world(self, rows_NF: Tensor) -> list[Tensor]:
+        """Every rank's rows, whose number may differ, in order of ranks."""
+        return _all_gather(rows_NF, self.world)
+
+    def all_gather_replicas(self, rows_NF: Tensor) -> list[Tensor]:
+        """Every replica's rows, whose number may differ, in order of replicas."""
+        return _all_gather(rows_NF, self.dp)
+
+    def all_gather_within_replica(self, rows_NF: Tensor) -> list[Tensor]:
+        """The rows of every rank of this replica, whose number may differ, in order of ranks."""
+        return _all_gather(rows_NF, self.replica)
+
+    def all_to_all_replicas(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
+        """Send the first `counts[0]` rows to replica 0, the next `counts[1]` to replica 1, ...; the rows received, in order of
+        replicas, of which `expected[i]` come from replica i."""
+        received = rows_NF.new_empty(sum(expected), *rows_NF.shape[1:])
+        dist.all_to_all_single(received, rows_NF.contiguous(), expected, counts, group=self.dp)
+        return received
+
+    # --- small objects -----------------------------------------------------------------------------------------------
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's value, on every rank: names and messages, never tokens."""
         values: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(values, value, group=self.world)
         return values
-
-    def barrier(self) -> None:
-        dist.barrier(group=self.world)
 
     def broadcast_from_main(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, 0, group=self.world)
         return box[0]  # type: ignore[no-any-return]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.world)
 
     def _with(self, **fixed: int) -> list[int]:
         """Ranks whose coordinates have these values."""
@@ -108,9 +126,17 @@ class Ranks:
         return own
 
 
-def _interleave(parts: list[list[T]]) -> list[T]:
-    """Undo `items[0::n], items[1::n], ...`."""
-    together: list[T] = []
-    for i in range(max((len(part) for part in parts), default=0)):
-        together += [part[i] for part in parts if i < len(part)]
-    return together
+def _all_gather(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Tensors of different first sizes: two collectives, the second padded to the longest."""
+    size = group.size()
+    if size == 1:
+        return [rows_NF]
+    counts = torch.zeros(size, dtype=torch.long)
+    dist.all_gather_into_tensor(counts, torch.tensor([len(rows_NF)]), group=group)
+    longest = int(counts.max())
+    padded = rows_NF.new_zeros(longest, *rows_NF.shape[1:])
+    padded[: len(rows_NF)] = rows_NF
+    everyone = rows_NF.new_empty(size * longest, *rows_NF.shape[1:])
+    dist.all_gather_into_tensor(everyone, padded, group=group)
+    each = everyone.split(longest) if longest else [padded] * size
+    return [rows[:count] for rows, count in zip(each, counts.tolist(), strict=True)]

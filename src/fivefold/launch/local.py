@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+
+from fivefold.distributed.ports import free_port
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILED = 1
@@ -24,19 +24,6 @@ _GRACE_SECONDS = 3.0
 def launched_externally() -> bool:
     """This process is already a rank that torchrun, Slurm or Kubernetes started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def free_port() -> int:
-    """A port that nobody listens on, below those that systems hand to outgoing connections.
-
-    Ranks bind it seconds later; one of the others would be taken by then now and then, for the ranks of a run alone open
-    hundreds of connections.
-    """
-    for port in random.SystemRandom().sample(range(15000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise RuntimeError("no port between 15000 and 32000 is free on this machine")
 
 
 def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int | None) -> int:

@@ -132,10 +132,10 @@ def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.de
 
     run = build_run(config, ranks, device, interrupt.requested)
     try:
-        if run.evaluation is None:
+        if run.trainer.evaluation is None:
             raise ValueError("nothing to evaluate: name validation files in data.val")
-        run.policy.load(checkpoint / "policy")
-        metrics, _ = run.measure(run.evaluation)
+        run.models.policy.load(checkpoint / "policy")
+        metrics, _ = run.trainer.evaluation.measure(run.models)
         if ranks.is_main:
             print(json.dumps({"checkpoint": str(checkpoint), **metrics}, indent=1))
     finally:

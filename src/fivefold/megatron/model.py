@@ -176,7 +176,8 @@ class MegatronModel:
 
     def _settle(self) -> None:
         """Make parameters whole on every rank: with overlap_param_gather the last update's come with the next forward."""
-        self.onload()
+        # Without a step there is no need for gradients and optimizer: they stay where they are.
+        self._offload.onload("parameters")
         if self._trainer is not None:
             for ddp in self._trainer.ddps:
                 groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
@@ -205,6 +206,7 @@ class MegatronModel:
 
     def save(self, path: Path) -> None:
         """Write a layout-free checkpoint into the directory `path`; collective."""
+        self.onload()
         self._settle()
         dist_checkpoint.save(path, self._chunks, self._trainer, self._mesh)
 

@@ -115,10 +115,10 @@ class Offload:
                     moved[name] = part.offload(tensors)
         return moved
 
-    def onload(self) -> None:
-        """Bring everything back."""
-        for part in self._parts.values():
-            part.onload()
+    def onload(self, *names: str) -> None:
+        """Bring these parts back, or everything."""
+        for name in names or self._parts:
+            self._parts[name].onload()
 
     def _tensors(self, name: str) -> list[Tensor]:
         parameters = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]

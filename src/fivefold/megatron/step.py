@@ -28,10 +28,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from fivefold.distributed.balance import micro_batches_needed, plan_micro_batches
 from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_positions, make_packing
 from fivefold.megatron.layers.moe import Router
 from fivefold.megatron.mesh import Mesh
-from fivefold.rollout.batch import micro_batches_needed, plan_micro_batches
 from fivefold.types import LossFn, LossOutput, TokenBatch
 
 
@@ -102,7 +102,8 @@ class MicroBatches:
         self.count = -(-int(needed) // round_of) * round_of
         self._batch, self._batching = batch, batching
         self._plan = [
-            [sample for unit in units for sample in self._units[unit]] for units in plan_micro_batches(sizes, self.count)
+            [sample for unit in units for sample in self._units[unit]]
+            for units in plan_micro_batches(sizes, self.count, self._budget)
         ]
         self._made = cache(self._make)
         totals = torch.tensor([sum(padded[sample] for sample in samples) for samples in self._plan])

@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fivefold.types import Group
+
 LINE = {
     "reward/mean": "reward",
     "policy/loss": "loss",
@@ -23,6 +25,10 @@ LINE = {
     "rollout/logprob_diff_mean": "engine diff",
 }
 """Metrics of the one line a step, and what they are called there."""
+
+
+_SHORTEST = 2e-4
+"""Seconds below which a stage is left out of the metrics."""
 
 
 class RunLogger:
@@ -37,6 +43,8 @@ class RunLogger:
         self._progress: Progress | None = None
         self._start = time.time()
         self._spans: list[dict[str, Any]] = []
+        self._inner: list[float] = []
+        """Seconds of the stages within each open stage."""
         if not is_main:
             return
         (run_dir / "trace").mkdir(parents=True, exist_ok=True)
@@ -59,15 +67,23 @@ class RunLogger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage; repeated stages of a step add up."""
+        """Time a stage; repeated stages of a step add up, and an inner stage's time is not the outer one's.
+
+        Only `step` is the whole step, whatever happens in it.
+        """
         if self._progress is not None:
             self._progress.update(self._stage_task, description=name, total=None, completed=0)
         begin = time.perf_counter()
+        self._inner.append(0.0)
         try:
             yield
         finally:
             seconds = time.perf_counter() - begin
-            self._times[name] = self._times.get(name, 0.0) + seconds
+            inner = self._inner.pop()
+            if self._inner:
+                self._inner[-1] += seconds
+            own = seconds if name == "step" else seconds - inner
+            self._times[name] = self._times.get(name, 0.0) + own
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
 
     @property
@@ -86,7 +102,8 @@ class RunLogger:
 
     def end_step(self, step: int) -> dict[str, float]:
         """Write the step's metrics and show its line; `step` counts from 1."""
-        times = {f"time/{name}": seconds for name, seconds in self._times.items()}
+        # Stages with nothing to do (no critic, weights that the engine has) are not worth a curve.
+        times = {f"time/{name}": seconds for name, seconds in self._times.items() if seconds > _SHORTEST}
         metrics = {"step": float(step), **self._metrics, **times}
         spans, self._spans, self._times, self._metrics = self._spans, [], {}, {}
         if self._main:
@@ -120,6 +137,27 @@ class RunLogger:
             self._board.close()
 
 
+def sample_rows(step: int, groups: list[Group], count: int, kind: str) -> list[dict[str, Any]]:
+    """The first sample of each of the first `count` groups, as rows of samples.jsonl."""
+    return [
+        {
+            "step": step,
+            "kind": kind,
+            "source": group.prompt.source,
+            "prompt_id": group.prompt.id,
+            "prompt": group.prompt.text,
+            "response": group.samples[0].text,
+            "ground_truth": group.prompt.ground_truth,
+            "reward": group.samples[0].reward,
+            "reward_parts": group.samples[0].reward_parts,
+            "response_tokens": len(group.samples[0].token_ids),
+            "finished": group.samples[0].finished,
+            "wall": time.time(),
+        }
+        for group in groups[:count]
+    ]
+
+
 def append_json(path: Path, row: dict[str, Any]) -> None:
     """One JSON object a line; numbers that JSON does not have (NaN, infinity) become null."""
     clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
@@ -127,7 +165,7 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(clean, ensure_ascii=False) + "\n")
 
 
-def cut_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Drop the lines of steps after `step`: a resumed run writes them again."""
     if path.is_file():
         kept = []

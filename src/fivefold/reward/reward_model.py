@@ -6,32 +6,41 @@ from collections.abc import Callable
 
 import torch
 
+from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
 from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch
 
 
 class ModelReward:
-    """Adds a sequence classifier's score to the rewards of a replica's samples; `encode` gives the tokens it reads."""
+    """Adds a sequence classifier's score to rewards; `encode` gives the tokens that it reads."""
 
-    def __init__(self, model: Model, encode: Callable[[Prompt, Sample], list[int]], weight: float, max_tokens: int) -> None:
-        self._model, self._encode, self._weight, self._max_tokens = model, encode, weight, max_tokens
+    def __init__(
+        self, model: Model, ranks: Ranks, encode: Callable[[Prompt, Sample], list[int]], weight: float, max_tokens: int
+    ) -> None:
+        self._model, self._ranks, self._encode, self._weight, self._max_tokens = model, ranks, encode, weight, max_tokens
 
     def score(self, groups: list[Group]) -> None:
-        """Add the scores; a text longer than the model's positions counts as failed. Called on all ranks of a replica."""
+        """Add the scores of this rank's groups; a text longer than the model's positions counts as failed. Collective."""
         samples = [(group.prompt, sample) for group in groups for sample in group.samples]
         texts = [self._encode(prompt, sample) for prompt, sample in samples]
-        whole = [i for i, tokens in enumerate(texts) if len(tokens) <= self._max_tokens]
-        batch = TokenBatch(
-            token_ids_T=torch.tensor([token for i in whole for token in texts[i]], dtype=torch.long),
-            loss_mask_T=torch.zeros(sum(len(texts[i]) for i in whole), dtype=torch.bool),
-            lengths_N=[len(texts[i]) for i in whole],
-        )
-        # Without response tokens the value at the end of each text is the only one that is wanted.
-        values_T = self._model.forward(batch)
-        self._model.offload()
-        ends_N = torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1
-        scores = dict(zip(whole, values_T[ends_N].tolist(), strict=True))
+        readable = [i for i, tokens in enumerate(texts) if len(tokens) <= self._max_tokens]
+        scores = dict(zip(readable, self._scores([texts[i] for i in readable]), strict=True))
         for i, (_, sample) in enumerate(samples):
             sample.reward_parts[MODEL_PART] = scores.get(i, 0.0)
             sample.reward += self._weight * scores.get(i, 0.0)
             sample.reward_failed |= i not in scores
+
+    def _scores(self, texts: list[list[int]]) -> list[float]:
+        """The value at the end of each text; the ranks of a replica compute those of all of them together."""
+        own_tokens = torch.tensor([token for text in texts for token in text], dtype=torch.long)
+        own_lengths = torch.tensor([len(text) for text in texts], dtype=torch.long)
+        tokens_T = torch.cat(self._ranks.all_gather_within_replica(own_tokens))
+        lengths = self._ranks.all_gather_within_replica(own_lengths)
+        lengths_N = torch.cat(lengths)
+        # Without response tokens the value at the end of each text is the only one that is wanted.
+        batch = TokenBatch(tokens_T, torch.zeros(len(tokens_T), dtype=torch.bool), [int(length) for length in lengths_N])
+        values_T = self._model.forward(batch)
+        self._model.offload()
+        ends_N = lengths_N.cumsum(0) - 1
+        first = sum(len(one) for one in lengths[: self._ranks.replica.rank()])
+        return [float(value) for value in values_T[ends_N[first : first + len(texts)]]]

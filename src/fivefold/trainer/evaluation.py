@@ -1,17 +1,25 @@
-"""Validation prompts -> accuracy, mean@k and pass@k by source, and the loss on given responses."""
+"""Validation prompts -> accuracy, mean@k and pass@k by source, and the loss on responses that stand in the data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from fivefold.algo import Objective
 from fivefold.algo.aggregate import token_mean
+from fivefold.distributed.balance import deal
 from fivefold.distributed.ranks import Ranks
-from fivefold.interfaces import Engine, Model
-from fivefold.rollout.batch import expand_to_tokens, pack
-from fivefold.rollout.groups import Rewards, groups_from_dataset, sample_groups
+from fivefold.engines.weight_sync import weight_sync
+from fivefold.interfaces import Engine
+from fivefold.observability.run_logger import RunLogger
+from fivefold.reward.manager import RewardManager
+from fivefold.rollout.packing import pack_dataset
+from fivefold.rollout.sources import generate, groups_from_dataset
+from fivefold.rollout.stats import BatchPlan
+from fivefold.trainer.models import Models
 from fivefold.types import Group, Prompt, Sampling
 
 EVALUATION_STREAM = 0x5EED
@@ -19,7 +27,7 @@ EVALUATION_STREAM = 0x5EED
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationSet:
     """What is evaluated, and how: greedy always, sampled `samples` times when above 0."""
 
     prompts: list[Prompt]
@@ -28,24 +36,53 @@ class Evaluation:
     sampled: Sampling
     generate: bool = True
     """Sample responses and score them."""
-    given: list[Prompt] = field(default_factory=list)
-    """Those of the prompts with responses in the data, whose loss is told: methods that learn from given responses."""
-    samples_per_comparison: int = 1
+    offline: list[Prompt] = field(default_factory=list)
+    """Those of the prompts with responses in the data, whose loss is measured: of methods that learn from such responses."""
 
-    def losses(self, policy: Model, reference: Model | None, objective: Objective, ranks: Ranks) -> dict[str, float]:
-        """`val/loss` and the objective's own metrics on given responses; collective."""
-        batch = pack(
-            groups_from_dataset(ranks, self.given), 1.0, sampled=False, samples_per_comparison=self.samples_per_comparison
-        )
-        lengths_N = torch.tensor([sum(given.loss_mask) for prompt in self.given for given in prompt.responses])
-        logprobs_T = policy.forward(batch)
-        if reference is not None:
-            batch.ref_logprobs_T = reference.forward(batch)
-            reference.offload()
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Measures a policy on an evaluation set."""
+
+    evaluation_set: EvaluationSet
+    engine: Engine | None
+    rewards: RewardManager
+    objective: Objective
+    ranks: Ranks
+    logger: RunLogger
+    plan: BatchPlan
+
+    def measure(self, models: Models) -> tuple[dict[str, float], list[Group]]:
+        """(`val/...`, this rank's greedy groups) of the policy as it is; collective."""
+        metrics: dict[str, float] = {}
+        groups: list[Group] = []
+        if self.evaluation_set.offline:
+            with self.logger.stage("eval"):
+                metrics |= self._losses(models)
+        if self.evaluation_set.generate:
+            with self.logger.stage("weight_sync"):
+                weight_sync(models.policy, self.engine)
+            with self.logger.stage("eval"), models.on_device():
+                found, groups = self._responses()
+            metrics |= found
+        return metrics, groups
+
+    def _losses(self, models: Models) -> dict[str, float]:
+        """`val/loss` and the objective's own metrics on the responses that stand in the data."""
+        objective, ranks = self.objective, self.ranks
+        groups = groups_from_dataset(self.evaluation_set.offline)
+        lengths_N = torch.tensor([sample.loss_tokens for group in groups for sample in group.samples])
+        work = [float(sum(len(sample.token_ids) for sample in group.samples)) for group in groups]
+        owner_P = deal(work, [0] * len(groups), ranks.layout.dp)
+        own = [place for place, owner in enumerate(owner_P) if owner == ranks.coords.dp]
+        batch = pack_dataset([groups[place] for place in own], replace(self.plan, temperature=1.0))
+        models.annotate(batch, frozenset({"old_logprobs_T"}) | objective.needs(1))
+        logprobs_T, batch.old_logprobs_T = batch.old_logprobs_T, None
+        assert logprobs_T is not None
         # A validation set has no micro-batches to be averaged over: the legacy aggregation is the mean over its tokens.
         aggregate = token_mean if objective.per_micro_batch else objective.aggregate
-        prompts = aggregate(lengths_N, self.greedy.max_tokens).view(-1, self.samples_per_comparison)
-        batch.loss_weights_T = expand_to_tokens(prompts[ranks.coords.dp :: ranks.layout.dp].reshape(-1), batch)
+        weights_PG = aggregate(lengths_N, self.evaluation_set.greedy.max_tokens).view(len(groups), -1)
+        batch.loss_weights_T = batch.expand_to_tokens(weights_PG[own].reshape(-1))
         batch.advantages_T = batch.loss_mask_T.float()
         batch.update_tokens = int(lengths_N.sum())
         found = objective.loss(logprobs_T, torch.zeros_like(logprobs_T), batch)
@@ -54,50 +91,46 @@ class Evaluation:
         metrics = {f"val/{name.removeprefix('policy/')}": value for name, value in zip(names, sums[1:], strict=True)}
         return {"val/loss": sums[0], **metrics}
 
-    def run(self, engine: Engine, ranks: Ranks, rewards: Rewards) -> tuple[dict[str, float], list[Group]]:
-        """(`val/<source>/...`, this replica's greedy groups); collective."""
+    def _responses(self) -> tuple[dict[str, float], list[Group]]:
+        """(`val/<source>/...`, this rank's greedy groups)."""
+        chosen = self.evaluation_set
         metrics: dict[str, float] = {}
-        greedy = self._groups(engine, ranks, rewards, 1, self.greedy)
-        for source, rows in _by_source(ranks, greedy).items():
-            metrics[f"val/{source}/accuracy"] = _mean([row.right[0] for row in rows])
-            metrics[f"val/{source}/reward"] = _mean([row.rewards[0] for row in rows])
-            metrics[f"val/{source}/length_mean"] = _mean([row.lengths[0] for row in rows])
-        if self.samples:
-            k = self.samples
-            groups = self._groups(engine, ranks, rewards, k, self.sampled)
-            for source, rows in _by_source(ranks, groups).items():
-                metrics[f"val/{source}/mean@{k}"] = _mean([_mean(row.right) for row in rows])
-                metrics[f"val/{source}/pass@{k}"] = _mean([float(any(row.right)) for row in rows])
+        greedy = self._groups(1, chosen.greedy)
+        for source, rows in self._by_source(greedy).items():
+            metrics[f"val/{source}/accuracy"] = float(rows.correct.mean())
+            metrics[f"val/{source}/reward"] = float(rows.rewards.mean())
+            metrics[f"val/{source}/length_mean"] = float(rows.lengths.mean())
+        if chosen.samples:
+            k = chosen.samples
+            for source, rows in self._by_source(self._groups(k, chosen.sampled)).items():
+                metrics[f"val/{source}/mean@{k}"] = float(rows.correct.mean())
+                metrics[f"val/{source}/pass@{k}"] = float((rows.correct.view(-1, k).sum(1) > 0).double().mean())
         return metrics, greedy
 
-    def _groups(self, engine: Engine, ranks: Ranks, rewards: Rewards, size: int, sampling: Sampling) -> list[Group]:
-        return rewards.scored(ranks, sample_groups(engine, ranks, self.prompts, size, sampling))
+    def _groups(self, size: int, sampling: Sampling) -> list[Group]:
+        assert self.engine is not None
+        groups = generate(self.engine, self.ranks, self.evaluation_set.prompts, size, sampling)
+        self.rewards.score(groups)
+        return groups
+
+    def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
+        """The numbers of all ranks' samples, in the order of the prompts."""
+        own = [
+            [group.index, sample.is_correct, sample.reward, len(sample.token_ids)]
+            for group in groups
+            for sample in group.samples
+        ]
+        gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(own, dtype=torch.float64).view(-1, 4)))
+        gathered = gathered[gathered[:, 0].argsort(stable=True)]
+        sources = [self.evaluation_set.prompts[int(index)].source for index in gathered[:, 0]]
+        places = {source: [i for i, name in enumerate(sources) if name == source] for source in sorted(set(sources))}
+        return {source: _Rows(*gathered[rows, 1:].T) for source, rows in places.items()}
 
 
 @dataclass(frozen=True)
-class _Row:
-    source: str
-    right: list[float]
-    """1 for a right response."""
-    rewards: list[float]
-    lengths: list[float]
+class _Rows:
+    """One number per sample of a source."""
 
-
-def _by_source(ranks: Ranks, groups: list[Group]) -> dict[str, list[_Row]]:
-    def row(group: Group) -> _Row:
-        samples = group.samples
-        return _Row(
-            group.prompt.source,
-            [float(sample.is_correct) for sample in samples],
-            [sample.reward for sample in samples],
-            [float(len(sample.token_ids)) for sample in samples],
-        )
-
-    found: dict[str, list[_Row]] = {}
-    for item in ranks.all_gather_replicas([row(group) for group in groups]):
-        found.setdefault(item.source, []).append(item)
-    return dict(sorted(found.items()))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    correct: Tensor
+    rewards: Tensor
+    lengths: Tensor

@@ -1,42 +1,32 @@
-"""The loop: prompts -> groups -> rewards -> advantages -> optimizer steps -> new weights for the engine."""
+"""The loop: weights -> engine -> groups -> batch -> advantages -> optimizer steps."""
 
 from __future__ import annotations
 
-from fivefold.rollout.batch import pack
-from fivefold.rollout.groups import gather_stats
+from fivefold.engines.weight_sync import weight_sync
+from fivefold.rollout.packing import pack
+from fivefold.rollout.stats import gather_stats
 from fivefold.trainer.run import Run
 
 
 def train(run: Run) -> None:
     """Train from where the run stands to its last step."""
-    stage, policy, critic = run.logger.stage, run.policy, run.critic
-    run.start()
-    while run.step < run.steps:
-        with run.profiled(), stage("step"):
-            groups = run.collect()
-            table = gather_stats(run.ranks, groups)
-            batch = pack(
-                groups, run.sampling.temperature, sampled=not run.given, samples_per_comparison=run.samples_per_comparison
-            )
-            with stage("logprobs"):
-                if run.needs_old_logprobs:
-                    batch.old_logprobs_T = policy.forward(batch)
-                    run.check_logprobs(batch)
-                if run.reference is not None:
-                    batch.ref_logprobs_T = run.reference_logprobs(batch)
-                if critic is not None:
-                    batch.values_T = critic.forward(batch)
-            scores = run.scores(table)
-            batch.advantages_T, batch.returns_T = run.objective.advantages(batch, scores, table.finished_N, run)
-            if critic is not None:
-                with stage("critic"):
-                    for update in run.updates(table):
-                        run.critic_step(run.part(batch, table, update))
-                    critic.offload()
-            with stage("train"):
-                for update in run.updates(table) if run.policy_learns else ():
-                    run.train_step(run.marked(run.part(batch, table, update), update))
-        run.finish_step(groups, table)
-        if run.interrupted:
-            return
-    run.finish()
+    trainer, models, engine, rollouts, ranks, plan = run.trainer, run.models, run.engine, run.rollouts, run.ranks, run.plan
+    objective, minibatches, gate, stage = run.objective, run.minibatches, run.gate, run.logger.stage
+
+    for step in trainer.steps():
+        with stage("weight_sync"):
+            weight_sync(models.policy, engine)
+        with stage("rollout"), models.on_device():
+            groups = rollouts.next(step)
+        with stage("pack"):
+            stats = gather_stats(groups, ranks, plan)
+            batch = pack(groups, stats, ranks, plan)
+        with stage("logprobs"):
+            models.annotate(batch, objective.needs(run.updates) | gate.needs)
+        gate.check(batch)
+        objective.assign_advantages(batch, stats, ranks)
+        with stage("critic"):
+            critic_reports = models.update_critic(minibatches(batch, stats), step)
+        with stage("train"):
+            policy_reports = models.update_policy(minibatches(batch, stats), step)
+        trainer.record(groups, stats, policy_reports, critic_reports)

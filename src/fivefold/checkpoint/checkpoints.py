@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written beside and renamed, `latest` last; a damaged one is named and skipped.
+"""Checkpoints of a run: written to a staging directory, then renamed atomically; a corrupt one is named and skipped.
 
 checkpoints/step-000030/   policy/ critic/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
 checkpoints/latest         the name of the newest one
@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 16 * 2**20
@@ -22,7 +23,7 @@ RECORDS = ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs besides weights to go on."""
+    """What a run needs besides weights to resume."""
 
     step: int
     """Steps finished."""
@@ -30,14 +31,15 @@ class RunState:
     """Optimizer steps taken."""
     seed: int
     layout: str
-    position: int
-    """Prompts taken from the sampler: dynamic sampling takes more than the steps alone."""
+    rollouts: dict[str, Any]
+    """State of the rollout source: how many prompts were taken from the data."""
     kl_coef: float
     """Coefficient of the KL, which moves where it has a target."""
     reward_mean: float | None = None
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
+        """The state in a checkpoint; raises ValueError where another version of the program wrote it."""
         try:
             return cls(**json.loads((directory / "state.json").read_text()))
         except TypeError as error:

@@ -1,0 +1,64 @@
+"""The start-up summary: model, layout, method, batch arithmetic, memory. No torch here."""
+
+from __future__ import annotations
+
+from fivefold.config import RunConfig
+from fivefold.layout import ParallelLayout
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.check import memory_of
+
+
+def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dropped: int, validation: int) -> str:
+    """The summary of a run over so many prompts, of which `dropped` more were too long, and validation prompts."""
+    layout, algorithm, data = config.layout, config.algorithm, config.data
+    group = algorithm.samples_per_prompt
+    samples = data.prompts_per_step * group
+    updates = algorithm.updates_per_step * algorithm.ppo_epochs
+    longest = samples // algorithm.updates_per_step * config.max_sequence_tokens
+    most = -(-longest // (layout.dp * config.policy.tokens_per_micro_batch))
+    chosen = algorithm.resolved
+    kl = f"{chosen.kl.estimator} x {chosen.kl.coef:g} in the {chosen.kl.place}" if chosen.kl.coef else "none"
+    correction = "" if chosen.rollout_correction.name == "none" else f", correction {chosen.rollout_correction.name}"
+    left_out = f", {dropped} longer than {data.max_prompt_tokens} tokens left out" if dropped else ""
+    ranks = layout.describe_ranks()
+    virtual = config.policy.megatron.pipeline_split.virtual_stages(layout)
+    sequence = "with" if config.policy.sequence_parallel and layout.tp > 1 else "without"
+    lines = [
+        f"model    {config.model.path}: {spec.family}, {spec.parameters / 1e6:,.1f} M parameters, {spec.layers} layers, "
+        f"vocabulary {spec.vocab}, {config.policy.dtype}",
+        f"layout   {layout}: {layout.world_size} ranks = {layout.dp} replicas x {layout.tp} tensor ({sequence} sequence "
+        f"parallelism) x {layout.cp} context x {layout.pp} pipeline"
+        + (f" of {virtual} virtual stages each" if virtual > 1 else ""),
+        *_describe_experts(spec, layout),
+        *(f"         {line}" for line in ranks[:8]),
+        *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
+        f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
+        f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
+        *_describe_others(config),
+        f"data     {prompts} prompts{left_out}" + (f"; {validation} for validation" if validation else ""),
+        f"batch    {data.prompts_per_step} prompts x {group} samples = {samples} samples a step; {updates} optimizer "
+        f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches "
+        f"of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
+        f"steps    {steps}",
+        f"memory   on the fullest rank about: {memory_of(config, spec).describe()}",
+    ]
+    return "\n".join(lines)
+
+
+def _describe_others(config: RunConfig) -> list[str]:
+    lines, critic, reward_model = [], config.critic, config.reward.model
+    if config.uses_critic:
+        warmup = f", {critic.warmup_steps} steps of warm-up" if critic.warmup_steps else ""
+        lines.append(f"critic   {critic.path or config.model.path}, learning rate {critic.optimizer.lr:g}{warmup}")
+    if reward_model.path:
+        lines.append(f"reward   model {reward_model.path} x {reward_model.weight:g}")
+    return lines
+
+
+def _describe_experts(spec: ModelSpec, layout: ParallelLayout) -> list[str]:
+    if spec.moe is None:
+        return []
+    return [
+        f"experts  {spec.moe.num_experts} in {sum(spec.moe.layers)} layers, {spec.moe.top_k} a token: "
+        f"{layout.ep} expert x {layout.etp} expert-tensor x {layout.edp} replicas on each stage"
+    ]

@@ -1,0 +1,65 @@
+"""Everything that makes rewards: functions in processes of their own, then a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fivefold.distributed.ranks import Ranks
+from fivefold.types import Group
+
+
+class Scorer(Protocol):
+    """Sets reward, reward_parts and reward_failed of every sample."""
+
+    @property
+    def first_error(self) -> str | None:
+        """Why the first sample of the last call failed, if one did."""
+        ...
+
+    def score(self, groups: list[Group]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RewardModel(Protocol):
+    """Adds a model's score to the rewards; called on all ranks of a replica, each with its own groups."""
+
+    def score(self, groups: list[Group]) -> None: ...
+
+
+@dataclass(frozen=True)
+class RewardManager:
+    """Scores the groups of a rank, and ends the run where too many rewards fail."""
+
+    pool: Scorer
+    ranks: Ranks
+    reward_model: RewardModel | None = None
+    max_failed: float = 0.1
+    """Largest share of samples, over all ranks, whose reward may fail."""
+    log: Callable[[str], None] = print
+
+    def score(self, groups: list[Group]) -> None:
+        """Set the rewards of this rank's groups; raises RuntimeError on all ranks where too many fail. Collective."""
+        self.pool.score(groups)
+        self._check_failures(groups)
+        if self.reward_model is not None:
+            self.reward_model.score(groups)
+
+    def _check_failures(self, groups: list[Group]) -> None:
+        samples = [sample for group in groups for sample in group.samples]
+        failed, total = self.ranks.all_reduce_sum_world([sum(sample.reward_failed for sample in samples), len(samples)])
+        if not failed:
+            return
+        error = next(text for text in self.ranks.gather_objects(self.pool.first_error) if text is not None)
+        message = f"the reward of {failed:.0f} of {total:.0f} samples failed; the first error:\n{error}"
+        if failed > self.max_failed * total:
+            raise RuntimeError(
+                f"{message}\nreward.max_failed = {self.max_failed:g} is the largest share that a run goes on with"
+            )
+        self.log(message)
+
+    def close(self) -> None:
+        """End the reward processes."""
+        self.pool.close()

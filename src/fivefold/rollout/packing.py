@@ -1,0 +1,97 @@
+"""Groups on the ranks that sampled them -> the packed TokenBatch of each replica, moved as tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fivefold.distributed.ranks import Ranks
+from fivefold.rollout.stats import BatchPlan
+from fivefold.types import Group, RolloutStats, Sample, TokenBatch
+
+_FIELDS = 4
+"""Numbers per token that travel: token id, loss mask, log-prob (its bits), version."""
+_NOTHING = torch.zeros(0, _FIELDS, dtype=torch.int32)
+
+
+def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan) -> TokenBatch:
+    """The samples that this replica owns, in the order of `stats`, on all its ranks; collective.
+
+    Tokens go from the rank that sampled them to one rank of the owner (all to all over replicas) and from there to the other
+    ranks of the replica (all-gather): every token crosses each of the two groups once. What comes from where follows from
+    `stats`, so no sizes are exchanged.
+    """
+    replicas, own = ranks.layout.dp, ranks.coords.dp
+    source_N, place_N = ranks.dp_of_rank[stats.rank_N], ranks.place_of_rank[stats.rank_N]
+    row_N = torch.arange(len(stats))
+
+    def rows(chosen_N: Tensor, *keys: Tensor) -> list[int]:
+        """The chosen rows, ordered by the first key, then by the next."""
+        found = row_N[chosen_N]
+        for key_N in reversed(keys):
+            found = found[key_N[found].argsort(stable=True)]
+        return [int(row) for row in found]
+
+    def tokens_by_replica(found: list[int], replica_N: Tensor) -> list[int]:
+        counts = torch.zeros(replicas, dtype=torch.long).index_add(0, replica_N[found], stats.lengths_N[found])
+        return [int(count) for count in counts]
+
+    samples = [(group, sample) for group in sorted(groups, key=lambda group: group.index) for sample in group.samples]
+    encoded = dict(zip(rows(stats.rank_N == ranks.rank), map(_encode, samples), strict=True))
+    outgoing = rows(stats.rank_N == ranks.rank, stats.owner_N)
+    tokens_TF = torch.cat([encoded[row] for row in outgoing] or [_NOTHING])
+    arrived = outgoing
+    if replicas > 1:
+        arrived = rows((stats.owner_N == own) & (place_N == ranks.replica.rank()), source_N)
+        counts = tokens_by_replica(outgoing, stats.owner_N)
+        tokens_TF = ranks.all_to_all_replicas(tokens_TF, counts, tokens_by_replica(arrived, source_N))
+    if ranks.layout.replica_size > 1:
+        arrived = rows(stats.owner_N == own, place_N, source_N)
+        tokens_TF = torch.cat(ranks.all_gather_within_replica(tokens_TF))
+    pieces = dict(zip(arrived, tokens_TF.split([int(length) for length in stats.lengths_N[arrived]]), strict=True))
+    ordered = sorted(arrived)
+    return _batch(torch.cat([pieces[row] for row in ordered] or [_NOTHING]), ordered, stats, plan)
+
+
+def pack_dataset(groups: list[Group], plan: BatchPlan) -> TokenBatch:
+    """The batch of responses of a dataset that are all on this replica, in their order; nothing is exchanged."""
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    pieces = [_encode(one) for one in samples]
+    tokens_TF = torch.cat(pieces or [_NOTHING])
+    return TokenBatch(
+        token_ids_T=tokens_TF[:, 0].long(),
+        loss_mask_T=tokens_TF[:, 1].bool(),
+        lengths_N=[len(piece) for piece in pieces],
+        temperature=plan.temperature,
+        samples_per_comparison=plan.samples_per_comparison,
+    )
+
+
+def _encode(one: tuple[Group, Sample]) -> Tensor:
+    """[tokens, fields] of one sample, prompt before response; log-probs keep their bits."""
+    group, sample = one
+    prompt, response = len(group.prompt.token_ids), len(sample.token_ids)
+    found = torch.zeros(prompt + response, _FIELDS, dtype=torch.int32)
+    found[:, 0] = torch.tensor(group.prompt.token_ids + sample.token_ids, dtype=torch.int32)
+    found[prompt:, 1] = 1 if sample.loss_mask is None else torch.tensor(sample.loss_mask, dtype=torch.int32)
+    if sample.logprobs:
+        assert len(sample.logprobs) == response
+        found[prompt:, 2] = torch.tensor(sample.logprobs, dtype=torch.float32).view(torch.int32)
+    found[:, 3] = sample.policy_version
+    if sample.token_versions is not None:
+        assert len(sample.token_versions) == response
+        found[prompt:, 3] = torch.tensor(sample.token_versions, dtype=torch.int32)
+    return found
+
+
+def _batch(tokens_TF: Tensor, rows: list[int], stats: RolloutStats, plan: BatchPlan) -> TokenBatch:
+    return TokenBatch(
+        token_ids_T=tokens_TF[:, 0].long(),
+        loss_mask_T=tokens_TF[:, 1].bool(),
+        lengths_N=[int(length) for length in stats.lengths_N[rows]],
+        sample_index_N=rows,
+        temperature=plan.temperature,
+        rollout_logprobs_T=tokens_TF[:, 2].contiguous().view(torch.float32) if stats.has_logprobs else None,
+        version_T=tokens_TF[:, 3].long() if stats.versions_differ else None,
+        samples_per_comparison=plan.samples_per_comparison,
+    )

@@ -1,0 +1,183 @@
+"""Where a step's groups come from: an engine, the responses of a dataset, or dynamic sampling around another source.
+
+Each is a RolloutSource: `next(step)` gives this rank's groups, each with its place among the groups of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fivefold.data import PromptLoader
+from fivefold.distributed.ranks import Ranks
+from fivefold.interfaces import Engine, RolloutSource
+from fivefold.observability.run_logger import RunLogger
+from fivefold.reward.manager import RewardManager
+from fivefold.types import Group, Prompt, Sample, Sampling
+
+
+class PromptQueue:
+    """The prompts of a run in their order, as far as they were taken."""
+
+    def __init__(self, loader: PromptLoader[Prompt], log: RunLogger) -> None:
+        self._loader, self._log = loader, log
+        self.position = 0
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; the epoch of the first one is recorded."""
+        self._log.record({"epoch": float(self._loader.epoch(self.position))})
+        self.position += count
+        return self._loader.take(self.position - count, count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = int(state["position"])
+
+
+class EngineRollouts:
+    """Responses that an engine samples, with their rewards."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: PromptQueue,
+        rewards: RewardManager,
+        ranks: Ranks,
+        log: RunLogger,
+        sampling: Sampling,
+        *,
+        group_size: int,
+        prompts_per_call: int,
+        with_greedy: bool = False,
+    ) -> None:
+        """`with_greedy`: the method compares with the reward of the most likely response."""
+        self._engine, self._prompts, self._rewards, self._ranks, self._log = engine, prompts, rewards, ranks, log
+        self._sampling, self._group_size, self._count = sampling, group_size, prompts_per_call
+        self._with_greedy = with_greedy
+        self._step, self._round = -1, 0
+
+    def next(self, step: int) -> list[Group]:
+        """This rank's groups of the next prompts; asked again in the same step it goes on with further prompts."""
+        self._round = self._round + 1 if step == self._step else 0
+        self._step = step
+        prompts = self._prompts.take(self._count)
+        # A prompt that comes again in a later round of the same step draws other responses.
+        sampling = replace(self._sampling, step=step + (self._round << 32))
+        groups = generate(self._engine, self._ranks, prompts, self._group_size, sampling)
+        with self._log.stage("reward"):
+            self._rewards.score(groups)
+        if self._with_greedy:
+            with self._log.stage("greedy"):
+                greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+                most_likely = generate(self._engine, self._ranks, prompts, 1, greedy)
+                self._rewards.score(most_likely)
+            for group, other in zip(groups, most_likely, strict=True):
+                group.greedy_reward = other.samples[0].reward
+        return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._prompts.load_state_dict(state)
+
+
+class DatasetRollouts:
+    """Responses that stand in the data: the one to imitate, or the chosen and the rejected one."""
+
+    def __init__(self, prompts: PromptQueue, ranks: Ranks, prompts_per_step: int) -> None:
+        self._prompts, self._ranks, self._count = prompts, ranks, prompts_per_step
+
+    def next(self, step: int) -> list[Group]:
+        """This rank's groups of the next prompts."""
+        return self._ranks.shard(groups_from_dataset(self._prompts.take(self._count)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._prompts.load_state_dict(state)
+
+
+class DynamicSampling:
+    """Further groups in the place of those without reward variance (DAPO, 2503.14476, section 3.2).
+
+    Asks another source again within a step until enough groups are informative: their samples differ in reward. After the
+    last round, groups of zero variance fill up what is missing.
+    """
+
+    def __init__(
+        self, source: RolloutSource, ranks: Ranks, log: RunLogger, *, groups_per_step: int, max_rounds: int
+    ) -> None:
+        self._source, self._ranks, self._log = source, ranks, log
+        self._needed, self._max_rounds = groups_per_step, max_rounds
+
+    def next(self, step: int) -> list[Group]:
+        """This rank's groups among those that were chosen from all rounds."""
+        own: dict[int, Group] = {}
+        informative: list[int] = []
+        zero_variance: list[int] = []
+        rounds = begin = 0
+        while len(informative) < self._needed and rounds < self._max_rounds:
+            groups = self._source.next(step)
+            mine = [[begin + group.index, len({sample.reward for sample in group.samples}) > 1] for group in groups]
+            own |= {begin + group.index: group for group in groups}
+            gathered = torch.cat(self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2)))
+            for index, is_informative in sorted(gathered.tolist()):
+                (informative if is_informative else zero_variance).append(index)
+            begin += len(gathered)
+            rounds += 1
+        chosen = (informative + zero_variance)[: self._needed]
+        self._report(rounds, len(informative), len(zero_variance))
+        kept = [(place, own[index]) for place, index in enumerate(chosen) if index in own]
+        return [replace(group, index=place) for place, group in kept]
+
+    def _report(self, rounds: int, informative: int, zero_variance: int) -> None:
+        total = informative + zero_variance
+        missing = max(0, self._needed - informative)
+        self._log.record(
+            {
+                "dynamic_sampling/rounds": float(rounds),
+                "dynamic_sampling/prompts": float(total),
+                "dynamic_sampling/kept_fraction": informative / total,
+                "dynamic_sampling/zero_variance_used": float(missing),
+            }
+        )
+        if missing:
+            self._log.log(
+                f"after {rounds} rounds only {informative / total:.0%} of {total} prompts had responses of different reward: "
+                f"{missing} groups without reward variance fill up the step"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+
+def generate(engine: Engine, ranks: Ranks, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
+    """Groups of this rank's part of the prompts, numbered by the place of their prompt."""
+    own = ranks.shard(range(len(prompts)))
+    groups = engine.generate([prompts[place] for place in own], group_size, sampling) if own else []
+    return [replace(group, index=place) for place, group in zip(own, groups, strict=True)]
+
+
+def groups_from_dataset(prompts: Sequence[Prompt]) -> list[Group]:
+    """The responses that stand in the data as groups; where there are two, the first is the chosen one, with reward 1."""
+    return [
+        Group(
+            prompt,
+            [
+                Sample(found.token_ids, [], found.text, not found.truncated, 0, loss_mask=found.loss_mask, reward=reward)
+                for found, reward in zip(prompt.responses, (1.0, 0.0), strict=False)
+            ],
+            index=index,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

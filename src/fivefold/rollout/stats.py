@@ -1,0 +1,187 @@
+"""Groups on the ranks that sampled them -> RolloutStats of the whole step, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.algo.reward_shaping import repetition
+from fivefold.distributed.balance import deal
+from fivefold.distributed.ranks import Ranks
+from fivefold.types import Group, RolloutStats, Sample
+
+
+def tokens(lengths_N: Tensor) -> Tensor:
+    """The work of a sample by its tokens alone."""
+    return lengths_N.double()
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the samples of a step become batches: dealt to optimizer steps, then to replicas."""
+
+    updates_per_step: int = 1
+    """Optimizer steps that one rollout is divided into, by whole groups in their order."""
+    samples_per_comparison: int = 1
+    """Consecutive samples that the loss compares and that stay together: 2 for pairs."""
+    temperature: float = 1.0
+    """Temperature of sampling: it divides the logits of every log-prob."""
+    max_response_tokens: int = 0
+    work: Callable[[Tensor], Tensor] = tokens
+    """lengths_N -> what a forward and backward pass over each sample costs, in any unit."""
+
+
+_COLUMNS = (
+    "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "correct", "repetition",
+    "version", "versions_differ", "greedy_reward", "has_logprobs",
+)  # fmt: skip
+
+
+def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
+    """The numbers of all ranks' samples, and which optimizer step and replica each is dealt to; collective.
+
+    Numbers per sample travel as one tensor; tokens stay where they are until they are packed.
+    """
+    own = torch.tensor([row for group in groups for row in _rows(group)], dtype=torch.float64).view(-1, len(_COLUMNS))
+    gathered = ranks.all_gather_world(own)
+    rank_N = torch.cat([torch.full((len(rows),), rank) for rank, rows in enumerate(gathered)])
+    everyone = torch.cat(gathered)
+    if not len(everyone):
+        raise RuntimeError("the step has no samples: its rollout source returned no group on any rank")
+    group_N, place_N = everyone[:, 0].long(), everyone[:, 1].long()
+    key_N = group_N * (int(place_N.max()) + 1) + place_N
+    if len(key_N.unique()) < len(key_N):
+        raise RuntimeError(
+            "two ranks returned the same sample of a step: each rank returns its own groups, each with an index of its own "
+            "(ranks.shard gives a rank its part of a list)"
+        )
+    order_N = key_N.argsort()
+    rows, rank_N = everyone[order_N], rank_N[order_N]
+    column = {name: rows[:, number] for number, name in enumerate(_COLUMNS)}
+    _, group_N = column["group"].long().unique(return_inverse=True)
+    minibatch_N = _minibatches(group_N, plan.updates_per_step)
+    lengths_N = column["length"].long()
+    greedy_N = column["greedy_reward"]
+    return RolloutStats(
+        group_N=group_N,
+        rewards_N=column["reward"],
+        response_lengths_N=column["response_length"].long(),
+        prompt_lengths_N=column["prompt_length"].long(),
+        lengths_N=lengths_N,
+        finished_N=column["finished"].bool(),
+        failed_N=column["failed"].bool(),
+        correct_N=column["correct"].bool(),
+        repetition_N=column["repetition"],
+        version_N=column["version"].long(),
+        versions_differ=bool(column["versions_differ"].any()) or len(column["version"].unique()) > 1,
+        rank_N=rank_N,
+        minibatch_N=minibatch_N,
+        owner_N=_owners(lengths_N, minibatch_N, ranks.layout.dp, plan),
+        max_response_tokens=plan.max_response_tokens,
+        has_logprobs=bool(column["has_logprobs"].all()),
+        greedy_rewards_N=None if greedy_N.isnan().any() else greedy_N,
+        reward_parts=_reward_parts(groups, ranks),
+    )
+
+
+def _rows(group: Group) -> list[list[float]]:
+    greedy = float("nan") if group.greedy_reward is None else group.greedy_reward
+    prompt = len(group.prompt.token_ids)
+    return [
+        [
+            group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
+            sample.reward_failed, sample.is_correct, repetition(sample.token_ids), sample.policy_version,
+            sample.token_versions is not None, greedy,
+            len(sample.logprobs) == len(sample.token_ids),
+        ]
+        for place, sample in enumerate(group.samples)
+    ]  # fmt: skip
+
+
+def _minibatches(group_N: Tensor, updates: int) -> Tensor:
+    """Groups in their order, divided as evenly as whole groups allow."""
+    groups = int(group_N.max()) + 1
+    if groups < updates:
+        raise RuntimeError(f"a step of {updates} optimizer steps needs as many groups: its rollout source returned {groups}")
+    return group_N * updates // groups
+
+
+def _owners(lengths_N: Tensor, minibatch_N: Tensor, replicas: int, plan: BatchPlan) -> Tensor:
+    size = plan.samples_per_comparison
+    work_U = plan.work(lengths_N).view(-1, size).sum(1).tolist()
+    owner_U = deal(work_U, minibatch_N[::size].tolist(), replicas)
+    return torch.tensor(owner_U).repeat_interleave(size)
+
+
+def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
+    """The mean of each part over the samples that have it."""
+    own: dict[str, list[float]] = {}
+    samples: list[Sample] = [sample for group in groups for sample in group.samples]
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            total = own.setdefault(name, [0.0, 0.0])
+            total[0] += value
+            total[1] += 1
+    names = sorted({name for found in ranks.gather_objects(sorted(own)) for name in found})
+    sums = ranks.all_reduce_sum_world([number for name in names for number in own.get(name, [0.0, 0.0])])
+    return {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names)}
+
+
+def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float]:
+    """Metrics of a step's samples; of rewards only where they came from an engine.
+
+    `policy_version` is that of the policy before the step's updates.
+    """
+    rewards, lengths = stats.rewards_N, stats.response_lengths_N.double()
+    found = {
+        "response/length_mean": float(lengths.mean()),
+        "response/length_std": float(lengths.std()) if len(lengths) > 1 else 0.0,
+        "response/length_min": float(lengths.min()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated_fraction": float(1 - stats.finished_N.double().mean()),
+        "prompt/length_mean": float(stats.prompt_lengths_N.double().mean()),
+    }
+    if not stats.has_logprobs:
+        return found
+    staleness_N = (policy_version - stats.version_N).double()
+    found |= {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "reward/failed": float(stats.failed_N.sum()),
+        **{f"reward/{name}": value for name, value in stats.reward_parts.items()},
+        "response/repetition": float(stats.repetition_N.mean()),
+        "rollout/staleness_mean": float(staleness_N.mean()),
+        "rollout/staleness_max": float(staleness_N.max()),
+    }
+    for name, chosen in (("correct", stats.correct_N), ("incorrect", ~stats.correct_N)):
+        if chosen.any():
+            found[f"response/length_mean_{name}"] = float(lengths[chosen].mean())
+    return found | _group_metrics(stats)
+
+
+def _group_metrics(stats: RolloutStats) -> dict[str, float]:
+    """Metrics of groups; k of pass@k is the usual size of a group."""
+    count_P = torch.bincount(stats.group_N)
+    k = int(count_P.mode().values)
+    if k == 1:
+        return {}
+    correct_P = torch.zeros(len(count_P), dtype=torch.float64).index_add(0, stats.group_N, stats.correct_N.double())
+
+    def extreme(kind: str) -> Tensor:
+        empty_P = torch.zeros(len(count_P), dtype=torch.float64)
+        return empty_P.scatter_reduce(0, stats.group_N, stats.rewards_N, kind, include_self=False)
+
+    best_P, worst_P = extreme("amax"), extreme("amin")
+    return {
+        f"reward/mean@{k}": float((correct_P / count_P).mean()),
+        f"reward/pass@{k}": float((correct_P > 0).double().mean()),
+        "reward/best": float(best_P.mean()),
+        "reward/solve_all": float((correct_P == count_P).double().mean()),
+        "reward/solve_none": float((correct_P == 0).double().mean()),
+        "reward/frac_reward_zero_std": float((best_P == worst_P).double().mean()),
+    }

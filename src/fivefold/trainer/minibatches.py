@@ -1,0 +1,88 @@
+"""The batch of a step -> one mini-batch per optimizer step, with each token's share of its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fivefold.algo import Objective
+from fivefold.distributed.ranks import Ranks
+from fivefold.interfaces import Model
+from fivefold.types import RolloutStats, TokenBatch
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What one optimizer step learns from.
+
+    Example: the second of two optimizer steps on four samples, of which this replica owns the last:
+    `rows_N = [2, 3]`, `batch.sample_index_N = [3]`, `number = 1`.
+    """
+
+    batch: TokenBatch
+    """This replica's tokens, with their weights in the loss."""
+    rows_N: Tensor
+    """Rows of all its samples, over all replicas, in the step's stats."""
+    number: int
+    """Counted over the step, all epochs."""
+    stats: RolloutStats
+
+
+@dataclass(frozen=True)
+class MiniBatches:
+    """Divides a step's batch into optimizer steps, `ppo_epochs` times over."""
+
+    objective: Objective
+    ppo_epochs: int = 1
+
+    def __call__(self, batch: TokenBatch, stats: RolloutStats) -> Iterator[MiniBatch]:
+        own_N = stats.minibatch_N[batch.sample_index_N]
+        for epoch in range(self.ppo_epochs):
+            for number in range(stats.minibatches):
+                rows_N = (stats.minibatch_N == number).nonzero()[:, 0]
+                own = [int(place) for place in (own_N == number).nonzero()[:, 0]]
+                weighted = self._weighted(batch.select(own), rows_N, stats)
+                yield MiniBatch(weighted, rows_N, epoch * stats.minibatches + number, stats)
+
+    def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats) -> TokenBatch:
+        """The tokens with their weights, whose denominators are those of all replicas."""
+        lengths_N = stats.response_lengths_N[rows_N]
+        weights_N = torch.zeros(len(stats), dtype=torch.float64)
+        weights_N[rows_N] = self.objective.loss_weights(lengths_N, stats.max_response_tokens, stats.finished_N[rows_N])
+        return replace(
+            part,
+            update_tokens=int(lengths_N.sum()),
+            loss_weights_T=part.expand_to_tokens(weights_N[part.sample_index_N]),
+            per_micro_batch=self.objective.per_micro_batch,
+        )
+
+
+def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: Ranks, seed: int) -> TokenBatch:
+    """The mini-batch with the tokens that the surrogate selects among all of it, the same on every layout. Collective."""
+    selector, part, stats = objective.token_selector, mini.batch, mini.stats
+    if selector is None:
+        return part
+    # Before the first update the policy is the old one; later its own log-probs are wanted.
+    now_T = part.old_logprobs_T if mini.number == 0 else None
+    now_T = policy.forward(part) if now_T is None else now_T
+    assert part.advantages_T is not None
+    rows_3T = torch.stack([now_T, objective.old_logprobs(now_T, part), part.advantages_T])
+    # Every replica's response tokens, then in the order of the step's samples.
+    gathered_S3 = torch.cat(ranks.all_gather_replicas(rows_3T[:, part.loss_mask_T].T.contiguous()))
+    by_owner_N = mini.rows_N[stats.owner_N[mini.rows_N].argsort(stable=True)]
+    pieces = dict(zip(by_owner_N.tolist(), gathered_S3.split(stats.response_lengths_N[by_owner_N].tolist()), strict=True))
+    now_S, old_S, advantages_S = torch.cat([pieces[row] for row in mini.rows_N.tolist()]).T
+    uniform_S = torch.rand(len(now_S), generator=torch.Generator().manual_seed(seed))
+    found_S = selector.select_tokens(now_S, old_S, advantages_S, uniform_S)
+    found = dict(zip(mini.rows_N.tolist(), found_S.split(stats.response_lengths_N[mini.rows_N].tolist()), strict=True))
+    selected_T = torch.zeros_like(part.loss_mask_T)
+    if part.sample_index_N:
+        selected_T[part.loss_mask_T] = torch.cat([found[row] for row in part.sample_index_N])
+    if mini.number == 0:
+        # The policy is the old one: the loss then compares it with itself, and not with the rounding of another pass,
+        # whose sign is all that the gradient of |log ratio| sees.
+        part = replace(part, old_logprobs_T=None)
+    return replace(part, selected_T=selected_T)

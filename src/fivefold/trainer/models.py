@@ -1,0 +1,85 @@
+"""The models of a run as one noun: what each computes for a batch, what each learns from it, and who is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from fivefold.algo import Objective
+from fivefold.algo.values import ValueLoss
+from fivefold.distributed.ranks import Ranks
+from fivefold.engines.sampling import request_seed
+from fivefold.interfaces import Model
+from fivefold.trainer.checks import SkipGuard
+from fivefold.trainer.minibatches import MiniBatch, select_tokens
+from fivefold.types import StepReport, TokenBatch
+
+
+@dataclass(frozen=True)
+class Models:
+    """Policy, reference and critic; what leaves the device between their turns is what their configuration names."""
+
+    policy: Model
+    reference: Model | None
+    critic: Model | None
+    objective: Objective
+    value_loss: ValueLoss
+    ranks: Ranks
+    guard: SkipGuard
+    seed: int = 0
+    critic_warmup: int = 0
+    """Steps in which only the critic learns."""
+
+    @property
+    def learners(self) -> dict[str, Model]:
+        """The models that are trained and saved, by the name of their part of a checkpoint."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+    @contextmanager
+    def on_device(self, *names: str) -> Iterator[None]:
+        """Give these models the device: the others leave it, as far as their configuration offloads them."""
+        for name, model in {**self.learners, "reference": self.reference}.items():
+            if model is not None and name not in names:
+                model.offload()
+        yield
+
+    def annotate(self, batch: TokenBatch, needs: frozenset[str]) -> None:
+        """Fill in the fields of `needs`: log-probs of policy and reference, values of the critic."""
+        if "old_logprobs_T" in needs:
+            with self.on_device("policy"):
+                batch.old_logprobs_T = self.policy.forward(batch)
+        if "ref_logprobs_T" in needs:
+            assert self.reference is not None
+            with self.on_device("reference"):
+                batch.ref_logprobs_T = self.reference.forward(batch)
+        if "values_T" in needs:
+            assert self.critic is not None
+            with self.on_device("critic"):
+                batch.values_T = self.critic.forward(batch)
+
+    def update_critic(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
+        """The critic's optimizer steps; none without a critic."""
+        if self.critic is None:
+            return []
+        reports = []
+        with self.on_device("critic"):
+            for mini in minibatches:
+                report = self.critic.train_step(mini.batch, self.value_loss)
+                self.guard.check(report, mini.batch, "critic", step)
+                reports.append(replace(report, metrics=self.value_loss.finalize_metrics(report.metrics)))
+        return reports
+
+    def update_policy(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
+        """The policy's optimizer steps; none while only the critic learns."""
+        if self.critic is not None and step < self.critic_warmup:
+            return []
+        reports = []
+        with self.on_device("policy"):
+            for mini in minibatches:
+                seed = request_seed([self.seed, step, mini.number])
+                batch = select_tokens(mini, self.objective, self.policy, self.ranks, seed)
+                report = self.policy.train_step(batch, self.objective.loss)
+                self.guard.check(report, batch, "policy", step)
+                reports.append(replace(report, metrics=self.objective.finalize_metrics(report.metrics)))
+        return reports
