@@ -186,7 +186,7 @@ def test_check_answers_in_two_seconds_and_without_torch(tmp_path, models):
     assert check(path).returncode == 0
     assert time.perf_counter() - begin < 2
     code = (
-        "import sys; import fivefold.plan.check, fivefold.layout, fivefold.plan.memory, fivefold.config, fivefold.reward.process\n"
+        "import sys; import fivefold.plan.check, fivefold.models.families, fivefold.layout, fivefold.plan.memory, fivefold.config, fivefold.reward.process\n"
         "from fivefold.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fivefold.layout import ParallelLayout, PipelineSplit
-from fivefold.models.spec import load_spec
+from fivefold.models.families import load_spec
 from fivefold.plan.memory import estimate_memory, rank_parameters
 
 

@@ -24,7 +24,8 @@ from fivefold.interfaces import Engine, RolloutSource
 from fivefold.megatron.construct import DTYPES
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
-from fivefold.models.spec import ModelSpec, load_spec
+from fivefold.models.families import load_spec
+from fivefold.models.spec import ModelSpec
 from fivefold.observability.run_logger import RunLogger
 from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe

@@ -21,7 +21,8 @@ from fivefold.megatron.construct import build_chunks, build_trainer, named_weigh
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.offload import Offload
 from fivefold.megatron.replica_check import verify_copies
-from fivefold.models.spec import ModelSpec, load_spec
+from fivefold.models.families import load_spec
+from fivefold.models.spec import ModelSpec
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 

@@ -1,1 +1,1 @@
-"""What a model is: its sizes, and the families that are known. No torch here."""
+"""What a model is: its sizes, and the families that are supported. No torch here."""

@@ -16,7 +16,9 @@ from fivefold.config.schema import (
     RewardModelConfig,
     SamplingConfig,
 )
-from fivefold.models.spec import ModelSpec, load_spec, read_config
+from fivefold.models.config_json import read_config
+from fivefold.models.families import load_spec
+from fivefold.models.spec import ModelSpec
 from fivefold.plan.memory import Memory, estimate_memory
 from fivefold.reward.choose import choose_rewards
 

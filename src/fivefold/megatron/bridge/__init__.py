@@ -1,7 +1,6 @@
-"""Hugging Face <-> Megatron-Core: names and cuts of each family, as tables."""
+"""Hugging Face <-> Megatron-Core: loading slices of files, streaming full tensors, by the tables of the families."""
 
 from fivefold.megatron.bridge.hf_weights import SafetensorsSource, load_parameters
-from fivefold.megatron.bridge.mapping import FAMILY_TABLES, Row, mapped_names
 from fivefold.megatron.bridge.stream import WeightStream
 
-__all__ = ["FAMILY_TABLES", "Row", "SafetensorsSource", "WeightStream", "load_parameters", "mapped_names"]
+__all__ = ["SafetensorsSource", "WeightStream", "load_parameters"]

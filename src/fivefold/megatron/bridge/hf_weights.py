@@ -11,8 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fivefold.layout import Coordinates, ParallelLayout
-from fivefold.megatron.bridge.mapping import EMBEDDING, VALUE, mapped_names
-from fivefold.megatron.bridge.sharding import Sliceable
+from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
+from fivefold.models.families import parameters_of
+from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 
 _NOT_PARAMETERS = ("rotary_emb.inv_freq",)
@@ -42,7 +43,7 @@ class SafetensorsSource:
 
     @property
     def has_value_head(self) -> bool:
-        return set(VALUE.hf) <= set(self._files)
+        return set(VALUE_HEAD.hf) <= set(self._files)
 
     def __getitem__(self, name: str) -> Sliceable:
         file = self._files[name]
@@ -51,51 +52,50 @@ class SafetensorsSource:
         return self._open[file].get_slice(name)  # type: ignore[no-any-return]
 
 
-def check_names(source: SafetensorsSource, shape: ModelSpec, directory: Path) -> None:
+def check_names(source: SafetensorsSource, spec: ModelSpec, directory: Path) -> None:
     """Raise ValueError where the files lack a tensor of the family or hold one that it does not have."""
     # A value head may be new.
-    wanted = {name for item in mapped_names(shape) for name in item.hf} - set(VALUE.hf)
+    wanted = {name for item in parameters_of(spec) for name in item.hf} - set(VALUE_HEAD.hf)
     # Some tied models store the shared weight a second time; a critic has no use for it.
-    extra = {name for name in source.names - wanted if not _left_out(name, shape)} - {"lm_head.weight"}
-    extra -= set(VALUE.hf) if shape.value_head else set()
+    extra = {name for name in source.names - wanted if not _left_out(name, spec)} - set(OUTPUT.hf)
+    extra -= set(VALUE_HEAD.hf) if spec.value_head else set()
     if missing := sorted(wanted - source.names):
-        raise ValueError(f"{directory} lacks {len(missing)} tensors of a {shape.family} model, the first: {missing[:3]}")
+        raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
     if extra:
         raise ValueError(
-            f"{directory} holds {len(extra)} tensors that a {shape.family} model does not have, "
+            f"{directory} holds {len(extra)} tensors that a {spec.family} model does not have, "
             f"the first: {sorted(extra)[:3]}"
         )
 
 
-def _left_out(name: str, shape: ModelSpec) -> bool:
+def _left_out(name: str, spec: ModelSpec) -> bool:
     """Buffers that are computed, and layers behind the last one (multi-token prediction), which are not trained."""
     parts = name.split(".")
-    behind = name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= shape.layers
+    behind = name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= spec.layers
     return behind or name.endswith(_NOT_PARAMETERS)
 
 
 @torch.no_grad()
 def load_parameters(
-    parameters: dict[str, Tensor], source: SafetensorsSource, shape: ModelSpec, place: Coordinates, layout: ParallelLayout
+    parameters: dict[str, Tensor], source: SafetensorsSource, spec: ModelSpec, place: Coordinates, layout: ParallelLayout
 ) -> None:
     """Fill `parameters` (by Megatron-Core name, layers and experts counted over the whole model) from `source`."""
     filled = set()
-    for item in mapped_names(shape):
-        if item.mcore in parameters and item.hf == VALUE.hf and not source.has_value_head:
-            parameters[item.mcore].zero_()
-            filled.add(item.mcore)
-        elif item.mcore in parameters:
+    for item in parameters_of(spec):
+        if (parameter := parameters.get(item.mcore)) is None:
+            continue
+        if item.hf == VALUE_HEAD.hf and not source.has_value_head:
+            parameter.zero_()
+        else:
             rank, size = (place.tp, layout.tp) if item.expert is None else (place.etp, layout.etp)
-            _fill(
-                parameters[item.mcore],
-                item.sharding.shard([source[name] for name in item.hf], rank, size, shape),
-                item.mcore,
-            )
-            filled.add(item.mcore)
-    if shape.tied and (copy := parameters.get("output_layer.weight")) is not None:
+            full = [source[name] for name in item.hf]
+            _fill(parameter, SHARDERS[item.sharding].shard(full, rank, size, spec), item.mcore)
+        filled.add(item.mcore)
+    if spec.tied and (copy := parameters.get(OUTPUT.mcore)) is not None:
         # The last stage of a pipeline keeps its own copy of the tied embedding.
-        _fill(copy, EMBEDDING.sharding.shard([source[EMBEDDING.hf[0]]], place.tp, layout.tp, shape), "output_layer.weight")
-        filled.add("output_layer.weight")
+        full = [source[name] for name in EMBEDDING.hf]
+        _fill(copy, SHARDERS[EMBEDDING.sharding].shard(full, place.tp, layout.tp, spec), OUTPUT.mcore)
+        filled.add(OUTPUT.mcore)
     left = sorted(set(parameters) - filled)
     assert not left, f"parameters that no row of the table fills: {left}"
 

@@ -1,4 +1,4 @@
-"""Kinds of cut: full Hugging Face tensors <-> the shard of one tensor-parallel rank.
+"""Each kind of sharding: full Hugging Face tensors <-> the shard of one tensor-parallel rank.
 
 A full tensor is anything that can be sliced like one, so a rank reads from a file only what is its own.
 """
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fivefold.models.parameters import Sharding
 from fivefold.models.spec import ModelSpec
 
 
@@ -20,12 +21,12 @@ class Sliceable(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
-class Sharding(Protocol):
-    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelSpec) -> Tensor:
+class Sharder(Protocol):
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         """The Megatron-Core parameter of tensor-parallel `rank` of `size`."""
         ...
 
-    def merge(self, shards: Sequence[Tensor], shape: ModelSpec) -> list[Tensor]:
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
         """The Hugging Face tensors of the shards of all ranks."""
         ...
 
@@ -33,58 +34,58 @@ class Sharding(Protocol):
 class Replicate:
     """The same on every rank."""
 
-    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelSpec) -> Tensor:
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         return full[0][:]
 
-    def merge(self, shards: Sequence[Tensor], shape: ModelSpec) -> list[Tensor]:
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
         return [shards[0]]
 
 
 class Vocabulary:
-    """Rows of the vocabulary, padded with zeros to `shape.padded_vocab`."""
+    """Rows of the vocabulary, padded with zeros to `spec.padded_vocab`."""
 
-    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelSpec) -> Tensor:
-        rows = shape.padded_vocab // size
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
+        rows = spec.padded_vocab // size
         begin, end = rank * rows, (rank + 1) * rows
-        present = full[0][min(begin, shape.vocab) : min(end, shape.vocab)]
+        present = full[0][min(begin, spec.vocab) : min(end, spec.vocab)]
         if len(present) == rows:
             return present
-        return torch.cat([present, present.new_zeros(rows - len(present), shape.hidden)])
+        return torch.cat([present, present.new_zeros(rows - len(present), spec.hidden)])
 
-    def merge(self, shards: Sequence[Tensor], shape: ModelSpec) -> list[Tensor]:
-        return [torch.cat(list(shards))[: shape.vocab]]
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
+        return [torch.cat(list(shards))[: spec.vocab]]
 
 
 class ColumnParallel:
-    """The output dimension is cut (mcore ColumnParallelLinear)."""
+    """Sharded by output dimension (mcore ColumnParallelLinear)."""
 
-    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelSpec) -> Tensor:
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         rows = _size(full[0], 0) // size
         return full[0][rank * rows : (rank + 1) * rows]
 
-    def merge(self, shards: Sequence[Tensor], shape: ModelSpec) -> list[Tensor]:
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
         return [torch.cat(list(shards))]
 
 
 class RowParallel:
-    """The input dimension is cut (mcore RowParallelLinear)."""
+    """Sharded by input dimension (mcore RowParallelLinear)."""
 
-    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelSpec) -> Tensor:
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         width = _size(full[0], 1) // size
         return full[0][:, rank * width : (rank + 1) * width]
 
-    def merge(self, shards: Sequence[Tensor], shape: ModelSpec) -> list[Tensor]:
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
         return [torch.cat(list(shards), dim=1)]
 
 
 class GateUp:
     """[gate; up] of each shard, one on top of the other."""
 
-    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelSpec) -> Tensor:
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         rows = _size(full[0], 0) // size
         return torch.cat([part[rank * rows : (rank + 1) * rows] for part in full])
 
-    def merge(self, shards: Sequence[Tensor], shape: ModelSpec) -> list[Tensor]:
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[0] for half in halves]), torch.cat([half[1] for half in halves])]
 
@@ -92,24 +93,34 @@ class GateUp:
 class QKV:
     """Interleaved by query group: the queries of a group, its key, its value; weights and biases alike."""
 
-    def shard(self, full: Sequence[Sliceable], rank: int, size: int, shape: ModelSpec) -> Tensor:
-        groups = shape.kv_heads // size
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
+        groups = spec.kv_heads // size
         parts = []
-        for part, per_group in zip(full, self._rows(shape), strict=True):
+        for part, per_group in zip(full, self._rows(spec), strict=True):
             rows = groups * per_group
             own = part[rank * rows : (rank + 1) * rows]
             parts.append(own.reshape(groups, per_group, *own.shape[1:]))
         stacked = torch.cat(parts, dim=1)
         return stacked.reshape(-1, *stacked.shape[2:])
 
-    def merge(self, shards: Sequence[Tensor], shape: ModelSpec) -> list[Tensor]:
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
         together = torch.cat(list(shards))
-        grouped = together.reshape(shape.kv_heads, -1, *together.shape[1:])
-        return [part.reshape(-1, *together.shape[1:]) for part in grouped.split(self._rows(shape), dim=1)]
+        grouped = together.reshape(spec.kv_heads, -1, *together.shape[1:])
+        return [part.reshape(-1, *together.shape[1:]) for part in grouped.split(self._rows(spec), dim=1)]
 
     @staticmethod
-    def _rows(shape: ModelSpec) -> list[int]:
-        return [shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
+    def _rows(spec: ModelSpec) -> list[int]:
+        return [spec.heads // spec.kv_heads * spec.head_dim, spec.head_dim, spec.head_dim]
+
+
+SHARDERS: dict[Sharding, Sharder] = {
+    Sharding.REPLICATE: Replicate(),
+    Sharding.COLUMN: ColumnParallel(),
+    Sharding.ROW: RowParallel(),
+    Sharding.VOCABULARY: Vocabulary(),
+    Sharding.QKV: QKV(),
+    Sharding.GATE_UP: GateUp(),
+}
 
 
 def _size(part: Sliceable, dimension: int) -> int:

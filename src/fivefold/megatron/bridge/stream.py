@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.megatron.bridge.mapping import Mapped, mapped_names
+from fivefold.megatron.bridge.sharding import SHARDERS
 from fivefold.megatron.mesh import Mesh
+from fivefold.models.families import parameters_of
+from fivefold.models.parameters import MappedParameter
 from fivefold.models.spec import ModelSpec
 
 
@@ -21,24 +23,24 @@ class _Piece:
     stage: int
     shape: torch.Size
     dtype: torch.dtype
-    whole: tuple[Mapped, ...]
+    whole: tuple[MappedParameter, ...]
     """One for dense parameters; for experts that of each expert-parallel rank, in their order."""
 
 
 class WeightStream:
-    """Streams full tensors out of a model that is cut over a mesh; the plan is made once, the same on every rank."""
+    """Streams full tensors out of a model that is sharded over a mesh; the plan is made once, the same on every rank."""
 
-    def __init__(self, named: Callable[[], dict[str, Tensor]], shape: ModelSpec, mesh: Mesh, bucket_mb: int) -> None:
-        self._named, self._shape, self._mesh = named, shape, mesh
+    def __init__(self, named: Callable[[], dict[str, Tensor]], spec: ModelSpec, mesh: Mesh, bucket_mb: int) -> None:
+        self._named, self._spec, self._mesh = named, spec, mesh
         layout = mesh.layout
         own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named().items()}
         everywhere: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * layout.pp
         dist.all_gather_object(everywhere, own, group=mesh.ranks.pp)
         held = {name: (stage, *kind) for stage, names in enumerate(everywhere) for name, kind in reversed(names.items())}
         pieces: list[_Piece] = []
-        experts: dict[str, list[Mapped]] = {}
-        per_rank = shape.moe.num_experts // layout.ep if shape.moe is not None else 0
-        for item in mapped_names(shape):
+        experts: dict[str, list[MappedParameter]] = {}
+        per_rank = spec.moe.num_experts // layout.ep if spec.moe is not None else 0
+        for item in parameters_of(spec):
             if item.expert is None:
                 stage, sizes, dtype = self._place(held, item)
                 pieces.append(_Piece(stage, torch.Size(sizes), dtype, (item,)))
@@ -69,7 +71,7 @@ class WeightStream:
 
     @staticmethod
     def _place(
-        held: dict[str, tuple[int, tuple[int, ...], torch.dtype]], item: Mapped
+        held: dict[str, tuple[int, tuple[int, ...], torch.dtype]], item: MappedParameter
     ) -> tuple[int, tuple[int, ...], torch.dtype]:
         assert item.mcore in held, f"no pipeline stage holds {item.mcore}"
         return held[item.mcore]
@@ -107,5 +109,5 @@ class WeightStream:
                 per_whole = ranks // len(piece.whole)
                 for number, item in enumerate(piece.whole):
                     own = shards[number * per_whole : (number + 1) * per_whole]
-                    yield from zip(item.hf, item.sharding.merge(own, self._shape), strict=True)
+                    yield from zip(item.hf, SHARDERS[item.sharding].merge(own, self._spec), strict=True)
                 begin = end

@@ -1,0 +1,48 @@
+"""The model families, one file each: `config.json` -> ModelSpec -> its parameters. No torch here.
+
+A new family is a new file here: a module whose `FAMILY` has its name, its reader and its table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.models.config_json import read_config
+from fivefold.models.family import Family
+from fivefold.models.parameters import MappedParameter, expand
+from fivefold.models.spec import ModelSpec
+
+
+def find_families() -> dict[str, Family]:
+    """The `FAMILY` of every file of this package, by name."""
+    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    return {module.FAMILY.name: module.FAMILY for module in modules}
+
+
+FAMILIES = find_families()
+
+
+def load_spec(directory: str | Path, value_head: bool = False) -> ModelSpec:
+    """ModelSpec of a Hugging Face model directory; raises ValueError for what is not supported, by its name.
+
+    With `value_head` the model ends in a value head, whatever the directory's own model ends in.
+    """
+    spec = spec_from_config(read_config(Path(directory)))
+    return replace(spec, value_head=True, tied=False) if value_head else spec
+
+
+def spec_from_config(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a parsed `config.json`; both transformers 4 and 5 spellings of RoPE are read."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"unknown model family {family!r} (model_type in config.json); supported: {', '.join(FAMILIES)}")
+    return FAMILIES[family].read(config)
+
+
+def parameters_of(spec: ModelSpec) -> list[MappedParameter]:
+    """Every parameter of the model in order of layers."""
+    return expand(FAMILIES[spec.family].table(spec), spec)

@@ -1,0 +1,18 @@
+"""Llama 2 and 3: grouped-query attention without biases, a gated MLP, linear or llama3 RoPE scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.models.config_json import read_decoder
+from fivefold.models.family import Family
+from fivefold.models.parameters import decoder
+from fivefold.models.spec import ModelSpec
+
+
+def _read(config: dict[str, Any]) -> ModelSpec:
+    # The first Llamas have no num_key_value_heads: as many as there are heads.
+    return read_decoder(config, required=())
+
+
+FAMILY = Family("llama", _read, decoder)

@@ -1,0 +1,31 @@
+"""Mixtral: Mistral's layers with experts in all of them, which its files name w1, w3 and w2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fivefold.models.config_json import read_decoder, read_expert_counts
+from fivefold.models.family import Family
+from fivefold.models.parameters import Table, decoder, experts
+from fivefold.models.spec import ModelSpec, MoESpec
+
+
+def _read(config: dict[str, Any]) -> ModelSpec:
+    spec = read_decoder(config, required=("num_key_value_heads", "num_experts_per_tok"))
+    window = config.get("sliding_window")
+    count, top_k = read_expert_counts(config)
+    if config.get("router_jitter_noise"):
+        raise ValueError(f"router_jitter_noise must be 0: log-probs would be random; got {config['router_jitter_noise']}")
+    return replace(
+        spec,
+        sliding_window=None if window is None else int(window),
+        moe=MoESpec(count, top_k, spec.ffn, (True,) * spec.layers),
+    )
+
+
+def _table(spec: ModelSpec) -> Table:
+    return decoder(spec, *experts("block_sparse_moe", "w1", "w3", "w2", router="mlp.gate.weight"))
+
+
+FAMILY = Family("mixtral", _read, _table)

@@ -1,0 +1,199 @@
+"""Parameter tables: names in Hugging Face files, Megatron-Core and transformers, and how each is sharded. No torch here.
+
+A family's table is made of the rows below and of its own; `expand` writes it out for one model: table -> parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from fivefold.models.spec import ModelSpec
+
+
+class Sharding(Enum):
+    """How a parameter is divided over tensor-parallel ranks, and how the tensors of the files are joined in it."""
+
+    REPLICATE = "replicate"
+    """The same on every rank."""
+    COLUMN = "column"
+    """By output dimension."""
+    ROW = "row"
+    """By input dimension."""
+    VOCABULARY = "vocabulary"
+    """By rows of the vocabulary, padded with zeros to `ModelSpec.padded_vocab`."""
+    QKV = "qkv"
+    """By query group: the queries of a group, its key, its value; weights and biases alike."""
+    GATE_UP = "gate_up"
+    """Gate and up by output dimension, one on top of the other on each rank."""
+
+
+class Place(Enum):
+    """Which layers have a parameter."""
+
+    FIRST = "first"
+    """None: it stands before them."""
+    LAYER = "layer"
+    """All."""
+    DENSE = "dense"
+    """Layers without experts."""
+    SPARSE = "sparse"
+    """Layers with experts."""
+    EXPERT = "expert"
+    """Layers with experts, once per expert."""
+    LAST = "last"
+    """None: it stands behind them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of a family; `{layer}` and `{expert}` in its names are counted over the whole model."""
+
+    mcore: str
+    """Name in Megatron-Core."""
+    hf: tuple[str, ...]
+    """Names in Hugging Face files, of one tensor or of several that are joined."""
+    sharding: Sharding
+    place: Place = Place.LAYER
+    transformers: str | None = None
+    """Name in the memory of transformers, where it is not the file's.
+
+    All tensors of `hf` lie there in equal parts of the first dimension; a tensor of experts has all of a layer, stacked.
+    """
+
+
+Table = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class MappedParameter:
+    """One parameter of one model: a row with its layer and expert filled in."""
+
+    mcore: str
+    hf: tuple[str, ...]
+    sharding: Sharding
+    transformers: str | None
+    row: str
+    """`mcore` of the row: parameters of one row and layer have the same shape."""
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def in_transformers(self) -> tuple[str, ...]:
+        """Names in the memory of transformers."""
+        return self.hf if self.transformers is None else (self.transformers,)
+
+
+def expand(table: Table, spec: ModelSpec) -> list[MappedParameter]:
+    """Every parameter of the model in order of layers; the experts of a row follow one another."""
+    found = [_fill(row) for row in table if row.place is Place.FIRST]
+    for layer in range(spec.layers):
+        present = {Place.LAYER, Place.SPARSE if spec.has_experts(layer) else Place.DENSE}
+        found += [_fill(row, layer) for row in table if row.place in present]
+        if spec.moe is not None and spec.has_experts(layer):
+            experts = range(spec.moe.num_experts)
+            found += [_fill(row, layer, expert) for row in table if row.place is Place.EXPERT for expert in experts]
+    return found + [_fill(row) for row in table if row.place is Place.LAST]
+
+
+def _fill(row: Row, layer: int | None = None, expert: int | None = None) -> MappedParameter:
+    def fill(name: str) -> str:
+        return name.format(layer=layer, expert=expert)
+
+    held = None if row.transformers is None else fill(row.transformers)
+    return MappedParameter(fill(row.mcore), tuple(map(fill, row.hf)), row.sharding, held, row.mcore, layer, expert)
+
+
+def layer_row(
+    mcore: str,
+    hf: str | Iterable[str],
+    sharding: Sharding,
+    place: Place = Place.LAYER,
+    transformers: str | None = None,
+) -> Row:
+    """A row of the layers, from names within a layer."""
+    names = (hf,) if isinstance(hf, str) else hf
+    return Row(
+        f"decoder.layers.{{layer}}.{mcore}",
+        tuple(f"model.layers.{{layer}}.{name}" for name in names),
+        sharding,
+        place,
+        None if transformers is None else f"model.layers.{{layer}}.{transformers}",
+    )
+
+
+EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Sharding.VOCABULARY, Place.FIRST)
+FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Sharding.REPLICATE, Place.LAST)
+OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Sharding.VOCABULARY, Place.LAST)
+VALUE_HEAD = Row("output_layer.weight", ("score.weight",), Sharding.REPLICATE, Place.LAST)
+"""The value head, in the place of the output layer: what transformers calls a sequence classifier with one label."""
+
+NORMS = (
+    layer_row("input_layernorm.weight", "input_layernorm.weight", Sharding.REPLICATE),
+    layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Sharding.REPLICATE),
+)
+QK_NORMS = (
+    layer_row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", Sharding.REPLICATE),
+    layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", Sharding.REPLICATE),
+)
+ATTENTION_OUTPUT = layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Sharding.ROW)
+ROUTER_BIAS = layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Sharding.REPLICATE, Place.SPARSE)
+"""Correction of the scores by which experts are chosen (DeepSeek-V3, eq. 16)."""
+
+
+def attention(spec: ModelSpec) -> Table:
+    """Grouped-query attention, its biases and norms of queries and keys where the model has them."""
+    kinds = ("weight", "bias") if spec.qkv_bias else ("weight",)
+    qkv = tuple(
+        layer_row(f"self_attention.linear_qkv.{kind}", [f"self_attn.{part}_proj.{kind}" for part in "qkv"], Sharding.QKV)
+        for kind in kinds
+    )
+    return (*qkv, *(QK_NORMS if spec.qk_norm else ()), ATTENTION_OUTPUT)
+
+
+def gated_mlp(hf: str = "mlp", place: Place = Place.DENSE, mcore: str = "mlp") -> Table:
+    """down(silu(gate(x)) * up(x)), the MLP of dense layers and of shared experts."""
+    return (
+        layer_row(f"{mcore}.linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), Sharding.GATE_UP, place),
+        layer_row(f"{mcore}.linear_fc2.weight", f"{hf}.down_proj.weight", Sharding.ROW, place),
+    )
+
+
+def experts(
+    hf: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str | None = None
+) -> Table:
+    """Router and experts by their names in files; `router` is its name in transformers where it differs."""
+    inside = f"{hf}.experts.{{expert}}"
+    return (
+        layer_row("mlp.router.weight", f"{hf}.gate.weight", Sharding.REPLICATE, Place.SPARSE, router),
+        layer_row(
+            "mlp.experts.{expert}.fc1",
+            (f"{inside}.{gate}.weight", f"{inside}.{up}.weight"),
+            Sharding.GATE_UP,
+            Place.EXPERT,
+            "mlp.experts.gate_up_proj",
+        ),
+        layer_row(
+            "mlp.experts.{expert}.fc2", f"{inside}.{down}.weight", Sharding.ROW, Place.EXPERT, "mlp.experts.down_proj"
+        ),
+    )
+
+
+def shared_experts(spec: ModelSpec, hf: str = "mlp.shared_experts") -> Table:
+    """The experts that every token passes, where the model has them."""
+    if spec.moe is None or not spec.moe.shared_ffn:
+        return ()
+    return gated_mlp(hf, Place.SPARSE, "mlp.shared_experts")
+
+
+def head(spec: ModelSpec) -> Table:
+    """Final norm and output layer or value head; a tied output layer is the embedding, so it has no row."""
+    if spec.value_head:
+        return (FINAL_NORM, VALUE_HEAD)
+    return (FINAL_NORM,) if spec.tied else (FINAL_NORM, OUTPUT)
+
+
+def decoder(spec: ModelSpec, *rows: Row) -> Table:
+    """The table of a model under Llama's names; `rows` are those of layers with experts."""
+    return (EMBEDDING, *NORMS, *attention(spec), *gated_mlp(), *rows, *head(spec))
