@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
+from fivefold.observability.metrics import find
+
+COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 58, 26, 12
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/mean", "reward/std")),
@@ -29,7 +31,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("Critic: explained variance", ("critic/explained_variance",)),
     ("Critic: loss", ("critic/loss",)),
-    ("Dynamic sampling: prompts that tell something", ("dynamic_sampling/kept_fraction",)),
+    ("Dynamic sampling: prompts with reward variance", ("dynamic_sampling/kept_fraction",)),
     ("Engine against trainer: log-prob difference", ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")),
     ("Response length", ("response/length_mean", "response/length_max")),
     ("Truncated and repetitive responses", ("response/truncated_fraction", "response/repetition")),
@@ -42,13 +44,19 @@ body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1480px;paddin
 h1{font-size:1.4rem;margin:0} h2{font-size:1.1rem;margin:2rem 0 .6rem} .meta{color:#6b7280;margin:.2rem 0 1rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(460px,1fr));gap:1rem}
 figure{margin:0;border:1px solid #e5e7eb;border-radius:8px;padding:.6rem} figcaption{font-weight:600;margin-bottom:.2rem}
-svg{width:100%;height:auto;display:block} svg text{font:11px system-ui,sans-serif;fill:#6b7280}
+svg{width:100%;height:auto;display:block} svg text{font:11px system-ui,sans-serif;fill:#6b7280} .grid{stroke:#f3f4f6}
 .legend{font-size:12px;color:#4b5563} .legend b{font-weight:600}
 table{border-collapse:collapse;font-size:14px} td,th{padding:.25rem .7rem}
 td,th{border-bottom:1px solid #e5e7eb;text-align:left;vertical-align:top}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
 pre{white-space:pre-wrap;margin:0;font:13px/1.4 ui-monospace,monospace}
 .good{color:#047857} .bad{color:#b91c1c} details{margin:.3rem 0} summary{cursor:pointer}
+"""
+CURVE_STYLE = """
+text{font:11px system-ui,sans-serif;fill:#6b7280} .title{font-size:14px;font-weight:600;fill:#1f2937}
+.page{fill:#ffffff;stroke:#d1d5db} .grid{stroke:#e5e7eb}
+@media (prefers-color-scheme:dark){.page{fill:#0d1117;stroke:#30363d} .grid{stroke:#21262d}
+text{fill:#9ca3af} .title{fill:#e5e7eb}}
 """
 
 
@@ -121,6 +129,13 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _labeled(name: str) -> str:
+    """The metric's name, with its meaning where the pointer rests on it."""
+    metric = find(name)
+    meaning = "" if metric is None else f"{metric.meaning} [{metric.unit}]"
+    return f'<span title="{html.escape(meaning)}">{html.escape(name)}</span>'
+
+
 def _summary(rows: list[dict[str, Any]]) -> str:
     shown = [
         "reward/mean",
@@ -139,19 +154,62 @@ def _summary(rows: list[dict[str, Any]]) -> str:
             cells = "".join(
                 f'<td class="n">{_number(value)}</td>' for value in (values[0], values[-1], min(values), max(values))
             )
-            lines.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
+            lines.append(f"<tr><td>{_labeled(name)}</td>{cells}</tr>")
     head = "<tr><th>metric</th><th>first</th><th>last</th><th>least</th><th>most</th></tr>"
     return f"<table>{head}{''.join(lines)}</table>"
 
 
 def _chart(title: str, names: list[str], rows: list[dict[str, Any]]) -> str:
-    series = []
-    for name in names:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        if points:
-            series.append((name, points))
+    series = _series(names, rows)
     if not series:
         return ""
+    legend = [
+        f'<span style="color:{color}">■</span> {_labeled(name)} <b>{_number(points[-1][1])}</b>'
+        for (name, points), color in zip(series, _colors(series), strict=True)
+    ]
+    return (
+        f"<figure><figcaption>{html.escape(title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">{_curves(series)}</svg>'
+        f'<div class="legend">{" &nbsp; ".join(legend)}</div></figure>'
+    )
+
+
+def write_curve(run_dir: Path, metrics: Sequence[str], title: str, out: Path) -> Path:
+    """One chart of a run as an SVG file of its own, readable on light and dark pages."""
+    rows = read_metrics(run_dir)
+    names = sorted({name for row in rows for name in row})
+    series = _series(_matching(metrics, names), rows)
+    if not series:
+        raise ValueError(f"no metric {' or '.join(metrics)} in {run_dir}; there are {', '.join(names)}")
+    labels = [
+        f'<text x="{LEFT + place * 200}" y="44" style="fill:{color}">■ {html.escape(name)} {_number(points[-1][1])}</text>'
+        for place, ((name, points), color) in enumerate(zip(series, _colors(series), strict=True))
+    ]
+    out.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 48}" width="{WIDTH * 1.4:.0f}" role="img" '
+        f'aria-label="{html.escape(title)}"><style>{CURVE_STYLE}</style>'
+        f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT + 47}" rx="8"/>'
+        f'<text class="title" x="{LEFT}" y="26">{html.escape(title)}</text>{"".join(labels)}'
+        f'<g transform="translate(0 48)">{_curves(series)}</g></svg>\n'
+    )
+    return out
+
+
+Series = list[tuple[str, list[tuple[int, float]]]]
+"""Name of a metric and its (step, value), for each that has a value."""
+
+
+def _series(names: Sequence[str], rows: list[dict[str, Any]]) -> Series:
+    found = [(name, [(row["step"], row[name]) for row in rows if row.get(name) is not None]) for name in names]
+    return [(name, points) for name, points in found if points]
+
+
+def _colors(series: Series) -> list[str]:
+    return [COLORS[place % len(COLORS)] for place in range(len(series))]
+
+
+def _curves(series: Series) -> str:
+    """Grid, axes and lines of a chart of WIDTH x HEIGHT."""
     values = [value for _, points in series for _, value in points]
     steps = [step for _, points in series for step, _ in points]
     low, high = min(values), max(values)
@@ -166,25 +224,19 @@ def _chart(title: str, names: list[str], rows: list[dict[str, Any]]) -> str:
     parts = []
     for tick in _ticks(low, high):
         _, y = place(first, tick)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#f3f4f6"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     for tick in _ticks(first, last):
         if tick == int(tick):
             x, _ = place(tick, low)
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{int(tick)}</text>')
-    legend = []
-    for (name, points), colour in zip(series, COLOURS * (1 + len(series) // len(COLOURS)), strict=False):
+    for (_, points), color in zip(series, _colors(series), strict=True):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
         if len(points) == 1:
             x, y = place(*points[0])
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-        legend.append(f'<span style="color:{colour}">■</span> {html.escape(name)} <b>{_number(points[-1][1])}</b>')
-    return (
-        f"<figure><figcaption>{html.escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
-        f'<div class="legend">{" &nbsp; ".join(legend)}</div></figure>'
-    )
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+    return "".join(parts)
 
 
 def _ticks(low: float, high: float) -> list[float]:

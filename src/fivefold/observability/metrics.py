@@ -1,0 +1,182 @@
+"""Every metric that a run writes, with one sentence on what it is: what docs/metrics.md and the report's tooltips say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of metrics.jsonl."""
+
+    name: str
+    """As it stands there; `<...>` is filled in by the run, see PLACEHOLDERS."""
+    unit: str
+    meaning: str
+
+
+PLACEHOLDERS = {
+    # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
+    "<part>": r"(?:gsm8k|math|format|model|.+:.+)",
+    "<source>": r".+",
+    "<k>": r"\d+",
+    "<layer>": r"\d+",
+}
+"""What a name leaves open -> what stands there: a part of the reward (a built-in function, `path.py:function` or `model`), a
+`data_source`, a number of samples, a layer counted from 0."""
+
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Reward": (
+        Metric("reward/mean", "reward", "Mean reward of the step's samples, before overlong penalties and reward_clip."),
+        Metric("reward/std", "reward", "Standard deviation of the rewards over the step's samples."),
+        Metric("reward/min", "reward", "Smallest reward of the step."),
+        Metric("reward/max", "reward", "Largest reward of the step."),
+        Metric("reward/<part>", "reward", "Mean of one part of the reward, without its weight."),
+        Metric("reward/failed", "samples", "Samples whose reward raised, ran out of time or was not finite; they got 0."),
+        Metric("reward/mean@<k>", "fraction", "Correct samples of a group of k, averaged over the groups."),
+        Metric("reward/pass@<k>", "fraction", "Groups of k with at least one correct sample."),
+        Metric("reward/best", "reward", "Best reward of a group, averaged over the groups."),
+        Metric("reward/solve_all", "fraction", "Groups whose samples are all correct."),
+        Metric("reward/solve_none", "fraction", "Groups without a correct sample."),
+        Metric("reward/frac_reward_zero_std", "fraction", "Groups whose samples all have the same reward."),
+    ),
+    "Responses and prompts": (
+        Metric("response/length_mean", "tokens", "Mean length of a response (its tokens that carry loss)."),
+        Metric("response/length_std", "tokens", "Standard deviation of the response lengths."),
+        Metric("response/length_min", "tokens", "Shortest response of the step."),
+        Metric("response/length_max", "tokens", "Longest response of the step."),
+        Metric("response/length_mean_correct", "tokens", "Mean length of the correct responses; absent without one."),
+        Metric("response/length_mean_incorrect", "tokens", "Mean length of the other responses; absent without one."),
+        Metric("response/truncated_fraction", "fraction", "Responses that ended at the token limit."),
+        Metric("response/repetition", "fraction", "4-grams of a response that already occurred in it, averaged."),
+        Metric("prompt/length_mean", "tokens", "Mean length of a prompt."),
+    ),
+    "Dynamic sampling": (
+        Metric("dynamic_sampling/rounds", "rounds", "Rounds of sampling that the step took."),
+        Metric("dynamic_sampling/prompts", "prompts", "Prompts that were sampled in all rounds."),
+        Metric("dynamic_sampling/kept_fraction", "fraction", "Sampled prompts whose responses differ in reward."),
+        Metric("dynamic_sampling/zero_variance_used", "groups", "Groups of equal rewards that filled up the step."),
+    ),
+    "Engine against trainer": (
+        Metric("rollout/logprob_diff_mean", "nats", "Mean absolute difference of the engine's and the trainer's log-prob."),
+        Metric("rollout/logprob_diff_max", "nats", "Largest such difference of a token."),
+        Metric("rollout/kl", "nats", "KL(engine || trainer), estimated by k3, before the updates."),
+        Metric("rollout/staleness_mean", "updates", "Optimizer steps between the sampling weights and the policy, mean."),
+        Metric("rollout/staleness_max", "updates", "The same of the stalest sample."),
+        Metric("rollout_correction/ratio_mean", "ratio", "Mean of trainer / engine, at the level of the correction."),
+        Metric("rollout_correction/ratio_max", "ratio", "Largest such ratio."),
+        Metric("rollout_correction/weight_mean", "ratio", "Mean weight of a token after bounds, masks and rejection."),
+        Metric("rollout_correction/bounded_fraction", "fraction", "Tokens whose ratio lies outside of low and high."),
+        Metric("rollout_correction/masked_fraction", "fraction", "Tokens of weight 0."),
+        Metric("rollout_correction/rejected_fraction", "fraction", "Tokens that `reject` leaves out."),
+        Metric("rollout_correction/effective_sample_size", "fraction", "(Σ w)² / (n Σ w²): samples left by the weights."),
+    ),
+    "Policy": (
+        Metric("policy/loss", "loss", "Loss, mean over the step's optimizer steps."),
+        Metric("policy/grad_norm", "norm", "Global gradient norm before clipping."),
+        Metric("policy/lr", "rate", "Learning rate of the step's last update."),
+        Metric("policy/skipped_updates", "updates", "Updates skipped because loss or gradient norm was not finite."),
+        Metric("policy/entropy", "nats", "Entropy of the next-token distribution, mean over response tokens."),
+        Metric("policy/logprob_mean", "nats", "Log-prob of the response tokens, mean."),
+        Metric("policy/ratio_mean", "ratio", "Importance ratio to the policy before the step, mean over tokens."),
+        Metric("policy/ratio_max", "ratio", "Largest importance ratio of the step."),
+        Metric("policy/clip_fraction", "fraction", "Tokens whose gradient the surrogate clips (cispo: whose weight)."),
+        Metric("policy/dual_clip_fraction", "fraction", "Tokens that dual_clip bounds."),
+        Metric("policy/kl_old", "nats", "KL(policy before the step || policy), k3, mean over the step's updates."),
+        Metric("policy/kl_old_last", "nats", "The same at the step's last update."),
+        Metric("policy/kl_reference", "nats", "KL(policy || reference), k3, whatever estimator the loss uses."),
+        Metric("policy/kl_coef", "factor", "KL coefficient of the step, where kl.target moves it."),
+        Metric("policy/accuracy", "fraction", "dpo: pairs whose chosen response has the higher implicit reward."),
+        Metric("policy/margin", "reward", "dpo: implicit reward of the chosen less that of the rejected response."),
+        Metric("policy/reward_chosen", "reward", "dpo: β · log-ratio to the reference of the chosen responses."),
+        Metric("policy/reward_rejected", "reward", "dpo: the same of the rejected responses."),
+    ),
+    "Critic": (
+        Metric("critic/loss", "loss", "Value loss, mean over the step's optimizer steps."),
+        Metric("critic/grad_norm", "norm", "Global gradient norm of the critic before clipping."),
+        Metric("critic/lr", "rate", "Learning rate of the critic's last update."),
+        Metric("critic/skipped_updates", "updates", "Updates of the critic skipped as not finite."),
+        Metric("critic/value_mean", "reward", "Mean value at the response tokens."),
+        Metric("critic/return_mean", "reward", "Mean return from the response tokens on."),
+        Metric("critic/return_std", "reward", "Standard deviation of the returns."),
+        Metric("critic/explained_variance", "fraction", "1 - Var(return - value) / Var(return); 0 where returns are equal."),
+        Metric("critic/clip_fraction", "fraction", "Tokens for which value_clip decides the loss."),
+    ),
+    "Experts": (
+        Metric("moe/load_max", "ratio", "Load of the fullest expert over the mean, in the layer where it is largest."),
+        Metric("moe/load_max/layer_<layer>", "ratio", "The same of one layer."),
+        Metric("moe/aux_loss", "loss", "Balance losses of all layers with their coefficient, summed."),
+        Metric("critic/moe/load_max", "ratio", "moe/load_max of a critic with experts."),
+        Metric("critic/moe/load_max/layer_<layer>", "ratio", "The same of one layer."),
+        Metric("critic/moe/aux_loss", "loss", "moe/aux_loss of a critic with experts."),
+    ),
+    "Evaluation": (
+        Metric("val/<source>/accuracy", "fraction", "Correct greedy responses (pass@1) to a source's validation prompts."),
+        Metric("val/<source>/reward", "reward", "Mean reward of the greedy responses."),
+        Metric("val/<source>/length_mean", "tokens", "Mean length of the greedy responses."),
+        Metric("val/<source>/mean@<k>", "fraction", "Correct responses among k sampled ones."),
+        Metric("val/<source>/pass@<k>", "fraction", "Prompts with a correct response among k sampled ones."),
+        Metric("val/loss", "loss", "Loss on the validation responses, for methods that learn from data."),
+        Metric("val/kl_reference", "nats", "policy/kl_reference on them."),
+        Metric("val/logprob_mean", "nats", "policy/logprob_mean on them."),
+        Metric("val/accuracy", "fraction", "policy/accuracy on the validation pairs."),
+        Metric("val/margin", "reward", "policy/margin on the validation pairs."),
+        Metric("val/reward_chosen", "reward", "policy/reward_chosen on the validation pairs."),
+        Metric("val/reward_rejected", "reward", "policy/reward_rejected on the validation pairs."),
+    ),
+    "Time": (
+        Metric("time/step", "seconds", "The whole step, without evaluation and checkpoints."),
+        Metric("time/weight_sync", "seconds", "Moving the policy's weights to the engine."),
+        Metric("time/rollout", "seconds", "Sampling responses."),
+        Metric("time/reward", "seconds", "Scoring responses."),
+        Metric("time/greedy", "seconds", "Sampling and scoring most likely responses, for methods that compare with them."),
+        Metric("time/pack", "seconds", "Gathering the stats and moving the tokens to the replicas that train on them."),
+        Metric("time/logprobs", "seconds", "Log-probs of policy and reference, values of the critic."),
+        Metric("time/critic", "seconds", "The critic's updates."),
+        Metric("time/train", "seconds", "The policy's updates."),
+        Metric("time/verify", "seconds", "Comparing copies of parameters between ranks (trainer.guard.every)."),
+        Metric("time/eval", "seconds", "Evaluation."),
+        Metric("time/save", "seconds", "Writing the checkpoint of the step before, which happens after that step's row."),
+        Metric("time/load", "seconds", "Loading the checkpoint that the run resumed from."),
+    ),
+    "Speed and memory": (
+        Metric("throughput/tokens_per_second", "tokens/s", "Tokens trained on, prompts included, over time/step."),
+        Metric("throughput/samples_per_second", "samples/s", "Samples trained on over time/step."),
+        Metric("throughput/train_tokens_per_second", "tokens/s", "Tokens trained on over time/train."),
+        Metric("throughput/tflops_per_gpu", "TFLOP/s", "Arithmetic of the policy's updates over time/train, per rank."),
+        Metric("memory/peak_gb", "GiB", "Most memory that a rank has held: of its GPU, or of the process on the CPU."),
+    ),
+    "Where the run stands": (
+        Metric("step", "", "Steps finished; 0 is the evaluation before training."),
+        Metric("epoch", "", "Pass over the data that the step's first prompt belongs to, from 0."),
+        Metric("wall", "seconds", "When the row was written, since 1970."),
+    ),
+}
+"""Section -> its metrics. A stage that took less than 0.2 ms is left out of a row."""
+
+
+def find(name: str) -> Metric | None:
+    """The row of a metric's name, if there is one."""
+    exact, patterns = _index()
+    return exact.get(name) or next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Those of the names that have no row here."""
+    return sorted({name for name in names if find(name) is None})
+
+
+@lru_cache
+def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    """(name -> metric, patterns of the names that leave something open)."""
+    rows = [metric for section in METRICS.values() for metric in section]
+    exact = {metric.name: metric for metric in rows if "<" not in metric.name}
+    return exact, [(_pattern(metric.name), metric) for metric in rows if "<" in metric.name]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    pieces = re.split(r"(<\w+>)", name)
+    return re.compile("".join(PLACEHOLDERS[piece] if piece in PLACEHOLDERS else re.escape(piece) for piece in pieces))
