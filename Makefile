@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test test-layouts demo gsm8k gpu-test clean
+.PHONY: setup check test test-layouts demo docs demo-curve gsm8k gpu-test clean
 
 setup: $(READY)
 
@@ -32,6 +32,15 @@ test-layouts: $(READY)
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
+
+# The pages that are written from the code; a test fails where they are not current.
+docs: $(READY)
+	$(BIN)/python -m docs.generate
+
+# The README's picture of the demo, from what `make demo` left in ./demo.
+demo-curve: $(READY)
+	$(BIN)/python -m docs.curve demo/runs/grpo docs/demo-curve.svg val/arithmetic/accuracy reward/mean \
+		--title "make demo: a tiny model learns to add"
 
 gsm8k: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/gsm8k_tiny.sh $(SOURCE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fivefold.observability.metrics import undocumented
 from tests.models import SIZES, make_classifier
 from tests.test_cli_runs import TIMES, assert_same, fivefold, make_model
 
@@ -58,6 +59,7 @@ def test_a_ppo_run_tells_what_its_critic_does(root, base):
         "critic/lr",
     }
     assert all(names <= set(row) for row in base)
+    assert undocumented(name for row in base for name in row) == []
     # The first step only warms the critic up.
     assert ["policy/loss" in row for row in base] == [False, True, True, True]
     assert {"policy/kl_old", "policy/kl_old_last", "policy/ratio_max", "policy/clip_fraction", "policy/kl_reference"} <= set(

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fivefold.observability.metrics import undocumented
+
 RUN = """
 model: {{path: {root}/model}}
 policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4, warmup_steps: 2}}}}
@@ -130,6 +132,7 @@ def test_a_run_writes_what_it_promises(root, base):
         "memory/peak_gb",
     } <= set(raw[-1])
     assert base[-1]["rollout/logprob_diff_max"] < 1e-5
+    assert undocumented(name for row in raw for name in row) == []
     assert (run / "run.yaml").is_file()
     assert len((run / "samples.jsonl").read_text().splitlines()) >= 20
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-000002", "step-000004", "step-000005"]

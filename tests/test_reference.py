@@ -1,0 +1,62 @@
+"""The generated pages are those of the code, and every name in them is explained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pytest
+
+from docs.generate import DOCS, _ranges, _type, pages
+from fivefold.observability.metrics import METRICS, find, undocumented
+from fivefold.reward.rules import BUILT_IN
+
+
+@pytest.mark.parametrize("path", sorted(pages()), ids=lambda path: path.name)
+def test_the_page_is_current(path):
+    assert path.read_text() == pages()[path], f"{path} is not what the code says: run `make docs`"
+
+
+def test_every_key_has_a_row():
+    import dataclasses
+
+    from fivefold.config.methods import Choices
+    from fivefold.config.schema import DataConfig, TrainerConfig
+
+    page = (DOCS / "configuration.md").read_text()
+    for kind in (Choices, DataConfig, TrainerConfig):
+        for item in dataclasses.fields(kind):
+            assert f"| `{item.name}` |" in page or f".{item.name}\n" in page, item.name
+
+
+class Positive:
+    def __str__(self) -> str:
+        return "above 0"
+
+
+def test_types_and_ranges_are_those_of_the_annotation():
+    assert _type(list[Literal["a", "b"]] | None) == "list of `a`, `b` or null"
+    assert _type(dict[str, dict[str, float]]) == "mapping of names to mappings of names to numbers"
+    assert _ranges(Annotated[int, Positive()] | None) == "above 0"
+    assert _ranges(list[Annotated[float, Positive()]]) == "above 0"
+
+
+def test_names_of_metrics_are_found_and_others_are_not():
+    known = [
+        "reward/mean",
+        "reward/pass@8",
+        "reward/my.py:score",
+        "val/gsm8k/accuracy",
+        "moe/load_max/layer_07",
+        "time/step",
+    ]
+    assert undocumented([*known, *(f"reward/{name}" for name in BUILT_IN)]) == []
+    strange = ["policy/new", "reward/new", "reward/pass@x", "time/new", "val/new"]
+    assert undocumented([*strange, *known]) == strange
+    found = find("val/gsm8k/pass@4")
+    assert found is not None and found.name == "val/<source>/pass@<k>"
+
+
+def test_every_metric_has_one_row_and_a_sentence():
+    names = [metric.name for section in METRICS.values() for metric in section]
+    assert len(names) == len(set(names))
+    assert all(metric.meaning.endswith(".") for section in METRICS.values() for metric in section)
