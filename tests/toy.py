@@ -98,6 +98,7 @@ class ToyScorer:
             for sample in group.samples:
                 sample.reward = sum(token == target(group.prompt.id) for token in sample.token_ids) / LENGTH
                 sample.reward_parts = {"own": sample.reward}
+                sample.correct = sample.reward >= 1
 
     def close(self) -> None: ...
 

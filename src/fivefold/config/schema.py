@@ -269,6 +269,9 @@ class RewardConfig:
     """Reward name (gsm8k, math, format) or `path.py:function` -> weight; empty: chosen by `data_source`."""
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
     """data_source -> its own `functions`."""
+    accuracy: str | None = None
+    """Function that decides whether a response is correct (it gives 1 or more): accuracy, pass@k. When left out, and for a
+    data_source that does not use it: the first by name of those that take a ground truth, or of all where none does."""
     timeout_seconds: float = 10.0
     """Time one sample's rewards may take; a sample over it scores 0 and is counted."""
     max_failed: float = 0.1

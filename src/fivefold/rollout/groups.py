@@ -16,7 +16,7 @@ from fivefold.types import Group, Prompt, Sample, Sampling
 
 
 class Scorer(Protocol):
-    """Sets reward, reward_parts and reward_failed of every sample."""
+    """Sets reward, reward_parts, correct and reward_failed of every sample."""
 
     @property
     def first_error(self) -> str | None:
@@ -234,7 +234,7 @@ def _rows(group: Group) -> list[_Row]:
     return [
         _Row(
             sample.reward, sample.reward_parts, sample.loss_tokens, length, sample.finished, sample.reward_failed,
-            sample.is_correct, repetition(sample.token_ids), group.greedy_reward,
+            sample.correct, repetition(sample.token_ids), group.greedy_reward,
         )
         for sample in group.samples
     ]  # fmt: skip

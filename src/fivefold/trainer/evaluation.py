@@ -88,7 +88,7 @@ def _by_source(ranks: Ranks, groups: list[Group]) -> dict[str, list[_Row]]:
         samples = group.samples
         return _Row(
             group.prompt.source,
-            [float(sample.is_correct) for sample in samples],
+            [float(sample.correct) for sample in samples],
             [sample.reward for sample in samples],
             [float(len(sample.token_ids)) for sample in samples],
         )
