@@ -136,7 +136,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         critic_warmup=warmup,
         sampler=sampler,
         given=algorithm.offline,
-        samples_per_comparison=2 if algorithm.name == "dpo" else 1,
+        samples_per_comparison=algorithm.samples_per_comparison,
         group_size=algorithm.group_size,
         refill=refill if chosen.dynamic_sampling else None,
         sampling=_sampling(config),
@@ -205,7 +205,7 @@ def _prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         columns=Columns(data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key),
-        learn=algorithm.learn,
+        learns_from=algorithm.method.learns_from,
         need_responses=need_responses,
         max_response_tokens=data.max_response_tokens,
         first=first,
@@ -231,7 +231,7 @@ def _evaluation(config: RunConfig, validation: PromptSet) -> Evaluation:
         sampled=dataclasses.replace(seeded, temperature=config.eval.temperature, top_p=config.eval.top_p),
         generate=generate,
         given=given,
-        samples_per_comparison=2 if config.algorithm.name == "dpo" else 1,
+        samples_per_comparison=config.algorithm.samples_per_comparison,
     )
 
 
