@@ -17,7 +17,7 @@ def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list
         members = [j for j, g in enumerate(groups) if g == own]
         inside = [rewards[j] for j in members]
         others = [rewards[j] for j in members if j != i]
-        if kind in ("reward", "given"):
+        if kind == "reward":
             value = r
         elif kind == "group":
             value = r - statistics.fmean(inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ from fivefold.algo.credit import GAE, DiscountedReturn, UniformCredit, before, w
 from fivefold.algo.importance_sampling import RATIOS, sequence, sequence_token
 from fivefold.algo.reward_shaping import overlong_penalty, repetition
 from fivefold.algo.segments import Segments
-from fivefold.algo.surrogates import CISPO, DPO, GMPO, SAPO, SURROGATES, ClipCov, KLCov, LogLikelihood, PPOClip
+from fivefold.algo.surrogates import SURROGATES, make_surrogate
 from fivefold.algo.values import ValueLoss
 from fivefold.config import methods
+from fivefold.config.findings import Findings
+from fivefold.config.method_rules import check_method
+from fivefold.config.ranges import check_values, within
+from fivefold.config.schema import AlgorithmConfig
 from fivefold.types import TokenBatch
 from tests import slow
 
@@ -188,25 +193,29 @@ def test_whitening_looks_at_the_tokens_of_all_replicas():
 def test_ppo_clips_only_where_clipping_lowers_the_objective():
     now = torch.tensor([1.5, 1.5, 0.5, 0.5]).log()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    assert PPOClip()(now, now, advantages, whole(4)).tolist() == pytest.approx([1.2, -1.5, 0.5, -0.8])
-    assert PPOClip(clip_high=0.28)(now, now, advantages, whole(4)).tolist() == pytest.approx([1.28, -1.5, 0.5, -0.8])
+    assert make_surrogate("ppo_clip")(now, now, advantages, whole(4)).tolist() == pytest.approx([1.2, -1.5, 0.5, -0.8])
+    assert make_surrogate("ppo_clip", clip_high=0.28)(now, now, advantages, whole(4)).tolist() == pytest.approx(
+        [1.28, -1.5, 0.5, -0.8]
+    )
 
 
 def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_ratio_times_advantage():
     now = torch.tensor([1.5, 1.1]).log().requires_grad_()
-    PPOClip()(now, now, torch.tensor([2.0, 2.0]), whole(2)).sum().backward()
+    make_surrogate("ppo_clip")(now, now, torch.tensor([2.0, 2.0]), whole(2)).sum().backward()
     assert now.grad.tolist() == pytest.approx([0.0, 2.2])
 
 
 def test_dual_clip_bounds_what_a_bad_token_may_cost():
     now = torch.tensor([5.0, 2.0, 5.0]).log()
     advantages = torch.tensor([-1.0, -1.0, 1.0])
-    assert PPOClip(dual_clip=3.0)(now, now, advantages, whole(3)).tolist() == pytest.approx([-3.0, -2.0, 1.2])
+    assert make_surrogate("ppo_clip", dual_clip=3.0)(now, now, advantages, whole(3)).tolist() == pytest.approx(
+        [-3.0, -2.0, 1.2]
+    )
 
 
 def test_cispo_weights_the_log_likelihood_and_no_token_loses_its_gradient():
     now = torch.tensor([3.0, 1.1, 0.1]).log().requires_grad_()
-    value = CISPO()(now - torch.zeros(3), now, torch.tensor([2.0, 2.0, -1.0]), whole(3))
+    value = make_surrogate("cispo")(now - torch.zeros(3), now, torch.tensor([2.0, 2.0, -1.0]), whole(3))
     assert value.tolist() == pytest.approx([1.2 * 2 * math.log(3), 1.1 * 2 * math.log(1.1), -0.1 * math.log(0.1)], rel=1e-5)
     value.sum().backward()
     assert now.grad.tolist() == pytest.approx([2.4, 2.2, -0.1], rel=1e-5)
@@ -216,7 +225,7 @@ def test_cispo_weights_the_log_likelihood_and_no_token_loses_its_gradient():
 def test_sapo_s_gate_has_the_policy_gradient_at_ratio_one_and_fades_away_from_it(advantage, tau):
     for ratio in (1.0, 1.4, 0.5, 6.0):
         now = torch.tensor([ratio]).log().requires_grad_()
-        value = SAPO()(now, now, torch.tensor([advantage]), whole(1))
+        value = make_surrogate("sapo")(now, now, torch.tensor([advantage]), whole(1))
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
         assert value.item() == pytest.approx(4 / tau * gate * advantage, rel=1e-5)
         value.sum().backward()
@@ -227,9 +236,9 @@ def test_sapo_s_gate_has_the_policy_gradient_at_ratio_one_and_fades_away_from_it
 def test_gmpo_is_the_advantage_times_the_geometric_mean_of_clipped_ratios():
     """Log-ratios 1, 0.2 and -3 with clip 0.4: for A = 2 the first is clipped, exp((0.4 + 0.2 - 3) / 3); for A = -2 the last."""
     d = torch.tensor([1.0, 0.2, -3.0], requires_grad=True)
-    up = GMPO()(d, d, torch.full((3,), 2.0), whole(3))
+    up = make_surrogate("gmpo")(d, d, torch.full((3,), 2.0), whole(3))
     assert up.tolist() == pytest.approx([2 * math.exp(-2.4 / 3)] * 3, rel=1e-6)
-    down = GMPO()(d, d, torch.full((3,), -2.0), whole(3))
+    down = make_surrogate("gmpo")(d, d, torch.full((3,), -2.0), whole(3))
     assert down.tolist() == pytest.approx([-2 * math.exp((1 + 0.2 - 0.4) / 3)] * 3, rel=1e-6)
     up.mean().backward()
     assert d.grad.tolist() == pytest.approx([0.0, 2 * math.exp(-0.8) / 3, 2 * math.exp(-0.8) / 3], rel=1e-5)
@@ -269,7 +278,9 @@ def test_gspo_and_gspo_token_have_the_same_gradient_where_a_response_has_one_adv
 
 
 def test_log_likelihood_is_cross_entropy():
-    assert LogLikelihood()(torch.zeros(2), torch.tensor([-1.0, -2.0]), torch.ones(2), whole(2)).tolist() == [-1.0, -2.0]
+    assert make_surrogate("log_likelihood")(
+        torch.zeros(2), torch.tensor([-1.0, -2.0]), torch.ones(2), whole(2)
+    ).tolist() == [-1.0, -2.0]
 
 
 def test_covariance_chooses_tokens_over_the_whole_update():
@@ -279,33 +290,35 @@ def test_covariance_chooses_tokens_over_the_whole_update():
     mean_l, mean_a = statistics.fmean(logprobs.tolist()), statistics.fmean(advantages.tolist())
     cov = [(x - mean_l) * (a - mean_a) for x, a in zip(logprobs.tolist(), advantages.tolist(), strict=True)]
     order = sorted(range(6), key=lambda i: -cov[i])
-    found = KLCov(cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, torch.rand(6))
+    found = make_surrogate("kl_cov", cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, torch.rand(6))
     assert sorted(found.nonzero()[:, 0].tolist()) == sorted(order[:2])
     uniform = torch.tensor([0.9, 0.5, 0.1, 0.2, 0.0, 0.3])
     inside = [i for i in range(6) if 1.0 < cov[i] < 5.0]
     assert len(inside) >= 3, cov
-    clip = ClipCov(cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, uniform)
+    clip = make_surrogate("clip_cov", cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, uniform)
     assert sorted(clip.nonzero()[:, 0].tolist()) == sorted(sorted(inside, key=lambda i: float(uniform[i]))[:2])
     # A token that PPO's clip already leaves without a gradient is not taken.
     old = logprobs.clone()
     old[inside] -= torch.where(advantages[inside] > 0, 1.0, -1.0)
-    assert not ClipCov(cov_fraction=0.34).select_tokens(logprobs, old, advantages, uniform).any()
+    assert not make_surrogate("clip_cov", cov_fraction=0.34).select_tokens(logprobs, old, advantages, uniform).any()
 
 
 def test_clip_cov_leaves_tokens_out_and_kl_cov_pulls_them_back():
     now = torch.tensor([1.1, 1.1]).log().requires_grad_()
     samples = Segments(torch.ones(2, dtype=torch.bool), [2], torch.tensor([True, False]))
-    assert ClipCov()(now, now, torch.ones(2), samples).tolist() == pytest.approx([0.0, 1.1])
-    value = KLCov(cov_kl_coef=0.5)(now, now, torch.ones(2), samples)
+    assert make_surrogate("clip_cov")(now, now, torch.ones(2), samples).tolist() == pytest.approx([0.0, 1.1])
+    value = make_surrogate("kl_cov", cov_kl_coef=0.5)(now, now, torch.ones(2), samples)
     assert value.tolist() == pytest.approx([1.1 - 0.5 * math.log(1.1), 1.1])
 
 
 def test_dpo_by_hand():
     """Log-ratios to the reference 0.5 + 0.1 and -0.2: the margin is 0.1·0.8, the loss -log σ(0.08) = 0.6540."""
     samples = Segments(torch.ones(3, dtype=torch.bool), [2, 1])
-    value = DPO()(torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples)
+    value = make_surrogate("dpo")(torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples)
     assert value.tolist() == pytest.approx([-0.65395] * 3, abs=1e-5)
-    smooth = DPO(label_smoothing=0.2)(torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples)
+    smooth = make_surrogate("dpo", label_smoothing=0.2)(
+        torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples
+    )
     assert smooth.tolist() == pytest.approx([0.8 * -0.65395 + 0.2 * math.log(1 / (1 + math.exp(0.08)))] * 3, abs=1e-5)
 
 
@@ -534,11 +547,12 @@ def as_lists(batch: TokenBatch, now=None, entropy=None) -> list[dict[str, list]]
     return found
 
 
+WITHOUT_RATIO = [name for name, row in methods.SURROGATES.items() if row.ratio_reference != "old"]
 COMBINATIONS = [
     (surrogate, ratio, aggregate)
-    for surrogate in methods.SURROGATES
-    if surrogate != "dpo"
-    for ratio in (methods.RATIOS if surrogate in ("ppo_clip", "cispo", "sapo") else ["token"])
+    for surrogate, row in methods.SURROGATES.items()
+    if not row.pairs
+    for ratio in (row.levels or ["token"])
     for aggregate in methods.AGGREGATES
 ]
 
@@ -550,7 +564,7 @@ def changed(**more):
 @pytest.mark.parametrize(("surrogate", "ratio", "aggregate"), COMBINATIONS)
 def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggregate):
     """With KL, entropy and truncated weights, as one micro-batch and as three."""
-    own = {} if surrogate in methods.NO_RATIO else {"importance_sampling_level": ratio}
+    own = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
     choices = changed(
         surrogate=surrogate, aggregate=aggregate, rollout_correction=methods.CorrectionConfig(name="tis", high=1.3), **own
     )
@@ -674,20 +688,56 @@ def test_the_value_before_a_token_is_that_of_the_text_up_to_the_one_before():
 
 def test_every_row_is_complete_and_makes_sense():
     for name in methods.METHODS:
-        assert methods.problems(name, methods.Choices(), group_size=4) == [], name
+        findings = Findings()
+        check_values(methods.METHODS[name], findings)
+        check_method(findings, name, methods.Choices(), group_size=4)
+        assert findings == Findings(), name
         Objective.of(methods.resolve(name))
     assert set(methods.RATIOS) == set(RATIOS) and set(methods.AGGREGATES) == set(AGGREGATES)
     assert set(methods.ESTIMATORS) == set(kl.ESTIMATORS) and set(methods.SURROGATES) == set(SURROGATES)
 
 
-def test_the_numbers_of_a_surrogate_are_its_fields():
+def test_the_parameters_in_a_surrogate_s_row_are_the_fields_of_its_class():
     import dataclasses
 
-    for name, keys in methods.SURROGATES.items():
-        own = {item.name for item in dataclasses.fields(SURROGATES[name])} - {"ratio_reference"}
+    for name, row in methods.SURROGATES.items():
+        own = {item.name for item in dataclasses.fields(SURROGATES[name])}
         if name == "clip_cov":
             own -= {"dual_clip"}
-        assert own == set(keys), name
+        assert own == set(row.parameters), name
+        for key, parameter in row.parameters.items():
+            assert parameter.default is None or parameter.default in parameter.range, (name, key)
+            assert make_surrogate(name, **{key: 0.25}) != make_surrogate(name), (name, key)
+
+
+def test_a_row_with_a_new_parameter_is_checked_and_resolved_without_a_branch(monkeypatch):
+    row = methods.SurrogateRow({"beta": methods.Parameter(0.5, within("[0, 1)"))}, levels=("token",))
+    monkeypatch.setitem(methods.SURROGATES, "softened", row)
+    assert methods.resolve("grpo", given(surrogate="softened")).beta == 0.5
+    for change, says in (({"beta": 1.0}, r"beta must be in \[0, 1\): got 1.0"), ({"clip_low": 0.1}, "not to softened")):
+        with pytest.raises(ValueError, match=says):
+            make_objective("grpo", surrogate="softened", **change)
+
+
+def test_a_new_method_is_a_new_row(monkeypatch):
+    monkeypatch.setitem(methods.METHODS, "mine", methods.Method(advantage="leave_one_out", surrogate="cispo", clip_high=0.4))
+    assert make_objective("mine").surrogate == make_surrogate("cispo", clip_high=0.4)
+    monkeypatch.setitem(methods.METHODS, "robust_dpo", replace(methods.METHODS["dpo"], label_smoothing=0.1))
+    config = AlgorithmConfig(name="robust_dpo", group_size=4)
+    assert (config.offline, config.samples_per_comparison, config.samples_per_prompt) == (True, 2, 2)
+    assert config.needs_reference and config.method.columns == ("chosen_key", "rejected_key")
+    assert make_objective("robust_dpo").needs_reference
+
+
+def test_what_the_ratio_compares_with_is_the_row_s():
+    kinds = {name: make_objective(name).ratio_reference for name in ("grpo", "rloo", "sft", "dpo")}
+    assert kinds == {"grpo": "old", "rloo": "nothing", "sft": "nothing", "dpo": "reference"}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(number):
+    with pytest.raises(ValueError, match=r"algorithm\.clip_high must be a finite number"):
+        make_objective("grpo", clip_high=number)
 
 
 @pytest.mark.parametrize(
@@ -707,7 +757,11 @@ def test_the_numbers_of_a_surrogate_are_its_fields():
         ("grpo", {"surrogate": "dpo"}, "write name: dpo"),
         ("grpo", {"surrogate": "ppo"}, "surrogate must be one of ppo_clip"),
         ("grpo", {"advantage": "nowhere.py:mine"}, "no file at nowhere.py"),
-        ("grpo", {"advantage": "given"}, "which do not sample"),
+        ("grpo", {"advantage": "given"}, "advantage must be one of reward, group"),
+        ("sft", {"advantage": "group"}, "advantage has nothing to act on: sft does not sample"),
+        ("grpo", {"beta": 0.1}, "beta belongs to dpo, not to ppo_clip"),
+        ("dpo", {"beta": 0.0}, "beta must be above 0: got 0.0"),
+        ("gmpo", {"clip_low": -1.0}, "clip_low must be at least 0: got -1.0"),
         ("grpo", {"credit": "gea"}, "credit must be one of response, discounted, gae"),
         ("sft", {"credit": "gae"}, "credit has nothing to act on"),
         ("sft", {"dynamic_sampling": True}, "does not sample"),
@@ -734,15 +788,19 @@ def test_a_choice_that_makes_no_sense_is_refused_with_the_reason(method, change,
 
 
 def test_a_group_of_one_is_refused_where_samples_are_compared():
-    assert "at least 2" in methods.problems("grpo", methods.Choices(), group_size=1)[0]
-    assert methods.problems("ppo", methods.Choices(), group_size=1) == []
-    assert methods.problems("remax", methods.Choices(), group_size=1) == []
+    def errors(name: str) -> list[str]:
+        findings = Findings()
+        check_method(findings, name, methods.Choices(), group_size=1)
+        return findings.errors
+
+    assert "at least 2" in errors("grpo")[0]
+    assert errors("ppo") == errors("remax") == errors("sft") == []
 
 
 def test_another_surrogate_does_not_take_over_the_row_s_numbers():
-    assert make_objective("dapo").surrogate == PPOClip(clip_high=0.28)
-    assert make_objective("dapo", surrogate="cispo").surrogate == CISPO()
-    assert make_objective("gspo", surrogate="cispo", clip_high=0.5).surrogate == CISPO(clip_high=0.5)
+    assert make_objective("dapo").surrogate == make_surrogate("ppo_clip", clip_high=0.28)
+    assert make_objective("dapo", surrogate="cispo").surrogate == make_surrogate("cispo")
+    assert make_objective("gspo", surrogate="cispo", clip_high=0.5).surrogate == make_surrogate("cispo", clip_high=0.5)
 
 
 USER = """

@@ -42,7 +42,9 @@ def test_every_unit_of_every_optimizer_step_has_one_replica_and_no_replica_is_fa
     owner = deal(work, minibatch, replicas)
     assert len(owner) == len(units) and set(owner) <= set(range(replicas))
     for step in set(minibatch):
-        loads = [sum(w for w, m, o in zip(work, minibatch, owner, strict=True) if (m, o) == (step, r)) for r in range(replicas)]
+        loads = [
+            sum(w for w, m, o in zip(work, minibatch, owner, strict=True) if (m, o) == (step, r)) for r in range(replicas)
+        ]
         # The fullest one was the emptiest before its last unit came.
         assert max(loads) <= min(loads) + max(w for w, m in units if m == step)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import time
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config import ConfigError, dump_yaml, load_config
+from fivefold.config import ConfigError, dialects, dump_yaml, load_config, make_config
+from fivefold.config.loader import read, translate
+from fivefold.user_code import load_user_code
 
 GOOD = """
 model: {path: m}
@@ -61,6 +64,16 @@ def test_overrides_change_one_key(tmp_path):
         ("model=3", "model must be a mapping"),
         ("trainer.keep=0", "must be above 0"),
         ("noequals", "written key=value"),
+        ("policy.optimizer.lr=-1", "policy.optimizer.lr must be at least 0: got -1.0"),
+        ("policy.optimizer.lr=.nan", "policy.optimizer.lr must be a finite number: got nan"),
+        ("trainer.stop_at={val/x/accuracy: .inf}", "trainer.stop_at.val/x/accuracy must be a finite number: got inf"),
+        ("policy.optimizer.betas=[0.9,1]", r"policy.optimizer.betas\[1\] must be in \[0, 1\): got 1.0"),
+        ("algorithm.updates_per_step=0", "algorithm.updates_per_step must be above 0: got 0"),
+        ("algorithm.kl.coef=-1", "algorithm.kl.coef must be at least 0"),
+        ("algorithm.clip_high=-1", "algorithm.clip_high must be at least 0: got -1.0"),
+        ("algorithm.rollout_correction.name=tiss", r"one of none, tis, .*; got 'tiss': did you mean 'tis'\?"),
+        ("reward.max_failed=2", r"reward.max_failed must be in \[0, 1\]: got 2.0"),
+        ("trainer.guard.every=-1", "trainer.guard.every must be at least 0: got -1"),
     ],
 )
 def test_a_bad_key_or_value_is_refused_with_what_to_write(tmp_path, override, says):
@@ -153,13 +166,136 @@ def test_a_key_without_effect_is_reported(tmp_path, models):
     assert "critic has no effect: grpo has no critic" in check(path, "critic.warmup_steps=2").stdout
 
 
-def test_the_configuration_names_every_method():
-    import typing
+def test_a_fault_is_reported_once_by_the_section_that_has_it(tmp_path):
+    """The critic takes over what it does not set itself, and the policy's faults with it."""
+    path = write(tmp_path, GOOD)
+    options = "megatron={transformer: {recompute_granularty: full}, optimizer: {lr: 0.1}}"
+    for where in ("policy", "critic"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, ["algorithm.name=ppo", f"{where}.{options}", f"{where}.tokens_per_micro_batch=100"])
+        unknown, refused, short = sorted(caught.value.faults, key=lambda fault: "must hold" in fault)
+        assert f"unknown key '{where}.megatron.transformer.recompute_granularty': did you mean" in unknown
+        assert f"{where}.megatron.optimizer.lr cannot be set: set {where}.optimizer.lr" in refused
+        assert short.startswith(f"{where}.tokens_per_micro_batch must hold the longest sequence")
 
-    from fivefold.config.methods import METHODS
-    from fivefold.config.schema import AlgorithmConfig
 
-    assert set(typing.get_args(typing.get_type_hints(AlgorithmConfig)["name"])) == set(METHODS)
+def test_every_fault_of_a_value_and_of_values_together_is_collected(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, GOOD), ["trainer.keep=0", "policy.optimizer.lr=-1", "algorithm.name=grpoo"])
+    assert len(caught.value.faults) == 3
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, GOOD), ["trainer.eval_every=5", "policy.optimizer.min_lr=1", "algorithm.beta=1"])
+    assert len(caught.value.faults) == 3
+
+
+# --- from Python and from other spellings ----------------------------------------------------------------------------
+
+
+USER = """
+from functools import wraps
+
+def score(response, ground_truth):
+    return float(response == ground_truth)
+
+def logged(function):
+    @wraps(function)
+    def call(*arguments):
+        return function(*arguments)
+    return call
+
+@logged
+def linear(log_ratio_T, logprobs_T, advantages_T, samples):
+    return log_ratio_T * advantages_T
+
+def make():
+    def inner(response): return 0.0
+    return inner
+
+anonymous = lambda response: 0.0
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "user_functions.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("user_functions")
+    del sys.modules["user_functions"]
+
+
+def test_a_function_stands_wherever_its_path_and_name_may(tmp_path, user_module):
+    path = tmp_path / "user_functions.py"
+    tree = {"reward": {"functions": {user_module.score: 1.0, "format": 0.1}, "accuracy": user_module.score}}
+    config = make_config({"model": {"path": "m"}, "algorithm": {"surrogate": user_module.linear}, **tree})
+    assert config.reward.functions == {f"{path}:score": 1.0, "format": 0.1}
+    assert config.reward.accuracy == f"{path}:score" and config.algorithm.surrogate == f"{path}:linear"
+    assert load_config(write(tmp_path, dump_yaml(config))) == config
+    assert load_user_code(config.algorithm.surrogate)(2.0, None, 3.0, None) == 6.0
+    assert tree["reward"]["accuracy"] is user_module.score, "the caller's tree stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "anonymous",
+            "algorithm.surrogate: .*at the top level of a file.*got a lambda in .*user_functions.py; give it a name",
+        ),
+        ("made", "make.<locals>.inner in .* is defined within another function"),
+        ("typed", "was defined in <stdin>"),
+        ("builtin", "got <built-in function len>"),
+    ],
+)
+def test_a_function_that_other_processes_cannot_load_is_refused(user_module, name, says):
+    typed: dict = {}
+    exec(compile("def typed(response): return 0.0", "<stdin>", "exec"), typed)
+    functions = {"anonymous": user_module.anonymous, "made": user_module.make(), "typed": typed["typed"], "builtin": len}
+    with pytest.raises(ConfigError, match=says):
+        make_config({"model": {"path": "m"}, "algorithm": {"surrogate": functions[name]}})
+
+
+DIALECT = """
+from fivefold.config.dialects import Translation
+
+NAMES = {"actor.lr": "policy.optimizer.lr", "model_path": "model.path"}
+
+def translate(tree, overrides):
+    found, keys = {}, {}
+    for key, value in {**tree, **dict(each.split("=") for each in overrides)}.items():
+        ours = keys[key] = NAMES.get(key, "has no counterpart")
+        if key in NAMES:
+            section, _, last = ours.rpartition(".")
+            if section == "model":
+                found["model"] = {last: value}
+            else:
+                found.setdefault("policy", {}).setdefault("optimizer", {})[last] = value
+    return Translation(found, [], keys)
+"""
+
+
+def test_a_dialect_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text(DIALECT)
+    monkeypatch.setattr(dialects, "__path__", [*dialects.__path__, str(tmp_path)])
+    path = write(tmp_path, "model_path: m\nactor.lr: 1e-5\nuse_magic: true\n")
+    config = load_config(path, ["actor.lr=3e-5"], dialect="elsewhere")
+    assert (config.model.path, config.policy.optimizer.lr) == ("m", 3e-5)
+    keys = translate(read(path), [], "elsewhere").keys
+    assert keys == {"model_path": "model.path", "actor.lr": "policy.optimizer.lr", "use_magic": "has no counterpart"}
+    with pytest.raises(ConfigError, match=r"policy.optimizer.lr must be at least 0: got -1.0"):
+        load_config(path, ["actor.lr=-1"], dialect="elsewhere")
+    with pytest.raises(ValueError, match=r"must be one of elsewhere, fivefold; got 'elsewere': did you mean 'elsewhere'\?"):
+        load_config(path, dialect="elsewere")
+
+
+def test_a_dialect_may_be_a_function(tmp_path):
+    def translate(tree, overrides):
+        return dialects.Translation({"model": {"path": tree["path"]}}, ["trainer.steps=3", *overrides])
+
+    config = load_config(write(tmp_path, "path: m"), ["trainer.keep=2"], dialect=translate)
+    assert (config.model.path, config.trainer.steps, config.trainer.keep) == ("m", 3, 2)
+
+
+# --- check -----------------------------------------------------------------------------------------------------------
 
 
 def test_updates_that_a_method_cannot_correct_are_noted(tmp_path, models):

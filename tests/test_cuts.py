@@ -27,10 +27,12 @@ RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 def choices() -> list:
     """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
     extra = {"kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
-    extra["correction"] = methods.CorrectionConfig(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
+    extra["rollout_correction"] = methods.CorrectionConfig(
+        name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25
+    )
     found = []
     for surrogate, ratio, aggregate in COMBINATIONS:
-        own = {} if surrogate in methods.NO_RATIO else {"importance_sampling_level": ratio}
+        own = {} if surrogate in test_algo.WITHOUT_RATIO else {"importance_sampling_level": ratio}
         found.append(("cispo", methods.Choices(surrogate=surrogate, aggregate=aggregate, **own, **extra)))
     found.append(("dpo", methods.Choices(beta=0.5)))
     return [methods.resolve(name, given) for name, given in found]
@@ -48,7 +50,7 @@ def batch_for(objective, base_T: torch.Tensor):
     return replace(
         batch,
         per_micro_batch=objective.per_micro_batch,
-        samples_per_comparison=2 if objective.surrogate.against == "reference" else 1,
+        samples_per_comparison=2 if objective.ratio_reference == "reference" else 1,
         loss_weights_T=batch.expand_to_tokens(objective.loss_weights(RESPONSES, MAX_RESPONSE)),
         old_logprobs_T=base_T + noise[0] * mask,
         ref_logprobs_T=base_T + noise[1] * mask,

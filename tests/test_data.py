@@ -113,13 +113,17 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, says):
 
 
 @pytest.mark.parametrize(
-    ("learn", "row", "says"),
+    ("learns_from", "row", "says"),
     [
-        ("sft", {"prompt": "1"}, "sft needs a text in column 'response' or a conversation in column 'messages'"),
-        ("dpo", {"prompt": "1", "chosen": "2"}, "dpo needs columns 'chosen' and 'rejected'"),
-        ("sft", {"messages": [{"role": "user", "content": "1"}]}, "needs an assistant's turn"),
         (
-            "dpo",
+            "responses",
+            {"prompt": "1"},
+            "learning from responses needs a text in column 'response' or a conversation in column 'messages'",
+        ),
+        ("pairs", {"prompt": "1", "chosen": "2"}, "learning from pairs needs columns 'chosen' and 'rejected'"),
+        ("responses", {"messages": [{"role": "user", "content": "1"}]}, "needs an assistant's turn"),
+        (
+            "pairs",
             {
                 "chosen": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
                 "rejected": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}],
@@ -128,15 +132,21 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, says):
         ),
     ],
 )
-def test_a_row_without_what_is_learned_is_refused(tmp_path, tokenizer, learn, row, says):
+def test_a_row_without_what_is_learned_is_refused(tmp_path, tokenizer, learns_from, row, says):
     with pytest.raises(ValueError, match=says):
-        given(tmp_path, tokenizer, learn, row)
+        given(tmp_path, tokenizer, learns_from, row)
 
 
-def given(tmp_path, tokenizer, learn, row, limit=50):
+def given(tmp_path, tokenizer, learns_from, row, limit=50):
     file = write(tmp_path / "a.jsonl", row)
     loaded = load_prompts(
-        [file], tokenizer, max_prompt_tokens=50, overlong="drop", learn=learn, need_responses=True, max_response_tokens=limit
+        [file],
+        tokenizer,
+        max_prompt_tokens=50,
+        overlong="drop",
+        learns_from=learns_from,
+        need_responses=True,
+        max_response_tokens=limit,
     )
     return loaded.prompts[0]
 
@@ -150,7 +160,7 @@ def test_a_pair_is_read_from_texts_turns_or_whole_conversations(tmp_path, tokeni
         {"prompt": [user], "chosen": [good], "rejected": [bad]},
         {"chosen": [user, good], "rejected": [user, bad]},
     ]
-    prompts = [given(tmp_path, tokenizer, "dpo", row) for row in rows]
+    prompts = [given(tmp_path, tokenizer, "pairs", row) for row in rows]
     for prompt in prompts:
         assert tokenizer.decode(prompt.token_ids) == "1+1=\n"
         assert [one.text for one in prompt.responses] == ["2", "33"]
@@ -175,7 +185,7 @@ def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, toke
         (tokenizer, "1+1=\n", ["2" + end, "5" + end]),
         (templated, f"user 1+1={end}\nassistant ", ["2" + end, "5" + end]),
     ):
-        prompt = given(tmp_path, words, "sft", row)
+        prompt = given(tmp_path, words, "responses", row)
         assert tokenizer.decode(prompt.token_ids) == prompt_text
         (response,) = prompt.responses
         spans, inside = [], False
@@ -190,7 +200,7 @@ def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, toke
         whole = tokenizer.decode(prompt.token_ids + response.token_ids)
         if words is templated:
             assert templated.apply_chat_template(row["messages"], tokenize=False).startswith(whole)
-    cut = given(tmp_path, tokenizer, "sft", row, limit=3).responses[0]
+    cut = given(tmp_path, tokenizer, "responses", row, limit=3).responses[0]
     assert len(cut.token_ids) == 3 and cut.truncated
 
 
@@ -204,7 +214,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
     )
     turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
     with pytest.raises(ValueError, match="writes earlier turns in another way"):
-        given(tmp_path, forgetful, "sft", {"messages": [{"role": role, "content": text} for role, text in turns]})
+        given(tmp_path, forgetful, "responses", {"messages": [{"role": role, "content": text} for role, text in turns]})
 
 
 def test_a_chat_template_is_used_where_there_is_one(tokenizer):

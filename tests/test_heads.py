@@ -81,6 +81,8 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(cluster):
 
 def no_tokens(mesh):
 
+    from fivefold.megatron.layers import lm_head
+
     weight = torch.randn(8, 4, requires_grad=True)
     hidden = torch.zeros(0, 4, requires_grad=True)
     logp, _ = lm_head._LogProbs.apply(hidden, weight, torch.zeros(0, dtype=torch.long), 0, 8, 1.0, mesh.tp)

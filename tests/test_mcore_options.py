@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fivefold.config import mcore_options
+from fivefold.config.findings import Findings
 from fivefold.config.mcore_options import PIPELINE, Options
 from fivefold.config.schema import MegatronConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -31,6 +32,12 @@ from tests.test_step_equality import (
 
 def options(**sections: dict[str, Any]) -> Options:
     return Options(**{name: sections.get(name, {}) for name in mcore_options.SECTIONS})
+
+
+def errors(given: Options, section: str) -> list[str]:
+    findings = Findings(section=section)
+    given.check(findings)
+    return findings.errors
 
 
 @pytest.mark.parametrize(
@@ -59,9 +66,17 @@ def options(**sections: dict[str, Any]) -> Options:
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused_with_the_reason(section, given, says):
-    problems = options(**{section: given}).problems()
-    assert (len(problems) == 1 and f"policy.megatron.{section}" in problems[0]) or "overlap" in says
-    assert says in problems[0]
+    (error,) = errors(options(**{section: given}), "policy")
+    assert f"policy.megatron.{section}" in error and says in error
+
+
+def test_an_error_and_what_to_do_name_the_section_of_the_model():
+    given = options(optimizer={"lr": 1e-3}, pipeline={"recompute_method": "uniform"}, transformer={"bf16": True})
+    assert errors(given, "critic") == [
+        "critic.megatron.transformer.bf16 cannot be set: set policy.dtype",
+        "critic.megatron.pipeline.recompute_method belongs into critic.megatron.transformer",
+        "critic.megatron.optimizer.lr cannot be set: set critic.optimizer.lr",
+    ]
 
 
 def test_every_field_of_megatron_core_passes_or_is_refused_or_reported():
@@ -98,27 +113,26 @@ def test_every_field_of_megatron_core_passes_or_is_refused_or_reported():
             if section == "ddp" or section == "optimizer" or (name in PIPELINE) == (section == "pipeline")
         ]
         silent = mcore_options._NO_EFFECT.get(section, {})
-        passing = {
-            name
-            for name in names
-            if "cannot be set" not in mcore_options._problem(section, name, object()) and name not in silent
-        }
+        passing = {name for name in names if mcore_options._refusal(section, name) is None and name not in silent}
         assert passing == known
 
 
 def test_what_changes_nothing_is_reported_and_not_passed_on():
     given = options(ddp={"average_in_collective": True, "bucket_size": 7}, transformer={"moe_aux_loss_coeff": 0.1})
-    assert given.problems() == []
+    assert errors(given, "policy") == []
     assert given.effective("ddp") == {"bucket_size": 7}
-    told = dict(given.ignored_keys(experts=True))
-    assert set(told) == {"policy.megatron.ddp.average_in_collective", "policy.megatron.transformer.moe_aux_loss_coeff"}
-    assert "the model has no experts" in dict(given.ignored_keys(experts=False)).values()
+    findings = Findings(section="critic")
+    given.report_ignored(findings, experts=True)
+    keys = [key for key, _ in findings.ignored]
+    assert keys == ["critic.megatron.ddp.average_in_collective", "critic.megatron.transformer.moe_aux_loss_coeff"]
+    given.report_ignored(findings, experts=False)
+    assert findings.ignored[-1] == ("critic.megatron.transformer.moe_aux_loss_coeff", "the model has no experts")
 
 
 def test_options_are_checked_without_torch():
     code = (
-        "import sys; from fivefold.config.mcore_options import Options;"
-        "assert Options({'fp8': 'hybrid'}, {}, {}, {}).problems(); assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
+        "import sys; from fivefold.config.mcore_options import Options; from fivefold.config.findings import Findings;"
+        "found = Findings(); Options({'fp8': 'hybrid'}, {}, {}, {}).check(found); assert found.errors; assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

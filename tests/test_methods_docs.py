@@ -24,7 +24,7 @@ def test_every_method_has_its_paper_and_its_row():
 def test_the_row_written_out_is_the_row_of_the_code(name, monkeypatch):
     told = yaml.safe_load(BLOCKS[name])
     kl = methods.KLConfig(**told.pop("kl", {}))
-    monkeypatch.setitem(methods.METHODS, "blank", methods.Choices())
+    monkeypatch.setitem(methods.METHODS, "blank", methods.Method(learns_from=methods.METHODS[name].learns_from))
     written = methods.resolve("blank", methods.Choices(kl=kl, **told))
     assert Objective.of(written) == Objective.of(methods.resolve(name))
     assert written.dynamic_sampling == methods.resolve(name).dynamic_sampling

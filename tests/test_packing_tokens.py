@@ -110,7 +110,7 @@ def metrics_of(mesh, sizes: list[int]):
         for place, sample in enumerate(group.samples):
             sample.reward = float(place == 0 and group.index != 1)
             sample.reward_parts = {"mine": sample.reward} | ({"other": 2.0} if group.index == 0 else {})
-            sample.is_correct = sample.reward >= 1
+            sample.correct = sample.reward >= 1
     stats = gather_stats(mesh.ranks.shard(groups), mesh.ranks, PLAN)
     return rollout_metrics(stats, policy_version=5)
 

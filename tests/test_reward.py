@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fivefold.config.findings import Findings
 from fivefold.config.schema import RewardConfig, RewardModelConfig
 from fivefold.reward import rules
-from fivefold.reward.choose import choose_rewards
+from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards
 from fivefold.reward.pool import RewardPool
 from fivefold.types import Group, Prompt, Sample
 
@@ -201,13 +203,100 @@ def test_a_file_without_the_function_is_refused_before_it_runs(user_file):
 
 def test_with_a_reward_model_no_function_is_chosen_by_itself():
     judged = RewardConfig(model=RewardModelConfig(path="somewhere"))
-    assert choose_rewards(judged, "gsm8k") == {} == choose_rewards(judged, "never heard of")
-    assert choose_rewards(RewardConfig(functions={"gsm8k": 0.0}, model=judged.model), "any") == {"gsm8k": 0.0}
+    assert choose_rewards(judged, "gsm8k") == ChosenRewards({}, None) == choose_rewards(judged, "never heard of")
+    both = choose_rewards(RewardConfig(functions={"gsm8k": 0.0}, model=judged.model), "any")
+    assert both == ChosenRewards({"gsm8k": 0.0}, "gsm8k")
     groups = [group("#### 18")]
     pool = RewardPool(judged)
     pool.score(groups)
     pool.close()
     (sample,) = groups[0].samples
     assert (sample.reward, sample.reward_parts, sample.reward_failed) == (0.0, {}, False)
-    sample.reward_parts["model"] = 7.0
-    assert not sample.is_correct, "a model's score says nothing of being right"
+    assert not sample.correct
+
+
+# --- which reward decides whether a response is correct --------------------------------------------------------------
+
+
+def accuracy_of(functions: dict[str, float], **more) -> str | None:
+    return choose_rewards(RewardConfig(functions=functions, **more), "mine").accuracy
+
+
+def in_both_orders(functions: dict[str, float]) -> list[dict[str, float]]:
+    return [functions, dict(reversed(functions.items()))]
+
+
+@pytest.mark.parametrize("functions", in_both_orders({"format": 0.1, "math": 1.0}))
+def test_a_reward_that_takes_a_ground_truth_is_the_accuracy_in_either_order(functions):
+    assert accuracy_of(functions) == "math"
+
+
+@pytest.mark.parametrize("names", in_both_orders({"first": 0, "second": 1}))
+def test_a_user_s_function_with_a_ground_truth_is_the_accuracy_without_being_run(tmp_path, names):
+    path = tmp_path / "mine.py"
+    path.write_text("def first(response): ...\nasync def second(response, *, ground_truth=None): ...\nraise RuntimeError\n")
+    assert accuracy_of({f"{path}:{name}": 1.0 for name in names}) == f"{path}:second"
+
+
+@pytest.mark.parametrize("functions", in_both_orders({"gsm8k": 0.1, "math": 1.0}))
+def test_of_several_rewards_with_a_ground_truth_the_first_by_name_is_the_accuracy(functions):
+    assert accuracy_of(functions) == "gsm8k"
+    assert accuracy_of(functions, accuracy="math") == "math"
+
+
+@pytest.mark.parametrize("names", in_both_orders({"brief": 0, "tidy": 1}))
+def test_without_a_ground_truth_the_first_by_name_is_the_accuracy(tmp_path, names):
+    path = tmp_path / "mine.py"
+    path.write_text("def tidy(response): ...\nbrief = tidy\n")
+    assert accuracy_of({f"{path}:{name}": 1.0 for name in names}) == f"{path}:brief"
+
+
+def test_each_source_has_its_own_accuracy():
+    for own in in_both_orders({"format": 0.1, "math": 1.0}):
+        config = RewardConfig(functions={"gsm8k": 1.0, "format": 0.2}, by_source={"hard": own, "neat": {"format": 1.0}})
+        chosen = [choose_rewards(config, source).accuracy for source in ("hard", "neat", "any")]
+        assert chosen == ["math", "format", "gsm8k"]
+        named = replace(config, accuracy="format")
+        assert {choose_rewards(named, source).accuracy for source in ("hard", "neat", "any")} == {"format"}
+        only_one = replace(config, accuracy="math")
+        assert [choose_rewards(only_one, source).accuracy for source in ("hard", "neat", "any")] == chosen
+
+
+def test_an_accuracy_that_no_source_uses_is_refused():
+    with pytest.raises(ValueError, match=r"reward.accuracy must be one of .* in use, format, math: got 'gsm8k'; add it"):
+        accuracy_of({"format": 0.1, "math": 1.0}, accuracy="gsm8k")
+    findings = Findings(section="reward")
+    check_rewards(findings, RewardConfig(functions={"math": 1.0, "gsm9k": 1.0}, accuracy="format"))
+    assert [error.split(" ")[0] for error in findings.errors] == ["reward.functions:", "reward.accuracy"]
+
+
+class Says:
+    """An engine with one response to every prompt."""
+
+    version = 0
+
+    def generate(self, prompts, group_size, sampling):
+        return [Group(p, [Sample([1], [0.0], r"\boxed{4}", True, 0) for _ in range(group_size)]) for p in prompts]
+
+
+def evaluated(mesh, functions: dict[str, float]) -> dict[str, float]:
+    from fivefold.rollout.groups import Rewards
+
+    from fivefold.trainer.evaluation import Evaluation
+    from fivefold.types import Sampling
+
+    prompts = [Prompt(i, [1], "mine", "q", truth) for i, truth in enumerate("4445")]
+    pool = RewardPool(RewardConfig(functions=functions))
+    evaluation = Evaluation(prompts, 2, greedy=Sampling(8), sampled=Sampling(8))
+    try:
+        return evaluation.run(Says(), mesh.ranks, Rewards(pool))[0]
+    finally:
+        pool.close()
+
+
+def test_accuracy_does_not_depend_on_the_order_of_the_functions(cluster):
+    """Every response states an answer; three of four answers are right."""
+    runs = [cluster.run(evaluated, "megatron:d1", each)[0] for each in in_both_orders({"format": 0.1, "math": 1.0})]
+    assert runs[0] == runs[1]
+    assert (runs[0]["val/mine/accuracy"], runs[0]["val/mine/pass@2"]) == (0.75, 0.75)
+    assert runs[0]["val/mine/reward"] == pytest.approx(0.85)

@@ -101,6 +101,7 @@ class ToyScorer:
             for sample in group.samples:
                 sample.reward = sum(token == target(group.prompt.id) for token in sample.token_ids) / LENGTH
                 sample.reward_parts = {"own": sample.reward}
+                sample.correct = sample.reward >= 1
 
     def close(self) -> None: ...
 
@@ -139,7 +140,8 @@ def toy_parts(
     from fivefold.trainer.trainer import Trainer
 
     ranks, chosen = mesh.ranks, methods.resolve(name, choices)
-    objective, offline, pairs = Objective.of(chosen), name in methods.OFFLINE_METHODS, name == "dpo"
+    method = methods.METHODS[name]
+    objective, offline, pairs = Objective.of(chosen), method.offline, method.samples_per_comparison == 2
     prompts = toy_prompts()
     if offline:
         prompts = [replace(prompt, responses=prompt.responses[: 2 if pairs else 1]) for prompt in prompts]

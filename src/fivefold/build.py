@@ -232,7 +232,7 @@ def build_plan(config: RunConfig, spec: ModelSpec) -> BatchPlan:
 
     return BatchPlan(
         updates_per_step=config.algorithm.updates_per_step,
-        samples_per_comparison=2 if config.algorithm.name == "dpo" else 1,
+        samples_per_comparison=config.algorithm.samples_per_comparison,
         temperature=_sampling(config).temperature,
         max_response_tokens=config.data.max_response_tokens,
         work=work,
@@ -280,7 +280,7 @@ def _prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         columns=Columns(data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key),
-        learn=algorithm.learn,
+        learns_from=algorithm.method.learns_from,
         need_responses=need_responses,
         max_response_tokens=data.max_response_tokens,
         first=first,

@@ -105,13 +105,13 @@ def _show_check(config: object, quiet: bool = False) -> bool:
     from fivefold.plan.check import check
 
     assert isinstance(config, RunConfig)
-    faults, notes = check(config)
+    findings = check(config)
     if not quiet:
-        for note in notes:
+        for note in [*findings.notes, *(f"{key} has no effect: {reason}" for key, reason in findings.ignored)]:
             print(f"note     {note}")
-    for fault in faults:
-        print(f"error    {fault}", file=sys.stderr)
-    return not faults
+    for error in findings.errors:
+        print(f"error    {error}", file=sys.stderr)
+    return not findings.errors
 
 
 def _check(options: argparse.Namespace) -> int:

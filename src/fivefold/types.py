@@ -67,13 +67,10 @@ class Sample:
     """Which tokens carry loss; all of them when left out."""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    correct: bool = False
+    """The function that decides this (reward.accuracy) gives it 1 or more; never a reward model's score."""
     reward_failed: bool = False
     """Its reward function raised or ran out of time."""
-
-    @property
-    def is_correct(self) -> bool:
-        """The first of its reward functions gives it full marks (1 or more); a model's score says nothing of that."""
-        return next((value for name, value in self.reward_parts.items() if name != MODEL_PART), 0.0) >= 1
 
     @property
     def loss_tokens(self) -> int:

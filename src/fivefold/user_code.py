@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,19 @@ def check_user_code(name: str) -> None:
         raise ValueError(f"{name!r}: {path} defines no {function}")
 
 
+def parameters_of(name: str) -> list[str]:
+    """The parameters that a function's `def` names; runs none of the user's code. Empty where it is made in another way."""
+    path, _, function = name.rpartition(":")
+    try:
+        tree = ast.parse(Path(path).read_text())
+    except SyntaxError as error:
+        raise ValueError(f"{name!r}: {path} is not valid Python: {error}") from error
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
+            return [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return []
+
+
 def load_user_code(name: str) -> Any:
     """The function of `path/to/file.py:function`."""
     check_user_code(name)
@@ -33,3 +49,21 @@ def load_user_code(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, function)
+
+
+def name_of(function: Any) -> str:
+    """`path/to/file.py:function` of a function that other processes can load from there; ValueError where they cannot."""
+    must = "a function must be defined by `def` at the top level of a file, so that other processes can load it"
+    if not isinstance(function, types.FunctionType):
+        raise ValueError(f"{must}: got {function!r}")
+    # A decorated function is loaded with its decorator, under the name of the file that defines it.
+    path, own = inspect.unwrap(function).__code__.co_filename, function.__name__
+    if own == "<lambda>":
+        raise ValueError(f"{must}: got a lambda in {path}; give it a name")
+    if function.__qualname__ != own:
+        raise ValueError(f"{must}: {function.__qualname__} in {path} is defined within another function or class")
+    if not Path(path).is_file():
+        raise ValueError(f"{must}: {own} was defined in {path}")
+    name = f"{Path(path).resolve()}:{own}"
+    check_user_code(name)
+    return name

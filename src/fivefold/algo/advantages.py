@@ -135,7 +135,6 @@ def make_advantage(name: str, normalize: str) -> Advantage:
     """The advantage of this name."""
     kinds: dict[str, Advantage] = {
         "reward": reward,
-        "given": reward,
         "group": GroupNorm(normalize),
         "leave_one_out": LeaveOneOut(normalize),
         "pass_at_k": PassAtK(normalize),

@@ -17,9 +17,12 @@ from fivefold.algo.credit import Credit, UserCredit, make_credit, whiten
 from fivefold.algo.importance_sampling import RATIOS, Ratio
 from fivefold.algo.reward_shaping import overlong_penalty
 from fivefold.algo.segments import Segments
-from fivefold.algo.surrogates import SURROGATES, Surrogate, TokenSelector, UserSurrogate
+from fivefold.algo.surrogates import Surrogate, TokenSelector, UserSurrogate, make_surrogate
 from fivefold.config import methods
-from fivefold.config.methods import Choices
+from fivefold.config.findings import Findings
+from fivefold.config.method_rules import check_method
+from fivefold.config.methods import Choices, RatioReference
+from fivefold.config.ranges import check_values
 from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
 
@@ -43,6 +46,8 @@ class Objective:
     aggregate: Aggregate
     kl_estimator: kl.Estimator
     rollout_correction: Correction
+    ratio_reference: RatioReference = "old"
+    """What the surrogate's ratio compares with."""
     per_micro_batch: bool = False
     """Tokens are averaged in each micro-batch instead of the update: the legacy aggregation."""
     kl_coef: float = 0.0
@@ -77,6 +82,7 @@ class Objective:
             aggregate=_choose(str(chosen.aggregate), AGGREGATES.__getitem__),
             kl_estimator=_choose(str(chosen.kl.estimator), kl.ESTIMATORS.__getitem__),
             rollout_correction=Correction(**kinds),
+            ratio_reference=methods.surrogate_row(str(chosen.surrogate)).ratio_reference,
             per_micro_batch=chosen.aggregate == methods.LEGACY_AGGREGATE,
             kl_in_reward=chosen.kl.place == "reward",
             old_is_engine=correction.old_logprobs_from == "engine",
@@ -87,7 +93,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_coef != 0 or self.surrogate.ratio_reference == "reference"
+        return self.kl_coef != 0 or self.ratio_reference == "reference"
 
     @property
     def needs_critic(self) -> bool:
@@ -104,7 +110,7 @@ class Objective:
             return True
         if self.token_selector is not None and not self.old_is_engine:
             return True
-        compares = (self.surrogate.ratio_reference == "old" and not self.old_is_engine) or self.rollout_correction.is_active
+        compares = (self.ratio_reference == "old" and not self.old_is_engine) or self.rollout_correction.is_active
         return updates > 1 and compares
 
     def needs(self, updates: int) -> frozenset[str]:
@@ -177,7 +183,7 @@ class Objective:
 
     def old_logprobs(self, logprobs_T: Tensor, batch: TokenBatch) -> Tensor:
         """The log-probs that the ratio compares with."""
-        if self.surrogate.ratio_reference == "reference":
+        if self.ratio_reference == "reference":
             chosen_T = batch.ref_logprobs_T
         elif self.old_is_engine:
             chosen_T = batch.rollout_logprobs_T
@@ -199,9 +205,9 @@ class Objective:
         sums = {"policy/entropy": (entropy_T.detach() * share_T).sum(), "policy/logprob_mean": (now_T * share_T).sum()}
         maxima = {}
         reported = self.surrogate.metrics(log_ratio_T.detach(), batch.advantages_T, samples)
-        metric_weights_T = weights_T if self.surrogate.ratio_reference == "reference" else share_T
+        metric_weights_T = weights_T if self.ratio_reference == "reference" else share_T
         sums |= {name: (value_T * metric_weights_T).sum() for name, value_T in reported.items()}
-        if self.surrogate.ratio_reference == "old":
+        if self.ratio_reference == "old":
             ratio_T = log_ratio_T.detach().clamp(-20, 20).exp()
             sums["policy/ratio_mean"] = (ratio_T * share_T).sum()
             # Samples come from the old policy, so k3 of (old, now) estimates KL(old || now).
@@ -250,10 +256,12 @@ class Objective:
 
 def make_objective(name: str, **choices: Any) -> Objective:
     """The objective of a method, with these choices in the place of its own; raises ValueError for what makes no sense."""
-    given = Choices(**choices)
-    if faults := methods.problems(name, given, group_size=2):
-        raise ValueError("\n".join(faults))
-    return Objective.of(methods.resolve(name, given))
+    overrides, findings = Choices(**choices), Findings(section="algorithm")
+    check_values(overrides, findings)
+    check_method(findings, name, overrides, group_size=2)
+    if findings.errors:
+        raise ValueError("\n".join(findings.errors))
+    return Objective.of(methods.resolve(name, overrides))
 
 
 def _choose(name: str, built_in: Callable[[str], Any]) -> Any:
@@ -264,8 +272,7 @@ def _surrogate(chosen: Choices) -> Surrogate:
     name = str(chosen.surrogate)
     if is_user_code(name):
         return UserSurrogate(load_user_code(name))
-    numbers = {key: value for key in methods.SURROGATES[name] if (value := getattr(chosen, key)) is not None}
-    return SURROGATES[name](**numbers)
+    return make_surrogate(name, **{key: getattr(chosen, key) for key in methods.SURROGATES[name].parameters})
 
 
 def _credit(chosen: Choices) -> Credit:

@@ -1,27 +1,26 @@
-"""log-ratio to the old policy, logprobs, advantages -> what each token adds to the objective (maximised)."""
+"""log-ratio, logprobs, advantages -> what each token adds to the objective (maximised).
+
+Each class is a formula. What its ratio compares with, and the defaults and ranges of its parameters, stand in the row of the
+same name in config/methods.py, where `fivefold check` reads them without torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.algo.segments import Segments
+from fivefold.config import methods
 
-RatioReference = Literal["old", "reference", "nothing"]
 Metrics = dict[str, Tensor]
 
 
 class Surrogate(Protocol):
-    @property
-    def ratio_reference(self) -> RatioReference:
-        """What the ratio compares with: the policy before the updates, the reference, or nothing."""
-        ...
-
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor: ...
 
     def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
@@ -43,18 +42,16 @@ def ratio(log_ratio_T: Tensor) -> Tensor:
 
 
 class _Plain:
-    ratio_reference: RatioReference = "old"
-
     def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
         return {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PPOClip(_Plain):
     """min(ρA, clip(ρ, 1 - low, 1 + high) A): PPO (1707.06347) equation 7; high > low is DAPO's clip-higher (2503.14476)."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float
+    clip_high: float
     dual_clip: float | None = None
     """c: where A < 0 the objective is at least c·A (1912.09729 equation 5), so that one token cannot dominate."""
 
@@ -87,8 +84,8 @@ class GMPO(_Plain):
     log ρ is clipped to [-low, high] where that lowers the objective, token by token; every token holds its response's value.
     """
 
-    clip_low: float = 0.4
-    clip_high: float = 0.4
+    clip_low: float
+    clip_high: float
 
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         sign_T = advantages_T.sign()
@@ -106,10 +103,8 @@ class GMPO(_Plain):
 class CISPO(_Plain):
     """sg(clip(ρ, 1 - low, 1 + high)) A log π: MiniMax-M1 (2506.13585) equation 4. Weights are bounded, gradients stay."""
 
-    clip_low: float = 1.0
-    """1: the weight is not bounded below, as in the paper."""
-    clip_high: float = 0.2
-    """The paper names no value; 0.2 is what PPO takes."""
+    clip_low: float
+    clip_high: float
 
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         weight_T = ratio(log_ratio_T).clamp(1 - self.clip_low, 1 + self.clip_high).detach()
@@ -124,8 +119,8 @@ class CISPO(_Plain):
 class SAPO(_Plain):
     """4/τ · σ(τ (ρ - 1)) A with τ by the sign of A: SAPO (2511.20347). The gradient fades instead of ending at a bound."""
 
-    temperature_positive: float = 1.0
-    temperature_negative: float = 1.05
+    temperature_positive: float
+    temperature_negative: float
 
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         ratio_T = ratio(log_ratio_T)
@@ -137,8 +132,6 @@ class SAPO(_Plain):
 class LogLikelihood(_Plain):
     """A · log π: REINFORCE, and cross-entropy on given completions when every A is 1."""
 
-    ratio_reference: RatioReference = "nothing"
-
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         return logprobs_T * advantages_T
 
@@ -149,14 +142,14 @@ def covariances(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClipCov(PPOClip):
     """PPO's clipped ratio without some random tokens of high covariance: clip-cov (2505.22617)."""
 
-    cov_fraction: float = 2e-4
+    cov_fraction: float
     """r: share of the update's tokens that are left out."""
-    cov_low: float = 1.0
-    cov_high: float = 5.0
+    cov_low: float
+    cov_high: float
 
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         assert samples.selected_T is not None
@@ -177,9 +170,9 @@ class ClipCov(PPOClip):
 class KLCov(_Plain):
     """ρA, less coef · |log ρ| at the tokens of the highest covariance: kl-cov (2505.22617)."""
 
-    cov_fraction: float = 2e-4
+    cov_fraction: float
     """k: share of the update's tokens that are pulled back."""
-    cov_kl_coef: float = 1.0
+    cov_kl_coef: float
 
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
         assert samples.selected_T is not None
@@ -202,9 +195,8 @@ class DPO(_Plain):
     (1 - s) log σ(m) + s log σ(-m) (conservative DPO).
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    ratio_reference: RatioReference = "reference"
+    beta: float
+    label_smoothing: float
 
     def _margin(self, log_ratio_T: Tensor, samples: Segments) -> Tensor:
         pairs = samples.sums(log_ratio_T).view(-1, 2)
@@ -249,3 +241,8 @@ SURROGATES: dict[str, type[Surrogate]] = {
     "log_likelihood": LogLikelihood,
     "dpo": DPO,
 }
+
+
+def make_surrogate(name: str, **numbers: float | None) -> Surrogate:
+    """The surrogate of this name; numbers left out are its row's."""
+    return SURROGATES[name](**methods.SURROGATES[name].numbers(numbers))

@@ -31,7 +31,7 @@ def save_run(checkpoints: Checkpoints, state: RunState, models: dict[str, Model]
 def load_run(
     checkpoints: Checkpoints, config: TrainerConfig, models: dict[str, Model], ranks: Ranks, logger: RunLogger
 ) -> RunState | None:
-    """Load the checkpoint that `config.resume` names, if there is one, and make room for what will be written. Collective."""
+    """Load the checkpoint that `config.resume` names, if any, and make room for what will be written. Collective."""
     found = ranks.broadcast_from_main(_find(checkpoints, config.resume, logger) if ranks.is_main else None)
     state = None if found is None else RunState.read(found)
     if found is not None and state is not None:

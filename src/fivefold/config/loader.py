@@ -1,9 +1,9 @@
-"""Strict loading: YAML text and `key=value` overrides -> a typed tree, or an error that says what to write."""
+"""Strict loading: read -> translate -> override -> build -> validate, or an error that says what to write."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import difflib
 import types
 import typing
 from pathlib import Path
@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 
 import yaml
 
+from fivefold.config.dialects import OWN, Dialect, Translation, Tree, find_dialect
+from fivefold.config.findings import Findings
+from fivefold.config.ranges import suggest
 from fivefold.config.schema import RunConfig
+from fivefold.config.validate import validate
+from fivefold.user_code import name_of
 
 T = TypeVar("T")
 
@@ -41,8 +46,28 @@ def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[An
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """RunConfig from a YAML file and `a.b.c=value` overrides; raises ConfigError with every fault found."""
+def load_config(path: str | Path, overrides: list[str] | None = None, dialect: str | Dialect | None = None) -> RunConfig:
+    """RunConfig from a YAML file and `a.b.c=value` overrides, both in the spelling of `dialect` (our own when left out).
+
+    Raises ConfigError with every fault found.
+    """
+    translation = translate(read(path), overrides or [], dialect)
+    return make_config(override(translation.tree, translation.overrides))
+
+
+def make_config(tree: Tree) -> RunConfig:
+    """RunConfig from nested mappings, for runs that are started from Python; raises ConfigError with every fault found.
+
+    Wherever `path.py:function` may stand, a function may stand itself.
+    """
+    config = build(tree)
+    if errors := validate(config).errors:
+        raise ConfigError(errors)
+    return config
+
+
+def read(path: str | Path) -> Tree:
+    """The mapping in a YAML file."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError([f"no configuration file at {path}"])
@@ -55,15 +80,31 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError([f"{path} must hold a mapping of keys, got {type(tree).__name__}"])
-    for override in overrides or []:
-        _apply_override(tree, override)
-    faults: list[str] = []
-    config = _build(RunConfig, tree, "", faults)
-    if faults:
-        raise ConfigError(faults)
-    assert isinstance(config, RunConfig)
-    if problems := config.problems():
-        raise ConfigError(problems)
+    return tree
+
+
+def translate(tree: Tree, overrides: list[str], dialect: str | Dialect | None = None) -> Translation:
+    """Tree and overrides in our spelling, with what became of each key of the source."""
+    if dialect is None or isinstance(dialect, str):
+        dialect = find_dialect(dialect or OWN)
+    return dialect(tree, overrides)
+
+
+def override(tree: Tree, overrides: list[str]) -> Tree:
+    """The tree with each `a.b.c=value` in its place."""
+    changed = copy.deepcopy(tree)
+    for each in overrides:
+        _apply_override(changed, each)
+    return changed
+
+
+def build(tree: Tree) -> RunConfig:
+    """The typed configuration of a tree; raises ConfigError for keys and types that it cannot have."""
+    findings = Findings()
+    config = _build(RunConfig, _name_functions(tree, findings), findings)
+    if findings.errors:
+        raise ConfigError(findings.errors)
+    assert config is not None
     return config
 
 
@@ -91,38 +132,46 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-def _build(cls: type[T], value: Any, path: str, faults: list[str]) -> T | None:
-    """An instance of dataclass `cls` from a mapping; faults are appended, not raised."""
+def _name_functions(value: Any, findings: Findings) -> Any:
+    """The tree with `path.py:function` in the place of each function: other processes load it from there."""
+    if isinstance(value, dict):
+        return {_name_functions(key, findings): _name_functions(item, findings.at(str(key))) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_name_functions(item, findings.at(f"[{place}]")) for place, item in enumerate(value)]
+    if not callable(value):
+        return value
+    try:
+        return name_of(value)
+    except ValueError as error:
+        findings.error("", f": {error}")
+        return repr(value)
+
+
+def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
+    """An instance of dataclass `cls` from a mapping; errors are collected, not raised."""
     if not isinstance(value, dict):
-        faults.append(f"{path or 'the file'} must be a mapping of keys, got {value!r}")
+        findings.error("" if findings.section else "the file", f"must be a mapping of keys, got {value!r}")
         return None
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
-    before = len(faults)
+    before = len(findings.errors)
     for key, item in value.items():
-        where = f"{path}.{key}" if path else str(key)
-        if key not in fields:
-            faults.append(f"unknown key {where!r}{_suggest(str(key), list(fields), path)}")
-            continue
-        arguments[key] = _convert(hints[key], item, where, faults)
+        if key in fields:
+            arguments[key] = _convert(hints[key], item, findings.at(key))
+        else:
+            close = suggest(key, fields, findings.key)
+            findings.unknown(str(key), close or f"; known here: {', '.join(fields)}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in arguments:
-            faults.append(f"{path + '.' if path else ''}{name} is required: it has no default")
-    if len(faults) > before:
+            findings.error(name, "is required: it has no default")
+    if len(findings.errors) > before:
         return None
     return cls(**arguments)
 
 
-def _suggest(key: str, known: list[str], path: str) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if close:
-        return f": did you mean {(path + '.' if path else '') + close[0]!r}?"
-    return f"; known here: {', '.join(known)}"
-
-
-def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
+def _convert(hint: Any, value: Any, findings: Findings) -> Any:
     """`value` as the type `hint`; YAML's loose spellings (1e-6 as text, ints for floats) are read."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -130,38 +179,34 @@ def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
         if value is None and type(None) in arguments:
             return None
         if len(options) == 1:
-            return _convert(options[0], value, path, faults)
+            return _convert(options[0], value, findings)
         for option in options:
-            trial: list[str] = []
-            converted = _convert(option, value, path, trial)
-            if not trial:
+            trial = Findings()
+            converted = _convert(option, value, trial)
+            if not trial.errors:
                 return converted
-        faults.append(f"{path} must be {_describe(hint)}, got {value!r}")
-        return None
-    if origin is typing.Literal:
+    elif origin is typing.Literal:
         if value in arguments:
             return value
-        close = difflib.get_close_matches(str(value), [str(option) for option in arguments], n=1, cutoff=0.6)
-        hint_text = f": did you mean {close[0]!r}?" if close else ""
-        faults.append(f"{path} must be one of {', '.join(map(str, arguments))}; got {value!r}{hint_text}")
+        findings.error("", f"must be one of {', '.join(map(str, arguments))}; got {value!r}{suggest(value, arguments)}")
         return None
-    if origin is list:
+    elif origin is list:
         if isinstance(value, (str, int, float)) and not isinstance(value, bool) and arguments[0] is str:
             value = [value]
-        if not isinstance(value, list):
-            faults.append(f"{path} must be a list, got {value!r}")
-            return None
-        return [_convert(arguments[0], item, f"{path}[{i}]", faults) for i, item in enumerate(value)]
-    if origin is dict:
-        if not isinstance(value, dict):
-            faults.append(f"{path} must be a mapping, got {value!r}")
-            return None
-        return {str(k): _convert(arguments[1], v, f"{path}.{k}", faults) for k, v in value.items()}
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type[Any], hint), value, path, faults)
-    if hint is Any:
+        if isinstance(value, list):
+            return [_convert(arguments[0], item, findings.at(f"[{place}]")) for place, item in enumerate(value)]
+        findings.error("", f"must be a list, got {value!r}")
+        return None
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {str(key): _convert(arguments[1], item, findings.at(str(key))) for key, item in value.items()}
+        findings.error("", f"must be a mapping, got {value!r}")
+        return None
+    elif dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type[Any], hint), value, findings)
+    elif hint is Any:
         return value
-    if hint is bool:
+    elif hint is bool:
         if isinstance(value, bool):
             return value
     elif hint is int:
@@ -182,7 +227,7 @@ def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
             return value
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
-    faults.append(f"{path} must be {_describe(hint)}, got {value!r}")
+    findings.error("", f"must be {_describe(hint)}, got {value!r}")
     return None
 
 

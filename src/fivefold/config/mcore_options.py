@@ -1,14 +1,19 @@
-"""Megatron-Core's own options, checked by name and type against its dataclasses without importing it. No torch here."""
+"""Megatron-Core's own options, checked by name and type against its dataclasses without importing it. No torch here.
+
+Policy, critic and reward model have a section `megatron` each; `{section}` in a reason stands for the model's own section.
+"""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.metadata
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from fivefold.config.findings import Findings
+from fivefold.config.ranges import suggest
 
 SECTIONS = ("transformer", "pipeline", "ddp", "optimizer")
 """Sections of `policy.megatron`: TransformerConfig, its pipeline fields, DistributedDataParallelConfig, OptimizerConfig."""
@@ -70,7 +75,7 @@ _REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "fp16", "bf16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype",
             "disable_bf16_reduced_precision_matmul",
         ),
-        "set policy.megatron.transformer_impl": ("transformer_impl",),
+        "set {section}.megatron.transformer_impl": ("transformer_impl",),
         "set trainer.deterministic": ("deterministic_mode",),
         _PACKED: ("calculate_per_token_loss", "hidden_dropout", "attention_dropout", "cross_entropy_loss_fusion",
                   "cross_entropy_fusion_impl", "moe_input_jitter_eps"),
@@ -90,7 +95,7 @@ _REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
                                          "moe_hybridep_num_sms"),
         "multi-token prediction is not trained": ("mtp_num_layers", "mtp_loss_scaling_factor"),
         "replaying the sampler's routing is not part of this release": ("moe_enable_routing_replay",),
-        "use policy.offload, which moves state between the stages of a step": (
+        "use {section}.offload, which moves state between the stages of a step": (
             "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",
             "cpu_offloading_double_buffering", "fine_grained_activation_offloading", "offload_modules",
             "min_offloaded_tensor_size",
@@ -124,20 +129,20 @@ _REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         _TE: ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "delay_wgrad_compute", "nccl_ub"),
     },
     "optimizer": {
-        "set policy.optimizer.lr": ("lr",),
-        "set policy.optimizer.min_lr": ("min_lr",),
-        "set policy.optimizer.weight_decay": ("weight_decay",),
-        "set policy.optimizer.betas": ("adam_beta1", "adam_beta2"),
-        "set policy.optimizer.eps": ("adam_eps",),
-        "set policy.optimizer.clip_grad": ("clip_grad",),
-        "set policy.megatron.ddp.grad_reduce_in_fp32": ("main_grads_dtype",),
+        "set {section}.optimizer.lr": ("lr",),
+        "set {section}.optimizer.min_lr": ("min_lr",),
+        "set {section}.optimizer.weight_decay": ("weight_decay",),
+        "set {section}.optimizer.betas": ("adam_beta1", "adam_beta2"),
+        "set {section}.optimizer.eps": ("adam_eps",),
+        "set {section}.optimizer.clip_grad": ("clip_grad",),
+        "set {section}.megatron.ddp.grad_reduce_in_fp32": ("main_grads_dtype",),
         "the optimizer's copy of the parameters is always in float32": ("main_params_dtype",),
         "set policy.dtype": (
             "fp16", "bf16", "params_dtype", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window",
             "hysteresis",
         ),
-        "set policy.megatron.ddp.use_distributed_optimizer": ("use_distributed_optimizer",),
-        "set policy.megatron.ddp.overlap_param_gather": ("overlap_param_gather",),
+        "set {section}.megatron.ddp.use_distributed_optimizer": ("use_distributed_optimizer",),
+        "set {section}.megatron.ddp.overlap_param_gather": ("overlap_param_gather",),
         "the optimizer is AdamW": (
             "optimizer", "decoupled_weight_decay", "sgd_momentum", "muon_momentum", "muon_split_qkv", "muon_use_nesterov",
             "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor",
@@ -189,66 +194,67 @@ class Options:
     ddp: dict[str, Any]
     optimizer: dict[str, Any]
 
-    def problems(self) -> list[str]:
-        """One sentence for each option that cannot be used, alone or with the others."""
-        alone = [
-            problem
-            for section in SECTIONS
-            for name, value in getattr(self, section).items()
-            if (problem := _problem(section, name, value))
-        ]
-        return alone or self._conflicts()
+    def check(self, findings: Findings) -> None:
+        """Errors for the options that cannot be used, alone or with the others; `findings` are at the model's section."""
+        alone = findings.at("megatron")
+        before = len(alone.errors)
+        for section in SECTIONS:
+            for name, value in getattr(self, section).items():
+                _check_option(alone, section, name, value)
+        if len(alone.errors) == before:
+            self._check_conflicts(alone)
 
-    def _conflicts(self) -> list[str]:
-        found = []
-        where = "policy.megatron.transformer"
+    def _check_conflicts(self, findings: Findings) -> None:
+        transformer, optimizer, ddp = (findings.at(section) for section in ("transformer", "optimizer", "ddp"))
         balancing = self.transformer.get("moe_router_load_balancing_type", "none")
         kinds = balancing if isinstance(balancing, list) else [balancing]
         if unknown := [kind for kind in kinds if kind not in ("none", "seq_aux_loss", "aux_loss")]:
-            found.append(
-                f"{where}.moe_router_load_balancing_type must be none, seq_aux_loss (of each sequence: the same under every "
-                f"cut) or aux_loss (of each micro-batch): got {unknown[0]!r}"
+            transformer.error(
+                "moe_router_load_balancing_type",
+                "must be none, seq_aux_loss (of each sequence: the same under every cut) or aux_loss (of each micro-batch): "
+                f"got {unknown[0]!r}",
             )
         coefficients = self.transformer.get("moe_aux_loss_coeff", 0.0)
         if isinstance(balancing, list) != isinstance(coefficients, list) or (
             isinstance(balancing, list) and len(balancing) != len(coefficients)
         ):
-            found.append(f"{where}.moe_aux_loss_coeff must have one number for each moe_router_load_balancing_type")
-        if self.transformer.get("moe_token_dispatcher_type", "alltoall") == "flex":
-            found.append(f"{where}.moe_token_dispatcher_type must be alltoall or allgather: flex needs the package deep_ep")
+            transformer.error("moe_aux_loss_coeff", "must have one number for each moe_router_load_balancing_type")
+        transformer.require(
+            self.transformer.get("moe_token_dispatcher_type", "alltoall") != "flex",
+            "moe_token_dispatcher_type",
+            "must be alltoall or allgather: flex needs the package deep_ep",
+        )
         if self.transformer.get("recompute_granularity") == "full":
             lacking = [n for n in ("recompute_method", "recompute_num_layers") if self.transformer.get(n) is None]
-            if lacking:
-                found.append(f"{where}.recompute_granularity: full needs {' and '.join(lacking)}, for example uniform and 1")
+            message = f": full needs {' and '.join(lacking)}, for example uniform and 1"
+            transformer.require(not lacking, "recompute_granularity", message)
         aware = self.optimizer.get("use_precision_aware_optimizer", False)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if DTYPE_NAMES[self.optimizer.get(name, "float32")] == "float16":
-                found.append(
-                    f"policy.megatron.optimizer.{name} must be float32 or bfloat16: small moments vanish in float16"
-                )
-            if DTYPE_NAMES[self.optimizer.get(name, "float32")] != "float32" and not aware:
-                found.append(f"policy.megatron.optimizer.{name} needs use_precision_aware_optimizer: true")
+            dtype = DTYPE_NAMES[self.optimizer.get(name, "float32")]
+            message = "must be float32 or bfloat16: small moments vanish in float16"
+            optimizer.require(dtype != "float16", name, message)
+            optimizer.require(dtype == "float32" or aware, name, "needs use_precision_aware_optimizer: true")
         distributed = self.ddp.get("use_distributed_optimizer", True)
-        if not distributed and (aware or self.ddp.get("overlap_param_gather", False)):
-            found.append("use_precision_aware_optimizer and overlap_param_gather need ddp.use_distributed_optimizer: true")
-        if self.ddp.get("overlap_param_gather", False) and not self.ddp.get("overlap_grad_reduce", False):
-            found.append("policy.megatron.ddp.overlap_param_gather needs overlap_grad_reduce: true")
-        return found
+        if not distributed and aware:
+            optimizer.error("use_precision_aware_optimizer", "needs ddp.use_distributed_optimizer: true")
+        if self.ddp.get("overlap_param_gather", False):
+            ddp.require(distributed, "overlap_param_gather", "needs use_distributed_optimizer: true")
+            ddp.require(
+                self.ddp.get("overlap_grad_reduce", False), "overlap_param_gather", "needs overlap_grad_reduce: true"
+            )
 
-    def ignored_keys(self, experts: bool) -> list[tuple[str, str]]:
-        """(key, reason) of each option that changes nothing for a model with or without experts."""
-        found = [
-            (f"policy.megatron.{section}.{name}", reasons[name])
-            for section, reasons in _NO_EFFECT.items()
-            for name in getattr(self, section)
-            if name in reasons
-        ]
+    def report_ignored(self, findings: Findings, experts: bool) -> None:
+        """The options that change nothing for a model with or without experts; `findings` are at the model's section."""
+        findings = findings.at("megatron")
+        for section, reasons in _NO_EFFECT.items():
+            for name in getattr(self, section):
+                if name in reasons:
+                    findings.ignore(f"{section}.{name}", reasons[name])
         balancing = self.transformer.get("moe_router_load_balancing_type", "none")
         if balancing == "none" and self.transformer.get("moe_aux_loss_coeff"):
-            found.append(("policy.megatron.transformer.moe_aux_loss_coeff", "moe_router_load_balancing_type is none"))
+            findings.ignore("transformer.moe_aux_loss_coeff", "moe_router_load_balancing_type is none")
         if not experts and (named := [name for name in self.transformer if name.startswith("moe_")]):
-            found.append((f"policy.megatron.transformer.{named[0]}", "the model has no experts"))
-        return found
+            findings.ignore(f"transformer.{named[0]}", "the model has no experts")
 
     def effective(self, section: str) -> dict[str, Any]:
         """The options of a section that Megatron-Core is given."""
@@ -256,25 +262,30 @@ class Options:
         return {name: value for name, value in getattr(self, section).items() if name not in silent}
 
 
-def _problem(section: str, name: str, value: Any) -> str:
-    key = f"policy.megatron.{section}.{name}"
+def _check_option(findings: Findings, section: str, name: str, value: Any) -> None:
+    """An error for an option that cannot be used; `findings` are at the `megatron` of the model's section."""
+    key, model = f"{section}.{name}", findings.section.removesuffix(".megatron")
     fields = _fields("transformer" if section == "pipeline" else section)
     known = [field for field in fields if (field in PIPELINE) == (section == "pipeline")]
     if name not in fields:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        hint = f": did you mean {close[0]!r}?" if close else f"; see Megatron-Core {_version()}'s dataclass"
-        return f"unknown key {key!r}{hint}"
-    if section in ("transformer", "pipeline") and (name in PIPELINE) != (section == "pipeline"):
-        return f"{key} belongs into policy.megatron.{'pipeline' if name in PIPELINE else 'transformer'}"
+        findings.unknown(key, suggest(name, known) or f"; see Megatron-Core {_version()}'s dataclass")
+    elif section in ("transformer", "pipeline") and (name in PIPELINE) != (section == "pipeline"):
+        findings.error(key, f"belongs into {findings.key('pipeline' if name in PIPELINE else 'transformer')}")
+    elif reason := _refusal(section, name):
+        findings.error(key, f"cannot be set: {reason.replace('{section}', model)}")
+    elif not _fits(fields[name], value):
+        findings.error(key, f"must be {ast.unparse(fields[name])}, got {value!r}")
+
+
+def _refusal(section: str, name: str) -> str | None:
+    """Why an option of Megatron-Core cannot be set here, where it cannot."""
     for reason, names in _REFUSED.get(section, {}).items():
         if name in names:
-            return f"{key} cannot be set: {reason}"
+            return reason
     for reason, prefixes in _REFUSED_PREFIXES.get(section, {}).items():
         if name.startswith(prefixes):
-            return f"{key} cannot be set: {reason}"
-    if not _fits(fields[name], value):
-        return f"{key} must be {ast.unparse(fields[name])}, got {value!r}"
-    return ""
+            return reason
+    return None
 
 
 @cache

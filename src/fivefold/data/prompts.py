@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fivefold.config.methods import LearnsFrom
 from fivefold.types import DatasetResponse, Prompt
 
 
@@ -36,15 +37,15 @@ def load_prompts(
     max_prompt_tokens: int,
     overlong: Literal["drop", "refuse"],
     columns: Columns = Columns(),
-    learn: Literal["sft", "dpo"] | None = None,
+    learns_from: LearnsFrom = "rollouts",
     need_responses: bool = False,
     max_response_tokens: int = 0,
     first: int | None = None,
 ) -> PromptSet:
     """Rows of all files in order, numbered from 0; `first` takes only so many of each file.
 
-    With `learn` prompts carry the responses of their row, cut off at `max_response_tokens`: the one to imitate, or the
-    chosen and the rejected one. Raises ValueError for a file or row that cannot be used, naming it.
+    To learn from responses or pairs, prompts carry those of their row, cut off at `max_response_tokens`: the one to imitate,
+    or the chosen and the rejected one. Raises ValueError for a file or row that cannot be used, naming it.
     """
     prompts: list[Prompt] = []
     dropped = number = 0
@@ -54,15 +55,17 @@ def load_prompts(
                 break
             where = f"{name}, row {place}"
             try:
-                messages, token_ids, text, responses = _read(row, tokenizer, columns, learn)
+                messages, token_ids, text, responses = _read(row, tokenizer, columns, learns_from)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             if need_responses and not responses:
                 wanted = {
-                    "sft": f"a text in column {columns.response!r} or a conversation in column {columns.messages!r}",
-                    "dpo": f"columns {columns.chosen!r} and {columns.rejected!r}",
-                }[str(learn)]
-                raise ValueError(f"{where}: {learn} needs {wanted}; it has {', '.join(row)}; data.*_key name others")
+                    "responses": f"a text in column {columns.response!r} or a conversation in column {columns.messages!r}",
+                    "pairs": f"columns {columns.chosen!r} and {columns.rejected!r}",
+                }[learns_from]
+                raise ValueError(
+                    f"{where}: learning from {learns_from} needs {wanted}; it has {', '.join(row)}; data.*_key name others"
+                )
             number += 1
             if len(token_ids) > max_prompt_tokens:
                 if overlong == "refuse":
@@ -93,12 +96,12 @@ Messages = list[dict[str, Any]]
 
 
 def _read(
-    row: dict[str, Any], tokenizer: Any, columns: Columns, learn: str | None
+    row: dict[str, Any], tokenizer: Any, columns: Columns, learns_from: LearnsFrom
 ) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """(messages, tokens and text of the prompt, responses to learn from)."""
-    if learn == "sft" and row.get(columns.messages) is not None:
+    if learns_from == "responses" and row.get(columns.messages) is not None:
         return conversation(as_messages(row[columns.messages]), tokenizer)
-    pair = [row.get(columns.chosen), row.get(columns.rejected)] if learn == "dpo" else []
+    pair = [row.get(columns.chosen), row.get(columns.rejected)] if learns_from == "pairs" else []
     if row.get(columns.prompt) is not None:
         messages = as_messages(row[columns.prompt])
     elif pair and all(isinstance(side, list) and len(side) > 1 for side in pair):
@@ -109,7 +112,7 @@ def _read(
     else:
         raise ValueError(f"no column {columns.prompt!r}; it has {', '.join(row)}; set data.prompt_key")
     token_ids, text = render(messages, tokenizer)
-    texts = [row.get(columns.response)] if learn == "sft" else pair
+    texts = [row.get(columns.response)] if learns_from == "responses" else pair
     texts_found = [str(as_messages(one)[-1]["content"]) if isinstance(one, list) else one for one in texts]
     responses = [_response(one, tokenizer) for one in texts_found if isinstance(one, str)]
     return messages, token_ids, text, responses if len(responses) == len(texts_found) else []

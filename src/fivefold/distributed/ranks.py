@@ -87,8 +87,10 @@ class Ranks:
         return _all_gather(rows_NF, self.replica)
 
     def all_to_all_replicas(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
-        """Send the first `counts[0]` rows to replica 0, the next `counts[1]` to replica 1, ...; the rows received, in order of
-        replicas, of which `expected[i]` come from replica i."""
+        """The rows that other replicas sent here, in order of replicas: `expected[i]` of them from replica i.
+
+        The first `counts[0]` rows of this rank go to replica 0, the next `counts[1]` to replica 1, and so on.
+        """
         received = rows_NF.new_empty(sum(expected), *rows_NF.shape[1:])
         dist.all_to_all_single(received, rows_NF.contiguous(), expected, counts, group=self.dp)
         return received

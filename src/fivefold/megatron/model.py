@@ -42,8 +42,8 @@ class MegatronModel:
     ) -> None:
         """Load the Hugging Face model in `directory`.
 
-        `total_updates` is the length of the schedule; without it the model only computes. With `value_head` it ends in a value
-        head, which starts at 0 where the directory has none (`score.weight`).
+        `total_updates` is the length of the schedule; without it the model only computes. With `value_head` it ends in
+        a value head, which starts at 0 where the directory has none (`score.weight`).
         `read_weights` False leaves the weights unset: a checkpoint will be loaded.
         """
         self.shape: ModelSpec = load_spec(directory, value_head)

@@ -1,4 +1,4 @@
-"""Everything about a run that can be known without torch: configuration -> faults and notes, in well under two seconds."""
+"""Everything about a run that can be known without torch: configuration -> Findings, in well under two seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.config import RunConfig, methods
+from fivefold.config import RunConfig
+from fivefold.config.findings import Findings
+from fivefold.config.methods import COLUMNS
 from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
@@ -16,11 +18,12 @@ from fivefold.config.schema import (
     RewardModelConfig,
     SamplingConfig,
 )
+from fivefold.config.validate import validate
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.memory import Memory, estimate_memory
-from fivefold.reward.choose import choose_rewards
+from fivefold.reward.choose import check_rewards
 
 
 @dataclass(frozen=True)
@@ -49,103 +52,101 @@ def _parts(config: RunConfig) -> list[_Part]:
     return parts
 
 
-def check(config: RunConfig) -> tuple[list[str], list[str]]:
-    """(what keeps the run from starting, what is worth knowing)."""
-    faults: list[str] = []
-    notes: list[str] = []
+def check(config: RunConfig) -> Findings:
+    """Everything that is found in a configuration and in the files that it names."""
+    findings = validate(config)
     shapes: dict[str, ModelSpec] = {}
     for part in _parts(config):
-        again = part.where != "policy" and part.path == config.model.path
-        if Path(part.path).is_dir():
-            try:
-                shapes[part.where] = shape = load_spec(part.path, part.value_head)
-                shape.check_layout(config.layout, part.settings.megatron.pipeline_split)
-                faults += _shape_faults(config, part, shape)
-            except ValueError as error:
-                faults.append(f"{part.key}: {error}")
-            if not again and not any(Path(part.path).glob("*.safetensors")):
-                faults.append(f"{part.key}: no *.safetensors in {part.path}")
-        elif again:
-            continue
-        elif part.path.startswith((".", "/", "~")) or part.path.count("/") != 1:
-            faults.append(f"{part.key}: no directory {part.path}")
-        else:
-            notes.append(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
+        _check_model(findings, config, part, shapes)
     if "policy" in shapes:
         if config.model.tokenizer is None and not any(Path(config.model.path).glob("tokenizer*")):
-            faults.append(f"model.path: no tokenizer in {config.model.path}; name one in model.tokenizer")
+            findings.error("model.path", f": no tokenizer in {config.model.path}; name one in model.tokenizer")
         if "critic" in shapes and shapes["critic"].vocab != shapes["policy"].vocab:
-            faults.append(
-                f"critic.path must have the policy's vocabulary: {shapes['critic'].vocab} != {shapes['policy'].vocab}"
-            )
-        if not faults:
-            notes += _shape_notes(config, shapes["policy"])
-    if config.reference.path and config.reference.path.startswith((".", "/")) and not Path(config.reference.path).is_dir():
-        faults.append(f"reference.path: no directory {config.reference.path}")
+            found = f"{shapes['critic'].vocab} != {shapes['policy'].vocab}"
+            findings.error("critic.path", f"must have the policy's vocabulary: {found}")
+        if not findings.errors:
+            findings.notes[:0] = _shape_notes(config, shapes["policy"])
+    _check_files(findings, config)
+    check_rewards(findings.at("reward"), config.reward)
+    _check_devices(findings, config)
+    _report_ignored(findings, config, shapes)
+    return findings
+
+
+def _check_model(findings: Findings, config: RunConfig, part: _Part, shapes: dict[str, ModelSpec]) -> None:
+    """Look at the directory of one model; `shapes` gets its sizes where it is here."""
+    again = part.where != "policy" and part.path == config.model.path
+    if Path(part.path).is_dir():
+        try:
+            shapes[part.where] = shape = load_spec(part.path, part.value_head)
+            shape.check_layout(config.layout, part.settings.megatron.pipeline_split)
+            _check_shape(findings, config, part, shape)
+        except ValueError as error:
+            findings.error(part.key, f": {error}")
+        if not again and not any(Path(part.path).glob("*.safetensors")):
+            findings.error(part.key, f": no *.safetensors in {part.path}")
+    elif again:
+        return
+    elif part.path.startswith((".", "/", "~")) or part.path.count("/") != 1:
+        findings.error(part.key, f": no directory {part.path}")
+    else:
+        findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
+
+
+def _check_files(findings: Findings, config: RunConfig) -> None:
+    reference, resume = config.reference.path, config.trainer.resume
+    if reference and reference.startswith((".", "/")) and not Path(reference).is_dir():
+        findings.error("reference.path", f": no directory {reference}")
     if not config.data.train:
-        faults.append("data.train names no file")
+        findings.error("data.train", "names no file")
     for name in [*config.data.train, *config.data.val]:
         if not Path(name).is_file():
-            faults.append(f"data: no file at {name}; `fivefold data` writes data sets")
-    for where, names in [("reward.functions", config.reward.functions), *config.reward.by_source.items()]:
-        try:
-            if names:
-                choose_rewards(config.reward, str(where))
-        except ValueError as error:
-            faults.append(f"{where}: {error}")
-    if config.trainer.resume not in ("auto", "never") and not Path(config.trainer.resume).is_dir():
-        faults.append(f"trainer.resume must be auto, never or a checkpoint directory: got {config.trainer.resume!r}")
-    faults += _device_faults(config)
-    updates = config.algorithm.updates_per_step * config.algorithm.ppo_epochs
-    notes += methods.notes(config.algorithm.name, config.algorithm, updates)
-    notes += [f"{key} has no effect: {reason}" for key, reason in ignored_keys(config, shapes)]
-    return faults, notes
+            findings.error("data", f": no file at {name}; `fivefold data` writes data sets")
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        findings.error("trainer.resume", f"must be auto, never or a checkpoint directory: got {resume!r}")
 
 
-def _shape_faults(config: RunConfig, part: _Part, shape: ModelSpec) -> list[str]:
+def _check_shape(findings: Findings, config: RunConfig, part: _Part, shape: ModelSpec) -> None:
     """What this model cannot do with its settings."""
-    found: list[str] = []
-    where, settings, megatron = part.where, part.settings, part.settings.megatron
-    trained = where != "reward.model"
+    settings, megatron = part.settings, part.settings.megatron
+    own = findings.at(part.where).at("megatron")
+    trained = part.where != "reward.model"
     if trained and config.max_sequence_tokens > shape.max_positions:
-        found.append(
-            f"data.max_prompt_tokens + data.max_response_tokens = {config.max_sequence_tokens} is more than the "
-            f"{shape.max_positions} positions of the model in {part.key}"
+        findings.error(
+            "data.max_prompt_tokens + data.max_response_tokens",
+            f"= {config.max_sequence_tokens} is more than the {shape.max_positions} positions of the model in {part.key}",
         )
     if trained and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
-        found.append(
-            f"{where}.megatron.optimizer.optimizer_cpu_offload needs a GPU: on the CPU the optimizer is there already"
-        )
+        own.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
     if shape.moe is not None and config.layout.tp > 1 and not settings.sequence_parallel:
-        found.append(
-            f"policy.sequence_parallel must be true for a model with experts ({part.key}) and t > 1: Megatron-Core routes "
-            "each token once"
+        findings.error(
+            "policy.sequence_parallel",
+            f"must be true for a model with experts ({part.key}) and t > 1: Megatron-Core routes each token once",
         )
     if megatron.transformer_impl == "transformer_engine" and (shape.moe or shape.mla):
-        found.append(f"{where}.megatron.transformer_impl must be torch for {shape.family}")
+        own.error("transformer_impl", f"must be torch for {shape.family}")
     if megatron.bridge_type != "native" and (shape.moe or megatron.pipeline_split.virtual_stages(config.layout) > 1):
-        found.append(f"{where}.megatron.bridge_type must be native for models with experts and for virtual stages")
+        own.error("bridge_type", "must be native for models with experts and for virtual stages")
     if megatron.bridge_type != "native" and part.value_head:
-        found.append(f"{part.key}: a value head needs megatron.bridge_type: native")
+        findings.error(part.key, ": a value head needs megatron.bridge_type: native")
     gathers = megatron.transformer.get("moe_token_dispatcher_type") == "allgather"
     if gathers and megatron.pipeline.get("variable_seq_lengths", False):
-        found.append("moe_token_dispatcher_type: allgather needs pipeline.variable_seq_lengths: false: leave it out")
+        own.error(
+            "transformer.moe_token_dispatcher_type", ": allgather needs pipeline.variable_seq_lengths: false: leave it out"
+        )
     modules = megatron.transformer.get("recompute_modules") or []
     for module, present in (("mla_up_proj", shape.mla), ("moe", shape.moe), ("moe_act", shape.moe),
                             ("shared_experts", shape.moe and shape.moe.shared_ffn)):  # fmt: skip
         if module in modules and not present:
-            found.append(f"{where}.megatron.transformer.recompute_modules: {shape.family} has no {module}")
-    if where == "reward.model":
+            own.error("transformer.recompute_modules", f": {shape.family} has no {module}")
+    if not trained:
         # transformers leaves the labels of a classifier out where there are two, its default.
         labels = len(read_config(Path(part.path)).get("id2label") or range(2))
-        if labels != 1:
-            found.append(f"{part.key}: a reward model has one label: got {labels} in config.json")
-    return found
+        findings.require(labels == 1, part.key, f": a reward model has one label: got {labels} in config.json")
 
 
-def ignored_keys(config: RunConfig, shapes: dict[str, ModelSpec]) -> list[tuple[str, str]]:
-    """(key, reason) of each key that was set and changes nothing; `shapes` are those of the models that are here."""
-    found: list[tuple[str, str]] = []
+def _report_ignored(findings: Findings, config: RunConfig, shapes: dict[str, ModelSpec]) -> None:
+    """Keys that were set and change nothing; `shapes` are those of the models that are here."""
     algorithm, name, critic = config.algorithm, config.algorithm.name, config.critic
     for where, own in (
         ("policy", config.policy),
@@ -154,55 +155,49 @@ def ignored_keys(config: RunConfig, shapes: dict[str, ModelSpec]) -> list[tuple[
     ):
         if own is None:
             continue
-        experts = where not in shapes or shapes[where].moe is not None
+        section = findings.at(where)
         if own.megatron is not None:
-            told = own.megatron.options.ignored_keys(experts)
-            found += [(key.replace("policy.", f"{where}."), reason) for key, reason in told]
+            own.megatron.options.report_ignored(section, experts=where not in shapes or shapes[where].moe is not None)
             if where == "reward.model" and (own.megatron.ddp or own.megatron.optimizer):
-                found.append(("reward.model.megatron.ddp and optimizer", "a reward model is not trained"))
+                section.ignore("megatron.ddp and optimizer", "a reward model is not trained")
         if isinstance(own, RewardModelConfig):
             continue
         if own.offload is not None and config.trainer.device == "cpu":
-            reason = "on the CPU everything is in host memory already"
-            found += [(f"{where}.offload.{part}", reason) for part in sorted(own.offload.parts)]
+            for part in sorted(own.offload.parts):
+                section.ignore(f"offload.{part}", "on the CPU everything is in host memory already")
         if own.optimizer.schedule == "constant" and (own.optimizer.decay_steps is not None or own.optimizer.min_lr):
-            found.append((f"{where}.optimizer.decay_steps and min_lr", "the schedule is constant"))
-    found += methods.ignored_keys(name, algorithm)
+            section.ignore("optimizer.decay_steps and min_lr", "the schedule is constant")
     if algorithm.offline:
-        if algorithm.group_size != AlgorithmConfig().group_size:
-            found.append(("algorithm.group_size", f"{name} learns from the responses that stand in the data"))
-        drawn, usual = config.engine.sampling, SamplingConfig()
-        if (drawn.temperature, drawn.top_p, drawn.top_k) != (usual.temperature, usual.top_p, usual.top_k):
-            found.append(("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)"))
-        if config.engine.max_logprob_diff is not None:
-            found.append(("engine.max_logprob_diff", f"{name} does not sample for training"))
-        if not config.may_generate and config.reward != RewardConfig():
-            found.append(("reward", f"{name} scores nothing where nothing is sampled for evaluation"))
-    for key, learners in _LEARNED_COLUMNS.items():
-        if getattr(config.data, key) != getattr(DataConfig(), key) and name not in learners:
-            found.append((f"data.{key}", f"{name} does not read it"))
-    if config.reference.path and not _needs_reference(config):
-        found.append(("reference.path", "the KL coefficient is 0"))
+        _report_unsampled(findings, config)
+    for keys in COLUMNS.values():
+        for key in keys:
+            if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
+                findings.ignore(f"data.{key}", f"{name} does not read it")
+    if config.reference.path and not algorithm.needs_reference:
+        findings.ignore("reference.path", "the KL coefficient is 0")
     if not config.uses_critic and critic != CriticConfig():
-        found.append(("critic", f"{name} has no critic: set algorithm.credit: gae"))
+        findings.ignore("critic", f"{name} has no critic: set algorithm.credit: gae")
     if not algorithm.resolved.dynamic_sampling and (
         algorithm.prompts_per_round is not None or algorithm.sampling_rounds != AlgorithmConfig().sampling_rounds
     ):
-        found.append(("algorithm.sampling_rounds and prompts_per_round", "dynamic_sampling is off"))
+        findings.ignore("algorithm.sampling_rounds and prompts_per_round", "dynamic_sampling is off")
     if not config.data.val and (config.eval.samples or config.eval.generate is not None):
-        found.append(("eval.samples and generate", "there are no validation files"))
+        findings.ignore("eval.samples and generate", "there are no validation files")
     elif config.eval.samples and not config.may_generate:
-        found.append(("eval.samples", "nothing is sampled for evaluation: set eval.generate: true"))
-    return found
+        findings.ignore("eval.samples", "nothing is sampled for evaluation: set eval.generate: true")
 
 
-_LEARNED_COLUMNS = {
-    "response_key": ("sft",),
-    "messages_key": ("sft",),
-    "chosen_key": ("dpo",),
-    "rejected_key": ("dpo",),
-}
-"""Columns of responses in the data, and the methods that read them."""
+def _report_unsampled(findings: Findings, config: RunConfig) -> None:
+    """Keys about sampling, where responses in the data are learned from."""
+    name, drawn, usual = config.algorithm.name, config.engine.sampling, SamplingConfig()
+    if config.algorithm.group_size != AlgorithmConfig().group_size:
+        findings.ignore("algorithm.group_size", f"{name} learns from the responses that stand in the data")
+    if (drawn.temperature, drawn.top_p, drawn.top_k) != (usual.temperature, usual.top_p, usual.top_k):
+        findings.ignore("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)")
+    if config.engine.max_logprob_diff is not None:
+        findings.ignore("engine.max_logprob_diff", f"{name} does not sample for training")
+    if not config.may_generate and config.reward != RewardConfig():
+        findings.ignore("reward", f"{name} scores nothing where nothing is sampled for evaluation")
 
 
 def _shape_notes(config: RunConfig, shape: ModelSpec) -> list[str]:
@@ -211,13 +206,9 @@ def _shape_notes(config: RunConfig, shape: ModelSpec) -> list[str]:
     return [
         f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters",
         f"layout {config.layout}: {config.layout.world_size} ranks",
-        f"{config.samples_per_step} samples a step, {algorithm.updates_per_step * algorithm.ppo_epochs} optimizer steps each",
+        f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer steps each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
-
-
-def _needs_reference(config: RunConfig) -> bool:
-    return config.algorithm.resolved.kl.coef != 0 or config.algorithm.name == "dpo"
 
 
 def memory_of(config: RunConfig, shape: ModelSpec) -> Memory:
@@ -230,7 +221,7 @@ def memory_of(config: RunConfig, shape: ModelSpec) -> Memory:
         dtype=config.policy.dtype,
         recompute=config.policy.recompute,
         tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
-        reference=_needs_reference(config),
+        reference=config.algorithm.needs_reference,
         engine_sequences=config.engine.max_num_seqs if config.may_generate else 0,
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.pipeline_split,
@@ -245,22 +236,20 @@ def memory_of(config: RunConfig, shape: ModelSpec) -> Memory:
     )
 
 
-def _device_faults(config: RunConfig) -> list[str]:
+def _check_devices(findings: Findings, config: RunConfig) -> None:
     """More ranks than GPUs; under torchrun the ranks of other machines count too, so only its own world size is checked."""
     world = config.layout.world_size
     if "WORLD_SIZE" in os.environ:
-        given = int(os.environ["WORLD_SIZE"])
-        return [] if given == world else [f"layout {config.layout} needs {world} ranks: WORLD_SIZE is {given}"]
+        launched = int(os.environ["WORLD_SIZE"])
+        findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
+        return
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if Path("/proc/driver/nvidia/gpus").is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = min(gpus, len([item for item in visible.split(",") if item.strip()]))
-    if config.trainer.device == "cuda" and gpus < world:
-        return [
-            f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"
-        ]
-    if config.trainer.device == "auto" and 0 < gpus < world:
-        return [
-            f"layout {config.layout} needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu"
-        ]
-    return []
+    wanted = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
+    findings.require(
+        not wanted or gpus >= world,
+        f"layout {config.layout}",
+        f"needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu",
+    )

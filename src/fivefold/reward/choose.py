@@ -1,13 +1,27 @@
-"""data_source -> its rewards."""
+"""data_source -> its rewards, and which of them decides whether a response is correct."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fivefold.config.findings import Findings
 from fivefold.config.schema import RewardConfig
-from fivefold.reward.rules import SOURCES, check_name
+from fivefold.reward.rules import SOURCES, check_name, takes_ground_truth
 
 
-def choose_rewards(config: RewardConfig, source: str) -> dict[str, float]:
-    """Reward name -> weight for a data_source: its own, the common ones, or the built-in one that fits.
+@dataclass(frozen=True)
+class ChosenRewards:
+    """The rewards of one data_source."""
+
+    weights: dict[str, float]
+    """Reward name -> weight; empty where a reward model is all there is."""
+    accuracy: str | None
+    """The one that decides whether a response is correct, if there is any."""
+
+
+def choose_rewards(config: RewardConfig, source: str) -> ChosenRewards:
+    """The rewards of a data_source: its own, the common ones, or the built-in one that fits.
 
     With a reward model none is chosen by itself: it may be all the reward there is.
     """
@@ -21,4 +35,40 @@ def choose_rewards(config: RewardConfig, source: str) -> dict[str, float]:
         weights = {SOURCES[source]: 1.0}
     for name in weights:
         check_name(name)
-    return weights
+    _check_accuracy(config)
+    return ChosenRewards(weights, config.accuracy if config.accuracy in weights else _default_accuracy(weights))
+
+
+def _default_accuracy(names: Iterable[str]) -> str | None:
+    """The first by name of the rewards that take a ground truth, or of all where none does: YAML's order does not matter."""
+    ordered = sorted(names)
+    return next((name for name in ordered if takes_ground_truth(name)), ordered[0] if ordered else None)
+
+
+def _check_accuracy(config: RewardConfig) -> None:
+    """Raise ValueError where `accuracy` is none of the functions that any data_source uses."""
+    named = {*config.functions, *(name for own in config.by_source.values() for name in own)}
+    if not config.functions and config.model.path is None:
+        named |= set(SOURCES.values())
+    if config.accuracy is not None and config.accuracy not in named:
+        used = ", ".join(sorted(named)) or "of which there is none"
+        raise ValueError(
+            f"reward.accuracy must be one of the reward functions in use, {used}: "
+            f"got {config.accuracy!r}; add it to reward.functions, with weight 0 if it is to count for the accuracy only"
+        )
+
+
+def check_rewards(findings: Findings, config: RewardConfig) -> None:
+    """Errors for functions that cannot be found; data_sources that choose by themselves are looked at when data are read."""
+    sections = {"functions": config.functions} | {f"by_source.{source}": own for source, own in config.by_source.items()}
+    for key, weights in sections.items():
+        for name in weights:
+            try:
+                check_name(name)
+                takes_ground_truth(name)
+            except ValueError as error:
+                findings.error(key, f": {error}")
+    try:
+        _check_accuracy(config)
+    except ValueError as error:
+        findings.errors.append(str(error))

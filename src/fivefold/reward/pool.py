@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import RewardConfig
-from fivefold.reward.choose import choose_rewards
+from fivefold.reward.choose import ChosenRewards, choose_rewards
 
 if TYPE_CHECKING:
     from fivefold.types import Group, Prompt, Sample
@@ -28,19 +28,22 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._weights: dict[str, dict[str, float]] = {}
+        self._chosen: dict[str, ChosenRewards] = {}
         self._workers = [_Worker(config.memory_mb, config.timeout_seconds) for _ in range(config.workers)]
         self.first_error: str | None = None
         """Of the last call of `score`: the first sample's error, a traceback where the function raised."""
 
     def weights(self, source: str) -> dict[str, float]:
         """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
-        if source not in self._weights:
-            self._weights[source] = choose_rewards(self._config, source)
-        return self._weights[source]
+        return self._rewards(source).weights
+
+    def _rewards(self, source: str) -> ChosenRewards:
+        if source not in self._chosen:
+            self._chosen[source] = choose_rewards(self._config, source)
+        return self._chosen[source]
 
     def score(self, groups: list[Group]) -> None:
-        """Set reward, reward_parts and reward_failed of every sample; what goes wrong in the pool itself is raised."""
+        """Set reward, reward_parts, correct and reward_failed of every sample; an error of the pool itself is raised."""
         self.first_error = None
         # Shared by the workers: each takes the next one when it is free.
         tasks = iter([(group.prompt, sample) for group in groups for sample in group.samples])
@@ -59,9 +62,10 @@ class RewardPool:
             worker.kill()
 
     def _score_one(self, worker: _Worker, prompt: Prompt, sample: Sample) -> None:
-        weights = self.weights(prompt.source)
-        if not weights:
-            sample.reward, sample.reward_parts, sample.reward_failed = 0.0, {}, False
+        chosen = self._rewards(prompt.source)
+        weights = chosen.weights
+        sample.reward, sample.reward_parts, sample.correct, sample.reward_failed = 0.0, {}, False, False
+        if chosen.accuracy is None:
             return
         offered = {
             "response": sample.text,
@@ -83,6 +87,7 @@ class RewardPool:
             self.first_error = self.first_error or error
             sample.reward_parts = dict.fromkeys(weights, 0.0)
             sample.reward = 0.0
+        sample.correct = sample.reward_parts[chosen.accuracy] >= 1
 
 
 class _Worker:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from fivefold.user_code import check_user_code, is_user_code, load_user_code
+from fivefold.user_code import check_user_code, is_user_code, load_user_code, parameters_of
 
 RewardFunction = Callable[..., float]
 
@@ -70,6 +70,8 @@ def format(response: str, ground_truth: str) -> float:
 
 
 BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "format": format}
+WITH_TRUTH = ("gsm8k", "math")
+"""Those that compare with the ground truth."""
 
 SOURCES = {"gsm8k": "gsm8k", "arithmetic": "gsm8k", "math": "math", "deepscaler": "math", "aime": "math"}
 """Built-in reward of each data_source that `fivefold data` writes; verl's own names of the same sets follow."""
@@ -89,6 +91,11 @@ def check_name(name: str) -> None:
         check_user_code(name)
     except ValueError as error:
         raise ValueError(f"reward {error}") from error
+
+
+def takes_ground_truth(name: str) -> bool:
+    """Whether a reward compares with the ground truth: of the user's functions those with a parameter of that name."""
+    return name in WITH_TRUTH if name in BUILT_IN else "ground_truth" in parameters_of(name)
 
 
 def resolve(name: str) -> RewardFunction:

@@ -150,7 +150,7 @@ class DynamicSampling:
         )
         if missing:
             self._log.log(
-                f"after {rounds} rounds only {informative / total:.0%} of {total} prompts had responses of different reward: "
+                f"after {rounds} rounds {informative / total:.0%} of {total} prompts had responses of different rewards: "
                 f"{missing} groups without reward variance fill up the step"
             )
 

@@ -93,7 +93,7 @@ def _rows(group: Group) -> list[list[float]]:
     return [
         [
             group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
-            sample.reward_failed, sample.is_correct, repetition(sample.token_ids), sample.policy_version,
+            sample.reward_failed, sample.correct, repetition(sample.token_ids), sample.policy_version,
             sample.token_versions is not None, greedy,
             len(sample.logprobs) == len(sample.token_ids),
         ]

@@ -116,7 +116,7 @@ class Evaluation:
     def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
         """The numbers of all ranks' samples, in the order of the prompts."""
         own = [
-            [group.index, sample.is_correct, sample.reward, len(sample.token_ids)]
+            [group.index, sample.correct, sample.reward, len(sample.token_ids)]
             for group in groups
             for sample in group.samples
         ]

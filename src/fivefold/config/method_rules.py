@@ -1,0 +1,186 @@
+"""Which choices make sense together: a method and what is chosen over its row -> Findings. No torch here."""
+
+from __future__ import annotations
+
+from fivefold.config.findings import Findings
+from fivefold.config.methods import (
+    ADVANTAGES,
+    AGGREGATES,
+    CREDITS,
+    ESTIMATORS,
+    METHODS,
+    NORMALIZED,
+    PARAMETERS,
+    RATIOS,
+    SURROGATES,
+    WEIGHTS,
+    Choices,
+    CorrectionConfig,
+    resolve,
+    surrogate_row,
+)
+from fivefold.user_code import check_user_code, is_user_code
+
+
+def check_method(findings: Findings, name: str, overrides: Choices, group_size: int, updates: int = 1) -> None:
+    """What keeps these choices from being used, changes nothing or is worth noting; `updates` are the steps of a rollout.
+
+    Each value alone is taken to be within its range already.
+    """
+    chosen = resolve(name, overrides)
+    if not _names_exist(findings, chosen):
+        return
+    _check_surrogate(findings, name, overrides, chosen)
+    _check_advantage(findings, name, overrides, chosen, group_size)
+    if METHODS[name].offline:
+        _check_offline(findings, name, overrides)
+    _check_kl(findings, name, overrides, chosen)
+    _check_correction(findings, overrides, chosen)
+    unlike = chosen.surrogate == "log_likelihood" and chosen.rollout_correction.weight == "none"
+    if unlike and updates > 1 and not METHODS[name].offline:
+        findings.note(
+            f"{name} has no ratio to the policy that sampled: of {updates} updates a step all but the first are off-policy; "
+            "algorithm.updates_per_step: 1, or a correction, makes up for it"
+        )
+
+
+def _names_exist(findings: Findings, chosen: Choices) -> bool:
+    before = len(findings.errors)
+    for axis, choice, known in (
+        ("advantage", chosen.advantage, ADVANTAGES),
+        ("credit", chosen.credit, CREDITS),
+        ("importance_sampling_level", chosen.importance_sampling_level, RATIOS),
+        ("surrogate", chosen.surrogate, SURROGATES),
+        ("aggregate", chosen.aggregate, AGGREGATES),
+        ("kl.estimator", chosen.kl.estimator, ESTIMATORS),
+        ("rollout_correction.weight", chosen.rollout_correction.weight, WEIGHTS),
+    ):
+        assert choice is not None
+        if is_user_code(choice):
+            try:
+                check_user_code(choice)
+            except ValueError as error:
+                findings.error(axis, f": {error}")
+        else:
+            message = f"must be one of {', '.join(known)} or path.py:function: got {choice!r}"
+            findings.require(choice in known, axis, message)
+    return len(findings.errors) == before
+
+
+def _check_surrogate(findings: Findings, name: str, overrides: Choices, chosen: Choices) -> None:
+    surrogate, level = str(chosen.surrogate), chosen.importance_sampling_level
+    row = surrogate_row(surrogate)
+    for key in PARAMETERS:
+        value = getattr(chosen, key)
+        if value is None:
+            continue
+        if key in row.parameters:
+            if fault := row.parameters[key].range.fault(value):
+                findings.error(key, fault)
+        else:
+            users = ", ".join(other for other, its in SURROGATES.items() if key in its.parameters)
+            findings.error(key, f"belongs to {users}, not to {surrogate}: leave it out or choose another surrogate")
+    if chosen.dual_clip is not None and chosen.clip_high is not None:
+        bound = 1 + chosen.clip_high
+        message = f"must be above 1 + clip_high = {bound:g}: got {chosen.dual_clip:g}"
+        findings.require(not 1 < chosen.dual_clip <= bound, "dual_clip", message)
+    if row.ratio_reference != "old":
+        findings.require(
+            overrides.importance_sampling_level is None,
+            "importance_sampling_level",
+            f"belongs to methods that compare with the policy before the update: {name} does not",
+        )
+    elif level in RATIOS:
+        findings.require(
+            level in row.levels,
+            "importance_sampling_level",
+            f"must be {' or '.join(row.levels)} for {surrogate}, which looks at tokens itself: got {level}",
+        )
+    if row.pairs:
+        learners = " or ".join(method for method, its in METHODS.items() if its.learns_from == "pairs")
+        message = f": {surrogate} compares pairs that stand in the data: write name: {learners}"
+        findings.require(METHODS[name].learns_from == "pairs", "surrogate", message)
+
+
+def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: Choices, group_size: int) -> None:
+    advantage, sampled = str(chosen.advantage), not METHODS[name].offline
+    if overrides.normalize not in (None, "none"):
+        findings.require(
+            advantage in NORMALIZED,
+            "normalize",
+            f"belongs to advantages {', '.join(NORMALIZED)}: got {overrides.normalize} with {advantage}",
+        )
+    findings.require(
+        group_size > 1 or not (sampled and ADVANTAGES.get(advantage, False)),
+        "group_size",
+        f"must be at least 2: {advantage} compares the samples of a prompt, and one alone gives advantage 0",
+    )
+    findings.require(
+        group_size > 1 or not chosen.dynamic_sampling,
+        "dynamic_sampling",
+        "needs a group_size of at least 2: one sample alone never differs from the others",
+    )
+    if chosen.credit == "response":
+        findings.require(overrides.gamma is None, "gamma", "belongs to credit: discounted or gae")
+    findings.require(overrides.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
+    if overrides.overlong_penalty is not None and not chosen.overlong_buffer:
+        findings.ignore("overlong_penalty", "overlong_buffer is 0")
+
+
+def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
+    """Choices that learning from responses in the data does not have."""
+    method = METHODS[name]
+    nothing = f"has nothing to act on: {name} does not sample"
+    for key in (
+        "advantage", "credit", "whiten", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
+        "overlong_filter", "dynamic_sampling",
+    ):  # fmt: skip
+        findings.require(getattr(overrides, key) in (None, False), key, nothing)
+    findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")
+    findings.require(overrides.rollout_correction == CorrectionConfig(), "rollout_correction", nothing)
+    findings.require(overrides.kl.place != "reward", "kl.place", f": reward has nothing to act on: {name} has no rewards")
+    if surrogate_row(str(method.surrogate)).ratio_reference == "reference":
+        message = f": {name} has the reference in its loss already, weighted by beta"
+        findings.require(not overrides.kl.coef, "kl.coef", message)
+    if method.learns_from == "pairs":
+        message = f"must be {method.aggregate} for {name}: every pair counts alike"
+        findings.require(overrides.aggregate in (None, method.aggregate), "aggregate", message)
+
+
+def _check_kl(findings: Findings, name: str, overrides: Choices, chosen: Choices) -> None:
+    kl, own = chosen.kl, overrides.kl
+    if kl.place == "reward":
+        findings.require(
+            not str(kl.estimator).endswith("+"),
+            "kl.estimator",
+            f": {kl.estimator} changes the gradient, which a reward has not: write {str(kl.estimator)[:-1]}",
+        )
+    if kl.target is not None:
+        findings.require(bool(kl.coef), "kl.target", "moves kl.coef, which must start above 0")
+    if not kl.coef and not METHODS[name].offline and any((own.estimator, own.place, own.target, own.horizon)):
+        findings.ignore("kl", "its coef is 0")
+    if own.horizon is not None and kl.target is None:
+        findings.ignore("kl.horizon", "without kl.target the coefficient is fixed")
+
+
+def _check_correction(findings: Findings, overrides: Choices, chosen: Choices) -> None:
+    correction, own = chosen.rollout_correction, overrides.rollout_correction
+    below = findings.at("rollout_correction")
+    for low, high in (("low", "high"), ("reject_low", "reject_high")):
+        first, last = getattr(correction, low), getattr(correction, high)
+        below.require(first < last, f"{low} and {high}", f"must satisfy 0 <= low < high: got {first} and {last}")
+    if correction.old_logprobs_from == "engine":
+        below.require(
+            correction.weight == "none" and correction.reject == "none",
+            "old_logprobs_from",
+            ": engine puts the engine's log-probs into the ratio itself: leave weight and reject none",
+        )
+        below.require(
+            surrogate_row(str(chosen.surrogate)).ratio_reference == "old",
+            "old_logprobs_from",
+            f": engine changes the ratio, which {chosen.surrogate} does not have",
+        )
+    if correction.weight == "none" and (own.low, own.high, own.outside) != (None, None, None):
+        below.ignore("low, high and outside", "weight is none")
+    if correction.reject == "none" and (own.reject_low, own.reject_high) != (None, None):
+        below.ignore("reject_low and reject_high", "reject is none")

@@ -1,0 +1,113 @@
+"""What a single value of the configuration may be: a range of numbers or one of several names, written on its field.
+
+`lr: Annotated[float, at_least(0)] = 1e-6` is the whole declaration; `check_values` compares a section with its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fivefold.config.findings import Findings
+
+
+class Rule(Protocol):
+    def fault(self, value: Any) -> str | None:
+        """What the value must be, where it is not."""
+        ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers between two ends, which belong to them unless they are open."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        return math.isfinite(value) and above and (value < self.high if self.high_open else value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"{'above' if self.low_open else 'at least'} {self.low:g}"
+        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+    def fault(self, value: Any) -> str | None:
+        return None if value in self else f"must be {self}: got {value}"
+
+
+def at_least(low: float) -> Range:
+    return Range(low=low)
+
+
+def above(low: float) -> Range:
+    return Range(low=low, low_open=True)
+
+
+def within(interval: str) -> Range:
+    """The range of an interval: `[0, 1)` holds 0 and not 1."""
+    low, high = interval[1:-1].split(",")
+    return Range(float(low), float(high), interval.startswith("("), interval.endswith(")"))
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """One of these names."""
+
+    names: Collection[str]
+
+    def fault(self, value: Any) -> str | None:
+        if value in self.names:
+            return None
+        return f"must be one of {', '.join(self.names)}; got {value!r}{suggest(value, self.names)}"
+
+
+def suggest(value: Any, known: Iterable[Any], shown: Callable[[str], str] = str) -> str:
+    """ ": did you mean ...?" where one of the known names is close, as it is to be `shown`; otherwise nothing."""
+    close = difflib.get_close_matches(str(value), [str(name) for name in known], n=1, cutoff=0.6)
+    return f": did you mean {shown(close[0])!r}?" if close else ""
+
+
+def check_values(part: Any, findings: Findings) -> None:
+    """Compare every value of a section (a dataclass) and of the sections within it with what its field allows."""
+    for name, hint in typing.get_type_hints(type(part), include_extras=True).items():
+        value = getattr(part, name)
+        if dataclasses.is_dataclass(value):
+            check_values(value, findings.at(name))
+            continue
+        rules = _rules(hint)
+        for key, item in _items(name, value):
+            if isinstance(item, float) and not math.isfinite(item):
+                findings.error(key, f"must be a finite number: got {item}")
+            elif item is not None:
+                for rule in rules:
+                    if fault := rule.fault(item):
+                        findings.error(key, fault)
+
+
+def _rules(hint: Any) -> list[Rule]:
+    """Those on a type and on the types within it: what a list's elements must be holds for each of them."""
+    if typing.get_origin(hint) is Annotated:
+        inner, *rules = typing.get_args(hint)
+        return [*_rules(inner), *rules]
+    return [rule for inner in typing.get_args(hint) for rule in _rules(inner)]
+
+
+def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(key, value) of the values in a list or mapping, or of the value itself."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _items(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _items(f"{name}[{place}]", item)
+    else:
+        yield name, value

@@ -1,0 +1,141 @@
+"""What the values of a configuration must satisfy: each alone, by its field, and then together. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+
+from fivefold.config.findings import Findings
+from fivefold.config.method_rules import check_method
+from fivefold.config.ranges import check_values
+from fivefold.config.schema import OptimizerConfig, PolicyConfig, RunConfig
+from fivefold.layout import ParallelLayout
+
+
+def validate(config: RunConfig) -> Findings:
+    """Everything that the configuration alone shows: files, models and devices are looked at by plan/check.py."""
+    findings = Findings()
+    check_values(config, findings)
+    if findings.errors:
+        # The rules below compute with these values.
+        return findings
+    algorithm = config.algorithm
+    _check_layout(findings, config)
+    check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates)
+    _check_batch(findings, config)
+    _check_models(findings, config)
+    _check_evaluation(findings, config)
+    return findings
+
+
+def _check_layout(findings: Findings, config: RunConfig) -> None:
+    try:
+        layout = config.layout
+        findings.require(
+            layout.backend == "megatron",
+            "policy.backend",
+            f"must be a megatron layout, the one backend that trains: got {layout}; "
+            f"write megatron:{str(layout).partition(':')[2]}",
+        )
+        if config.reference.backend is not None:
+            other = ParallelLayout.parse(config.reference.backend)
+            message = f"must be the policy's layout: got {other} beside {layout}; leave it out"
+            findings.require(other == layout, "reference.backend", message)
+    except ValueError as error:
+        findings.error("policy.backend or reference.backend", f": {error}")
+
+
+def _check_batch(findings: Findings, config: RunConfig) -> None:
+    data, algorithm = config.data, config.algorithm
+    chosen = algorithm.resolved
+    drawn = (algorithm.prompts_per_round or data.prompts_per_step) * algorithm.sampling_rounds
+    findings.require(
+        not chosen.dynamic_sampling or drawn >= data.prompts_per_step,
+        "algorithm.prompts_per_round x sampling_rounds",
+        f"must reach data.prompts_per_step = {data.prompts_per_step}: got {drawn}",
+    )
+    findings.require(
+        (chosen.overlong_buffer or 0) <= data.max_response_tokens,
+        "algorithm.overlong_buffer",
+        f"must be at most data.max_response_tokens = {data.max_response_tokens}: got {chosen.overlong_buffer:g}",
+    )
+    findings.require(
+        data.prompts_per_step % algorithm.updates_per_step == 0,
+        "data.prompts_per_step",
+        f"must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
+        f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
+    )
+
+
+def _check_models(findings: Findings, config: RunConfig) -> None:
+    # Samples that are compared must fit into one micro-batch.
+    longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
+    _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
+    if config.uses_critic:
+        critic, steps = config.critic, config.trainer.steps
+        own = {item.name for item in fields(critic) if getattr(critic, item.name) is not None}
+        _check_model(findings.at("critic"), critic.settings(config.policy), own, longest)
+        findings.require(
+            steps is None or critic.warmup_steps < steps,
+            "critic.warmup_steps",
+            f"must be below trainer.steps, or the policy never learns: got {critic.warmup_steps}",
+        )
+    if config.reward.model.path and config.reward.model.megatron is not None:
+        settings = config.reward.model.settings(config.policy)
+        _check_model(findings.at("reward.model"), settings, {"megatron"}, longest)
+
+
+def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:
+    """One model's whole settings, of which the section sets `own`: what it has from the policy is checked there."""
+    megatron = settings.megatron
+    if "megatron" in own:
+        megatron.options.check(findings)
+        findings.require(
+            settings.dtype != "float32" or not megatron.optimizer.get("optimizer_cpu_offload", False),
+            "megatron.optimizer.optimizer_cpu_offload",
+            "needs policy.dtype: bfloat16: Megatron-Core moves the float32 copies of parameters, and float32 parameters "
+            "have none",
+        )
+    if "megatron" in own or "recompute" in own:
+        findings.require(
+            settings.recompute == "none" or "recompute_granularity" not in megatron.transformer,
+            "recompute",
+            f"and {findings.key('megatron.transformer.recompute_granularity')} say the same: keep one",
+        )
+    if "tokens_per_micro_batch" in own:
+        findings.require(
+            settings.tokens_per_micro_batch >= longest,
+            "tokens_per_micro_batch",
+            "must hold the longest sequence, max_prompt_tokens + max_response_tokens (a pair of them where pairs are "
+            f"compared), which is {longest}: got {settings.tokens_per_micro_batch}; raise it or shorten the sequences",
+        )
+    if "optimizer" in own:
+        _check_optimizer(findings.at("optimizer"), settings.optimizer)
+
+
+def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
+    findings.require(len(optimizer.betas) == 2, "betas", f"must be two numbers in [0, 1): got {optimizer.betas}")
+    findings.require(optimizer.min_lr <= optimizer.lr, "min_lr", f"must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
+    if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
+        findings.require(
+            optimizer.warmup_steps < optimizer.decay_steps,
+            "warmup_steps",
+            f"must be below decay_steps: got {optimizer.warmup_steps} and {optimizer.decay_steps}",
+        )
+
+
+def _check_evaluation(findings: Findings, config: RunConfig) -> None:
+    trainer, files = config.trainer, bool(config.data.val)
+    findings.require(
+        config.eval.samples == 0 or config.eval.temperature > 0, "eval.temperature", "must be above 0 when eval.samples is"
+    )
+    findings.require(
+        trainer.eval_every == 0 or files,
+        "trainer.eval_every",
+        "needs validation files: name them in data.val or set eval_every to 0",
+    )
+    findings.require(
+        not trainer.stop_at or (files and trainer.eval_every > 0),
+        "trainer.stop_at",
+        "looks at evaluations: set trainer.eval_every and data.val",
+    )
