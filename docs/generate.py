@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.config.methods import Choices, CorrectionConfig, KLConfig
+from fivefold.config.methods import NAMES, PARAMETERS, SURROGATES, Choices, CorrectionConfig, KLConfig
+from fivefold.config.ranges import OneOf, Range
+from fivefold.config.schema import AlgorithmConfig
 from fivefold.observability.metrics import METRICS, PLACEHOLDERS
 
 DOCS = Path(__file__).resolve().parent
@@ -51,8 +53,8 @@ def configuration() -> str:
         each key that is set and changes nothing. `run.yaml` in the run's directory has the whole configuration as resolved.
 
         *required* means that there is no default. `null` is a value too: it stands for what the meaning says of a key that
-        is left out. A default *by method* stands in the method's row ([methods.md](methods.md)), that of a surrogate's
-        parameter in the surrogate's. What values must satisfy together is checked before anything starts.
+        is left out. A default *by method* stands in the method's row ([methods.md](methods.md)), one *by surrogate*
+        [below](#parameters-of-surrogates). What values must satisfy together is checked before anything starts.
     """
     return _page(head, parts)
 
@@ -71,9 +73,13 @@ def _section(path: str, kind: type[Any], value: Any, parts: list[str], seen: dic
         nested = next((option for option in _options(hint) if dataclasses.is_dataclass(option)), None)
         if nested is None:
             shown = "*required*" if default is dataclasses.MISSING else f"`{_yaml(default)}`"
+            limits, axis = _ranges(hint), f"{path}.{item.name}".removeprefix("algorithm.")
             if default is None and _owner(kind, item.name) in CHOICES:
-                shown = "by method"
-            cells = (f"`{item.name}`", _type(hint), shown, _ranges(hint), _meaning(kind, item.name))
+                shown = "by surrogate" if item.name in PARAMETERS else "by method"
+                limits = (
+                    ", ".join([*(f"`{name}`" for name in NAMES[axis]), "`path.py:function`"]) if axis in NAMES else limits
+                )
+            cells = (f"`{item.name}`", _type(hint), shown, limits, _meaning(kind, item.name))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         else:
             inner.append((f"{path}.{item.name}".strip("."), nested, default))
@@ -82,8 +88,22 @@ def _section(path: str, kind: type[Any], value: Any, parts: list[str], seen: dic
         summary = "" if str(kind.__doc__).startswith(f"{kind.__name__}(") else f"{inspect.cleandoc(str(kind.__doc__))}\n\n"
         table = "| key | type | default | range | meaning |\n|---|---|---|---|---|\n" + "\n".join(rows)
         parts.append(f"## {path}\n\n{summary}{table}\n")
+    if kind is AlgorithmConfig:
+        parts.append(_parameters())
     for where, nested, default in inner:
         _section(where, nested, default, parts, seen)
+
+
+def _parameters() -> str:
+    """What each surrogate takes."""
+    rows = [
+        f"| `{surrogate}` | `{key}` | {'off' if one.default is None else f'`{_yaml(one.default)}`'} | {_limits(one.range)} |"
+        for surrogate, row in SURROGATES.items()
+        for key, one in row.parameters.items()
+    ]
+    return (
+        "### Parameters of surrogates\n\n| surrogate | key | default | range |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
 
 
 def _anchor(path: str) -> str:
@@ -141,8 +161,12 @@ def _ranges(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Annotated:
         found = [_ranges(typing.get_args(hint)[0])]
         for rule in hint.__metadata__:
-            found.append(", ".join(f"`{name}`" for name in rule.names) if hasattr(rule, "names") else str(rule))
+            found.append(", ".join(f"`{name}`" for name in rule.names) if isinstance(rule, OneOf) else _limits(rule))
     return "; ".join(text for text in found if text)
+
+
+def _limits(rule: Range) -> str:
+    return "" if rule == Range() else str(rule)
 
 
 def _yaml(value: Any) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from fivefold.config.findings import Findings
 from fivefold.config.methods import (
     ADVANTAGES,
-    AGGREGATES,
-    CREDITS,
-    ESTIMATORS,
     METHODS,
+    NAMES,
     NORMALIZED,
     PARAMETERS,
     RATIOS,
     SURROGATES,
-    WEIGHTS,
     Choices,
     CorrectionConfig,
     resolve,
@@ -46,15 +45,8 @@ def check_method(findings: Findings, name: str, overrides: Choices, group_size: 
 
 def _names_exist(findings: Findings, chosen: Choices) -> bool:
     before = len(findings.errors)
-    for axis, choice, known in (
-        ("advantage", chosen.advantage, ADVANTAGES),
-        ("credit", chosen.credit, CREDITS),
-        ("importance_sampling_level", chosen.importance_sampling_level, RATIOS),
-        ("surrogate", chosen.surrogate, SURROGATES),
-        ("aggregate", chosen.aggregate, AGGREGATES),
-        ("kl.estimator", chosen.kl.estimator, ESTIMATORS),
-        ("rollout_correction.weight", chosen.rollout_correction.weight, WEIGHTS),
-    ):
+    for axis, known in NAMES.items():
+        choice = attrgetter(axis)(chosen)
         assert choice is not None
         if is_user_code(choice):
             try:

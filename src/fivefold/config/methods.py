@@ -7,7 +7,7 @@ of each row and the source of each number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Annotated, Any, Literal, TypeVar
@@ -51,6 +51,7 @@ class CorrectionConfig:
     """The ratio by which tokens or whole responses are left out; they keep their place in the denominators."""
     reject_low: Annotated[float, at_least(0)] | None = None
     reject_high: Annotated[float, at_least(0)] | None = None
+    """Bounds of the ratio that `reject` looks at."""
     old_logprobs_from: Literal["trainer", "engine"] | None = None
     """Whose log-probs are the old ones: the trainer's before the step's updates, or the engine's."""
 
@@ -81,6 +82,7 @@ class Choices:
     default and the range of the surrogate's row."""
     clip_low: float | None = None
     clip_high: float | None = None
+    """Bounds of the ratio below and above 1 (gmpo: of its logarithm)."""
     dual_clip: float | None = None
     """c of dual-clip PPO; off when left out."""
     temperature_positive: float | None = None
@@ -92,6 +94,7 @@ class Choices:
     cov_high: float | None = None
     """Covariances between which clip_cov takes them."""
     cov_kl_coef: float | None = None
+    """Weight of the penalty that pulls kl_cov's tokens back."""
     beta: float | None = None
     """β of DPO."""
     label_smoothing: float | None = None
@@ -99,6 +102,7 @@ class Choices:
     aggregate: str | None = None
     """How tokens are weighted in the loss: one of AGGREGATES, or `path.py:function`."""
     entropy_coef: float | None = None
+    """Weight of the entropy bonus."""
     kl: KLConfig = field(default_factory=KLConfig)
     rollout_correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     reward_clip: Annotated[float, above(0)] | None = None
@@ -107,6 +111,7 @@ class Choices:
     """Tokens before `data.max_response_tokens` over which a penalty grows to `overlong_penalty`; below 1 a share of that
     length, 0 for none."""
     overlong_penalty: Annotated[float, at_least(0)] | None = None
+    """The penalty of a response of the longest length."""
     overlong_filter: bool | None = None
     """Responses that were cut off carry no loss and do not count in its denominators."""
     dynamic_sampling: bool | None = None
@@ -267,6 +272,17 @@ CORRECTIONS: dict[str, CorrectionConfig] = {
     "geometric": CorrectionConfig(weight="none", reject="geometric", reject_low=0.999, reject_high=1.001),
     "decoupled": CorrectionConfig(weight="token", high=5.0, outside="mask"),
 }
+
+NAMES: dict[str, Collection[str]] = {
+    "advantage": ADVANTAGES,
+    "credit": CREDITS,
+    "importance_sampling_level": RATIOS,
+    "surrogate": SURROGATES,
+    "aggregate": AGGREGATES,
+    "kl.estimator": ESTIMATORS,
+    "rollout_correction.weight": WEIGHTS,
+}
+"""Axis -> the names that it takes besides `path.py:function`."""
 
 _USUAL = Choices(
     advantage="group",

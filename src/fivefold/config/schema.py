@@ -18,7 +18,7 @@ from fivefold.layout import ParallelLayout, PipelineSplit
 @dataclass(frozen=True)
 class ModelConfig:
     path: str
-    """Hugging Face model directory, or a hub id that is downloaded once a node."""
+    """Hugging Face model directory, or a hub id that is downloaded once per node."""
     tokenizer: str | None = None
     """Tokenizer directory or hub id; the model's when left out."""
     trust_remote_code: bool = False
@@ -28,18 +28,23 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: Annotated[float, at_least(0)] = 1e-6
+    """Learning rate of AdamW at its highest."""
     betas: list[Annotated[float, within("[0, 1)")]] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay of the moving averages of gradients and of their squares."""
     eps: Annotated[float, at_least(0)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, at_least(0)] = 0.01
     """Decoupled (AdamW); not applied to biases and norms."""
     clip_grad: Annotated[float, at_least(0)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls from `lr` to `min_lr` after the warm-up."""
     warmup_steps: Annotated[int, at_least(0)] = 0
     """Optimizer steps over which the rate rises linearly from 0."""
     decay_steps: Annotated[int, above(0)] | None = None
     """Optimizer step at which `min_lr` is reached, warm-up included; the whole run when left out."""
     min_lr: Annotated[float, at_least(0)] = 0.0
+    """Where a linear or cosine schedule ends."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class MegatronConfig:
     transformer_impl: Literal["torch", "transformer_engine", "auto"] = "torch"
     """`auto` takes Transformer Engine where it is installed and the device is CUDA."""
     bridge_type: Literal["native", "mbridge", "megatron-bridge"] = "native"
+    """Who reads and writes the weights: our own tables, mbridge, or Megatron-Bridge."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron-Core's TransformerConfig, by its names."""
     pipeline: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +76,9 @@ class OffloadConfig:
     """What leaves the GPU between the stages of a step; it comes back bit for bit before it is used."""
 
     parameters: bool = False
+    """The weights, in `dtype`."""
     gradients: bool = False
+    """Freed instead of moved: every update begins by setting them to zero."""
     optimizer: bool = False
     """Adam's moments and the float32 copy of the parameters."""
     bucket_mb: Annotated[int, above(0)] = 256
@@ -85,10 +93,11 @@ class OffloadConfig:
 @dataclass(frozen=True)
 class PolicyConfig:
     backend: str = "megatron:d1"
-    """Layout string."""
+    """Backend and layout: docs/layouts.md has the grammar."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of parameters and activations; gradients are summed in float32."""
     sequence_parallel: bool = True
-    """Cut activations of norms and dropouts over the tensor-parallel ranks; acts when t > 1."""
+    """Shard activations of norms and dropouts over the tensor-parallel ranks; acts when t > 1."""
     recompute: Literal["none", "selective", "full"] = "none"
     """`selective` recomputes core attention in backward, `full` whole layers; finer in megatron.transformer."""
     tokens_per_micro_batch: Annotated[int, above(0)] = 16384
@@ -106,7 +115,9 @@ class CriticConfig:
     """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     recompute: Literal["none", "selective", "full"] | None = None
+    """As in `policy`; the policy's when left out."""
     tokens_per_micro_batch: Annotated[int, above(0)] | None = None
+    """As in `policy`; the policy's when left out."""
     megatron: MegatronConfig | None = None
     offload: OffloadConfig | None = None
     value_clip: Annotated[float, above(0)] | None = 0.5
@@ -135,7 +146,9 @@ class ReferenceConfig:
 @dataclass(frozen=True)
 class SamplingConfig:
     temperature: Annotated[float, above(0)] = 1.0
+    """Divides the logits, of the trainer's log-probs too."""
     top_p: Annotated[float, within("(0, 1]")] = 1.0
+    """Share of the probability that is sampled from; 1 turns it off."""
     top_k: Annotated[int, at_least(0)] = 0
     """0 turns it off."""
     stop: list[str] = field(default_factory=list)
@@ -145,6 +158,7 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class EngineConfig:
     backend: Literal["transformers"] = "transformers"
+    """What samples: a transformers model on every rank, in the trainer's process."""
     max_num_seqs: Annotated[int, above(0)] = 256
     """Most sequences decoded at once on one rank."""
     max_logprob_diff: Annotated[float, above(0)] | None = None
@@ -159,15 +173,15 @@ class AlgorithmConfig(Choices):
     """A published method by its name; every other choice is the method's when left out."""
 
     name: Annotated[str, OneOf(METHODS)] = "grpo"
-    """A row of METHODS."""
+    """The published method: a row of docs/methods.md."""
     group_size: Annotated[int, above(0)] = 8
     """Samples drawn for each prompt."""
     updates_per_step: Annotated[int, above(0)] = 1
-    """Optimizer steps into which one rollout is cut."""
+    """Optimizer steps into which one rollout is divided."""
     ppo_epochs: Annotated[int, above(0)] = 1
     """Times each rollout is gone through."""
     sampling_rounds: Annotated[int, above(0)] = 10
-    """Rounds of dynamic sampling in one step at most; then groups without a signal fill up what is missing."""
+    """Rounds of dynamic sampling in one step at most; then groups of equal rewards fill up what is missing."""
     prompts_per_round: Annotated[int, above(0)] | None = None
     """Prompts sampled in each round of dynamic sampling; data.prompts_per_step when left out."""
 
@@ -210,13 +224,21 @@ class AlgorithmConfig(Choices):
 @dataclass(frozen=True)
 class DataConfig:
     train: list[str] = field(default_factory=list)
+    """Parquet or jsonl files of prompts."""
     val: list[str] = field(default_factory=list)
+    """Files for evaluation; none is made when left out."""
     prompts_per_step: Annotated[int, above(0)] = 32
+    """Prompts of one step; a multiple of algorithm.updates_per_step."""
     max_prompt_tokens: Annotated[int, above(0)] = 512
+    """Longest prompt."""
     max_response_tokens: Annotated[int, above(0)] = 512
+    """Longest response: sampling ends there."""
     overlong_prompts: Literal["drop", "refuse"] = "drop"
+    """Leave out prompts that are too long and count them, or refuse to start."""
     shuffle: bool = True
+    """Shuffle anew for each epoch, by trainer.seed."""
     prompt_key: str = "prompt"
+    """Column with the prompt: text or messages."""
     response_key: str = "response"
     """Column with the response to imitate, for methods that learn from responses (sft)."""
     messages_key: str = "messages"
@@ -234,7 +256,7 @@ class RewardModelConfig:
     path: str | None = None
     """Hugging Face directory or hub id; no reward model when left out."""
     weight: float = 1.0
-    """Factor of its score in the reward, beside the functions'."""
+    """Factor of its score in the reward, next to the functions'."""
     megatron: MegatronConfig | None = None
     """The policy's when left out."""
 
@@ -267,15 +289,19 @@ class RewardConfig:
 @dataclass(frozen=True)
 class ProfileConfig:
     steps: list[Annotated[int, above(0)]] = field(default_factory=list)
+    """Steps to trace with the torch profiler, from 1."""
     ranks: list[Annotated[int, at_least(0)]] = field(default_factory=lambda: [0])
+    """Ranks that write traces."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     samples: Annotated[int, at_least(0)] = 0
-    """Sampled responses a prompt for mean@k and pass@k, besides the greedy one; 0 for greedy only."""
+    """Responses sampled per prompt for mean@k and pass@k, besides the greedy one; 0 for greedy only."""
     temperature: Annotated[float, at_least(0)] = 1.0
+    """Of the sampled responses."""
     top_p: Annotated[float, within("(0, 1]")] = 1.0
+    """Of the sampled responses."""
     max_prompts: Annotated[int, above(0)] | None = None
     """Only the first so many prompts of each file."""
     generate: bool | None = None
@@ -296,11 +322,15 @@ class GuardConfig:
 @dataclass(frozen=True)
 class TrainerConfig:
     run_dir: str = "runs/default"
+    """Where the run writes everything."""
     steps: Annotated[int, above(0)] | None = None
     """Steps of the run; when left out, as many as `epochs` passes over the data take."""
     epochs: Annotated[int, above(0)] = 1
+    """Passes over the data."""
     seed: int = 0
+    """Of the order of prompts and of every random draw."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes GPUs where there are any."""
     save_every: Annotated[int, at_least(0)] = 0
     """Steps between checkpoints; 0 saves only at the end."""
     keep: Annotated[int, above(0)] = 3
@@ -308,6 +338,7 @@ class TrainerConfig:
     resume: str = "auto"
     """auto: the newest whole checkpoint of run_dir; never; or the path of one."""
     eval_every: Annotated[int, at_least(0)] = 0
+    """Steps between evaluations; 0: only before the first step and at the end."""
     eval_before_train: bool = True
     """Evaluate before the first step, when there is validation data."""
     stop_at: dict[str, float] = field(default_factory=dict)
@@ -315,6 +346,7 @@ class TrainerConfig:
     logged_samples_per_step: Annotated[int, at_least(0)] = 4
     """Samples written to samples.jsonl each step."""
     loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])
+    """Where metrics go besides metrics.jsonl."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     deterministic: bool = False
