@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from typing import Annotated, Literal
 
 import pytest
@@ -50,3 +52,26 @@ def test_every_metric_has_one_row_and_a_sentence():
     names = [metric.name for section in METRICS.values() for metric in section]
     assert len(names) == len(set(names))
     assert all(metric.meaning.endswith(".") for section in METRICS.values() for metric in section)
+
+
+def test_the_loop_of_the_architecture_page_is_the_loop():
+    loop = (DOCS / "architecture.md").read_text().split("```python\n")[1].split("```")[0]
+    assert textwrap.indent(loop, "    ") in (DOCS.parent / "src/fivefold/trainer/train.py").read_text()
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_links_to_files_hold(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)|src=\"([^\"]+)\"", page.read_text())
+    for link in (first or second for first, second in links):
+        assert link.startswith("http") or (page.parent / link).exists(), link
+
+
+def test_files_that_pages_name_exist():
+    """`room/file.py` in prose is a file of the package, of the tests or of the repository."""
+    root = DOCS.parent
+    for page in [root / "README.md", *DOCS.glob("*.md")]:
+        for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|yaml|md))`", page.read_text()):
+            assert any((base / name).exists() for base in (root, root / "src/fivefold", root / "src/fivefold/megatron")), (
+                page,
+                name,
+            )
