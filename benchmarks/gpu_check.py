@@ -25,7 +25,7 @@ from fivefold.algo.advantages import AdvantageInputs
 from fivefold.config.schema import OptimizerConfig, PolicyConfig
 from fivefold.launch.local import free_port
 from fivefold.layout import ParallelLayout
-from fivefold.models.spec import load_spec
+from fivefold.models.families import load_spec
 from fivefold.plan.memory import estimate_memory, training_flops
 from fivefold.types import TokenBatch
 
@@ -118,18 +118,18 @@ def build(mesh, directory: Path, dtype: str, tokens: int, updates: int | None):
 
 def logprobs_job(mesh, directory: Path, dtype: str):
     model = build(mesh, directory, dtype, 4096, None)
-    return model.forward(make_batch(16, 512 if GPU else 24, model.shape.vocab))
+    return model.forward(make_batch(16, 512 if GPU else 24, model.spec.vocab))
 
 
 def step_job(mesh, directory: Path, dtype: str):
     """One GRPO step: (loss, gradient norm, parameters by Hugging Face name)."""
     model = build(mesh, directory, dtype, 4096 if GPU else 64, 2)
-    batch = make_batch(16, 512 if GPU else 24, model.shape.vocab)
+    batch = make_batch(16, 512 if GPU else 24, model.spec.vocab)
     mine = batch.select(mesh.ranks.shard_of_replica(range(16)))
     base = model.forward(mine)
     mine.old_logprobs_T = base + mine.old_logprobs_T
     # A reference that does not come from this model: otherwise the loss would be the same whatever the layout computes.
-    mine.ref_logprobs_T = (mine.ref_logprobs_T - math.log(model.shape.vocab)) * mine.loss_mask_T
+    mine.ref_logprobs_T = (mine.ref_logprobs_T - math.log(model.spec.vocab)) * mine.loss_mask_T
     report = model.train_step(mine, OBJECTIVE.loss)
     # Every rank takes part in the stream; one keeps it.
     weights = {name: tensor.float().cpu() for name, tensor in model.weights()}
@@ -139,7 +139,7 @@ def step_job(mesh, directory: Path, dtype: str):
 def speed_job(mesh, directory: Path, dtype: str):
     """Steady step time, tokens a second, peak memory."""
     model = build(mesh, directory, dtype, 16384 if GPU else 64, 10)
-    batch = make_batch(64, 1024 if GPU else 24, model.shape.vocab)
+    batch = make_batch(64, 1024 if GPU else 24, model.spec.vocab)
     mine = batch.select(mesh.ranks.shard_of_replica(range(64)))
     times = []
     for _ in range(4):
@@ -152,7 +152,7 @@ def speed_job(mesh, directory: Path, dtype: str):
         times.append(time.perf_counter() - begin)
     seconds = min(times[1:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
-    flops = training_flops(model.shape, report.tokens, report.tokens / report.sequences)
+    flops = training_flops(model.spec, report.tokens, report.tokens / report.sequences)
     return {
         "seconds": round(seconds, 3),
         "tokens_per_second": round(report.tokens / seconds),

@@ -27,7 +27,7 @@ from fivefold.algo.advantages import AdvantageInputs
 from fivefold.config.schema import MegatronConfig, OffloadConfig, OptimizerConfig, PolicyConfig
 from fivefold.launch.local import free_port
 from fivefold.layout import ParallelLayout, PipelineSplit
-from fivefold.models.spec import load_spec
+from fivefold.models.families import load_spec
 from fivefold.plan.memory import estimate_memory, training_flops
 from fivefold.types import TokenBatch
 
@@ -206,7 +206,7 @@ def step_job(mesh, directory: str, dtype: str, pipeline, transformer, changes=No
     """Two GRPO steps: [(loss, gradient norm)], and in float32 how far the parameters are from those of one GPU, over lr."""
     model = build(mesh, directory, dtype, 4096 if GPU else 64, pipeline, transformer, **(changes or {}))
     samples = 16 if GPU else 4
-    batch = make_batch(samples, 512 if GPU else 24, model.shape.vocab)
+    batch = make_batch(samples, 512 if GPU else 24, model.spec.vocab)
     mine = batch.select(mesh.ranks.shard_of_replica(range(samples)))
     base = model.forward(mine)
     mine.old_logprobs_T = base + mine.old_logprobs_T
@@ -234,7 +234,7 @@ def speed_job(mesh, directory: str, pipeline, transformer, tokens: int, samples:
     if GPU:
         torch.cuda.reset_peak_memory_stats()
     model = build(mesh, directory, "bfloat16", tokens, pipeline, transformer, **(changes or {}))
-    batch = make_batch(samples, length, model.shape.vocab)
+    batch = make_batch(samples, length, model.spec.vocab)
     mine = batch.select(mesh.ranks.shard_of_replica(range(samples)))
     times = []
     for _ in range(4):
@@ -244,7 +244,7 @@ def speed_job(mesh, directory: str, pipeline, transformer, tokens: int, samples:
         synchronize()
         times.append(time.perf_counter() - begin)
     seconds = min(times[1:])
-    flops = training_flops(model.shape, report.tokens, report.tokens / report.sequences)
+    flops = training_flops(model.spec, report.tokens, report.tokens / report.sequences)
     return {
         "seconds": round(seconds, 3),
         "tokens_per_second": round(report.tokens / seconds),
@@ -322,7 +322,7 @@ def offload_job(mesh, directory: str):
     """Bytes named and freed, exactness, and times of moving a model's state to the host and back."""
     settings = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16", 4096 if GPU else 64, offload=settings)
-    batch = make_batch(8, 512 if GPU else 24, model.shape.vocab)
+    batch = make_batch(8, 512 if GPU else 24, model.spec.vocab)
     mine = batch.select(mesh.ranks.shard_of_replica(range(8)))
     model.train_step(mine, OBJECTIVE.loss)
     before = [tensor.clone() for name in ("parameters", "optimizer") for tensor in model._offload._tensors(name)]
@@ -357,7 +357,7 @@ def deterministic_job(mesh, directory: str, on: bool):
     for _ in range(2):
         model = build(mesh, directory, "bfloat16", 8192 if GPU else 64)
         samples = 32 if GPU else 4
-        batch = make_batch(samples, 1024 if GPU else 24, model.shape.vocab)
+        batch = make_batch(samples, 1024 if GPU else 24, model.spec.vocab)
         mine = batch.select(mesh.ranks.shard_of_replica(range(samples)))
         for _ in range(3):
             synchronize()

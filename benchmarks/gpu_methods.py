@@ -65,7 +65,7 @@ def values_job(mesh, directory: str, dtype: str):
     import transformers
 
     model = build(mesh, directory, dtype, value_head=True)
-    batch = make_batch(SAMPLES, LENGTH, model.shape.vocab)
+    batch = make_batch(SAMPLES, LENGTH, model.spec.vocab)
     found = model.forward(batch)
     reference = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
     reference = reference.to(mesh.device).eval()
@@ -86,7 +86,7 @@ def values_job(mesh, directory: str, dtype: str):
 def ppo_job(mesh, directory: str, critic_directory: str, dtype: str):
     """Two PPO steps: [(losses and norms of critic and policy)], in float32 also how far parameters are from one GPU's."""
     policy, critic = build(mesh, directory, dtype, False), build(mesh, critic_directory, dtype, True)
-    whole = make_batch(SAMPLES, LENGTH, policy.shape.vocab)
+    whole = make_batch(SAMPLES, LENGTH, policy.spec.vocab)
     own = mesh.ranks.shard_of_replica(range(SAMPLES))
     mine = whole.select(own)
     mine = replace(mine, old_logprobs_T=policy.forward(mine) + mine.old_logprobs_T, values_T=critic.forward(mine))
@@ -127,7 +127,7 @@ def speed_job(mesh, directory: str, critic_directory: str):
     policy, critic = (
         build(mesh, path, "bfloat16", values, tokens) for path, values in ((directory, False), (critic_directory, True))
     )
-    batch = make_batch(samples, length, policy.shape.vocab)
+    batch = make_batch(samples, length, policy.spec.vocab)
     batch.values_T, batch.returns_T = torch.zeros(2, len(batch.token_ids_T))
     times: dict[str, float] = {}
     for _ in range(3):
@@ -148,8 +148,8 @@ def speed_job(mesh, directory: str, critic_directory: str):
     PPO.advantages(batch, scores, torch.ones(samples, dtype=torch.bool), alone)
     times["GAE and whitening"] = time.perf_counter() - begin
     memory = estimate_memory(
-        policy.shape, mesh.layout, dtype="bfloat16", recompute="none", tokens_per_micro_batch=tokens, reference=False,
-        engine_sequences=0, max_sequence_tokens=4 * length, critic=critic.shape,
+        policy.spec, mesh.layout, dtype="bfloat16", recompute="none", tokens_per_micro_batch=tokens, reference=False,
+        engine_sequences=0, max_sequence_tokens=4 * length, critic=critic.spec,
     )  # fmt: skip
     peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
     tokens_of_batch = len(batch.token_ids_T)

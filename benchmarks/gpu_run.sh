@@ -4,8 +4,8 @@ set -eu
 root=$(mktemp -d)
 ff="python3 -m fivefold.cli"
 $ff data arithmetic --out "$root/data" --limit 1024
-$ff tokenizer char --data "$root/data/train.parquet" --out "$root/tokenizer"
-$ff model qwen3 --tokenizer "$root/tokenizer" --hidden 128 --layers 4 --ffn 384 --out "$root/model"
+$ff train-tokenizer char --data "$root/data/train.parquet" --out "$root/tokenizer"
+$ff init-model qwen3 --tokenizer "$root/tokenizer" --hidden 128 --layers 4 --ffn 384 --out "$root/model"
 cat > "$root/run.yaml" <<EOF
 model: {path: $root/model}
 policy: {backend: "megatron:t2", dtype: bfloat16, tokens_per_micro_batch: 4096, optimizer: {lr: 1.0e-4}}
@@ -41,11 +41,11 @@ rows = [{"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"{a + b}
 with open(f"{root}/pairs.jsonl", "w") as file:
     file.write("\n".join(map(json.dumps, rows)))
 config = transformers.AutoConfig.from_pretrained(f"{root}/model", num_labels=1)
-judge = transformers.AutoModelForSequenceClassification.from_config(config)
-torch.nn.init.normal_(judge.score.weight, std=0.1)
-judge.save_pretrained(f"{root}/judge")
-transformers.AutoTokenizer.from_pretrained(f"{root}/model").save_pretrained(f"{root}/judge")
+classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+torch.nn.init.normal_(classifier.score.weight, std=0.1)
+classifier.save_pretrained(f"{root}/reward-model")
+transformers.AutoTokenizer.from_pretrained(f"{root}/model").save_pretrained(f"{root}/reward-model")
 EOF
 pairs="data.train=$root/pairs.jsonl data.val=$root/pairs.jsonl trainer.eval_every=2"
 $ff train "$root/run.yaml" algorithm.name=dpo trainer.run_dir="$root/dpo" policy.optimizer.lr=1e-3 $pairs
-$ff train "$root/run.yaml" algorithm.name=ppo trainer.run_dir="$root/judged" policy.backend=megatron:d2 reward.model.path="$root/judge"
+$ff train "$root/run.yaml" algorithm.name=ppo trainer.run_dir="$root/scored" policy.backend=megatron:d2 reward.model.path="$root/reward-model"

@@ -2,6 +2,7 @@
 
 configuration.md: every key with its type, default, range and docstring, read from the dataclasses of config/.
 metrics.md: every metric, from observability/metrics.py.
+methods.md: its rows, from config/methods.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.config.methods import NAMES, PARAMETERS, SURROGATES, Choices, CorrectionConfig, KLConfig
+from fivefold.config.methods_page import update
 from fivefold.config.ranges import OneOf, Range
 from fivefold.config.schema import AlgorithmConfig
 from fivefold.observability.metrics import METRICS, PLACEHOLDERS
@@ -34,7 +36,12 @@ TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text
 
 def pages() -> dict[Path, str]:
     """Every generated page and its text."""
-    return {DOCS / "configuration.md": configuration(), DOCS / "metrics.md": metrics()}
+    methods = DOCS / "methods.md"
+    return {
+        DOCS / "configuration.md": configuration(),
+        DOCS / "metrics.md": metrics(),
+        methods: update(methods.read_text()),
+    }
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------

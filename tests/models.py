@@ -78,6 +78,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "seed_oss": ("SeedOss", {"head_dim": 16}),
 }
 
 

@@ -309,6 +309,36 @@ def test_killing_the_launcher_leaves_no_process_behind(root, base):
     assert gone(everyone)
 
 
+FROM_PYTHON = """
+from fivefold import Objective, RunConfig, make_objective, train
+
+def digits(response):
+    return sum(c.isdigit() for c in response) / 12
+
+if __name__ == "__main__":
+    config = RunConfig.load("{root}/run.yaml", "trainer.run_dir={root}/runs/python", "trainer.steps=2", "reward.functions={{}}")
+    tree = {{"functions": {{digits: 1.0}}}}
+    from dataclasses import asdict
+    config = RunConfig.of(**{{**asdict(config), "reward": tree}})
+    assert isinstance(make_objective("grpo", clip_high=0.28), Objective)
+    print("ran in", train(config))
+"""
+
+
+def test_a_run_from_python_with_a_function_as_reward_is_the_run_of_the_command_line(root, base):
+    script = root / "script.py"
+    script.write_text(FROM_PYTHON.format(root=root))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert f"ran in {root}/runs/python" in done.stdout
+
+    def own(row):
+        # The reward's part has the name of the file that the function stands in, and the last step evaluates.
+        return {k: v for k, v in row.items() if not k.startswith("val/") and ".py:" not in k}
+
+    assert_same([own(row) for row in metrics(root, "python")], [own(row) for row in base[:3]])
+
+
 def test_torchrun_joins_the_ranks_that_are_there(root, base):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "fivefold.cli",

@@ -191,17 +191,20 @@ def test_every_fault_of_a_value_and_of_values_together_is_collected(tmp_path):
 # --- from Python and from other spellings ----------------------------------------------------------------------------
 
 
-USER = """
+DECORATOR = """
 from functools import wraps
-
-def score(response, ground_truth):
-    return float(response == ground_truth)
 
 def logged(function):
     @wraps(function)
     def call(*arguments):
         return function(*arguments)
     return call
+"""
+USER = """
+from user_decorators import logged
+
+def score(response, ground_truth):
+    return float(response == ground_truth)
 
 @logged
 def linear(log_ratio_T, logprobs_T, advantages_T, samples):
@@ -217,10 +220,11 @@ anonymous = lambda response: 0.0
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
+    (tmp_path / "user_decorators.py").write_text(DECORATOR)
     (tmp_path / "user_functions.py").write_text(USER)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("user_functions")
-    del sys.modules["user_functions"]
+    del sys.modules["user_functions"], sys.modules["user_decorators"]
 
 
 def test_a_function_stands_wherever_its_path_and_name_may(tmp_path, user_module):

@@ -74,7 +74,7 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
     base_T[index] = model.forward(whole_batch().select(mine))
     torch.distributed.all_reduce(base_T, group=mesh.ranks.dp)
     stream = WeightStream(
-        lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.shape, mesh, 64
+        lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
     )
     step.micro_batches_needed = lambda sizes, budget: count
     step.plan_micro_batches = lambda sizes, count, budget: balance(sizes, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.engines.sampling import request_seed, sample_token, uniform
-from fivefold.engines.transformers import TransformersEngine
+from fivefold.engines.transformers import TransformersEngine, parameter_map
+from fivefold.models.families import load_spec
 from fivefold.types import Prompt, Sampling
-from tests.models import load_tensors
+from tests.models import MOE_VARIANTS, VARIANTS, load_tensors
 
 
 @pytest.fixture(scope="module")
@@ -150,18 +152,14 @@ def test_a_token_of_probability_zero_is_never_drawn():
     assert tokens.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_moe", "qwen3_moe_sparse", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe"]
-)
+@pytest.mark.parametrize("name", list(VARIANTS | MOE_VARIANTS))
 def test_every_tensor_of_a_model_s_files_has_its_place_in_the_engine(models, name):
     """transformers stacks experts and renames them in memory; weights come by the names in files."""
     import transformers
 
-    from fivefold.engines.transformers import parameter_map
-
     directory = models(name)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    places, files = parameter_map(loaded), load_tensors(directory)
+    places, files = parameter_map(loaded, load_spec(directory)), load_tensors(directory)
     assert set(places) == set(files)
     assert all(torch.equal(places[key], files[key]) for key in files)
     # They are the memory itself: what is written there is what samples.
@@ -170,3 +168,14 @@ def test_every_tensor_of_a_model_s_files_has_its_place_in_the_engine(models, nam
     for place in places.values():
         place.mul_(0.5)
     assert not torch.allclose(loaded(tokens).logits, before)
+
+
+def test_an_engine_refuses_a_table_that_is_not_the_model_s(models):
+    import transformers
+
+    directory = models("qwen2")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    spec = load_spec(directory)
+    for other in (replace(spec, qkv_bias=False), replace(spec, qk_norm=True), replace(spec, layers=3)):
+        with pytest.raises(RuntimeError, match=r"the table of qwen2 must name every tensor .* 1?\d differ"):
+            parameter_map(loaded, other)

@@ -67,7 +67,7 @@ def test_a_new_family_is_one_file(models, tmp_path, monkeypatch):
     assert spec == replace(load_spec(directory), family="toy_family")
     check_names(SafetensorsSource(directory), spec, directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
-    assert set(parameter_map(model)) == set(load_tensors(directory))
+    assert set(parameter_map(model, spec)) == set(load_tensors(directory))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -24,43 +24,43 @@ from fivefold.plan.memory import estimate_memory, rank_parameters
     ],
 )
 def test_the_ranks_together_hold_the_model(models, name, layout, pipeline):
-    shape, parsed = load_spec(models(name)), ParallelLayout.parse(f"megatron:{layout}")
-    parts = rank_parameters(shape, parsed, PipelineSplit.of(pipeline))
+    spec, parsed = load_spec(models(name)), ParallelLayout.parse(f"megatron:{layout}")
+    parts = rank_parameters(spec, parsed, PipelineSplit.of(pipeline))
     held = sum(part.dense * parsed.tp + part.experts for part in parts)
-    padding = (shape.padded_vocab - shape.vocab) * shape.hidden * (1 if shape.tied and parsed.pp == 1 else 2)
+    padding = (spec.padded_vocab - spec.vocab) * spec.hidden * (1 if spec.tied and parsed.pp == 1 else 2)
     # A pipeline keeps a tied embedding at both ends; the final norm is not counted.
-    twice = shape.vocab * shape.hidden if shape.tied and parsed.pp > 1 else 0
-    expected = shape.parameters - shape.hidden + padding + twice
+    twice = spec.vocab * spec.hidden if spec.tied and parsed.pp > 1 else 0
+    expected = spec.parameters - spec.hidden + padding + twice
     assert abs(held - expected) <= parsed.tp * parsed.pp
 
 
-def estimate(shape, layout, **changes):
+def estimate(spec, layout, **changes):
     settings = {
         "dtype": "bfloat16", "recompute": "none", "tokens_per_micro_batch": 1024, "reference": True,
         "engine_sequences": 4, "max_sequence_tokens": 128,
     }  # fmt: skip
-    return estimate_memory(shape, ParallelLayout.parse(f"megatron:{layout}"), **{**settings, **changes})
+    return estimate_memory(spec, ParallelLayout.parse(f"megatron:{layout}"), **{**settings, **changes})
 
 
-def test_each_dimension_divides_what_it_cuts(models):
-    shape = load_spec(models("qwen3_moe"))
-    one = estimate(shape, "d1")
-    assert estimate(shape, "d4").optimizer == one.optimizer // 4
-    assert estimate(shape, "t2e2").parameters < one.parameters * 0.6
-    assert estimate(shape, "c2").parameters == one.parameters
-    assert estimate(shape, "c2").activations == pytest.approx(one.activations / 2, rel=0.01)
+def test_each_dimension_divides_what_it_shards(models):
+    spec = load_spec(models("qwen3_moe"))
+    one = estimate(spec, "d1")
+    assert estimate(spec, "d4").optimizer == one.optimizer // 4
+    assert estimate(spec, "t2e2").parameters < one.parameters * 0.6
+    assert estimate(spec, "c2").parameters == one.parameters
+    assert estimate(spec, "c2").activations == pytest.approx(one.activations / 2, rel=0.01)
     # Experts over two ranks that were replicas: their parameters halve, what all share does not.
     parts, whole = (
-        rank_parameters(shape, ParallelLayout.parse("megatron:d2e2"))[0],
-        rank_parameters(shape, ParallelLayout())[0],
+        rank_parameters(spec, ParallelLayout.parse("megatron:d2e2"))[0],
+        rank_parameters(spec, ParallelLayout())[0],
     )
     assert (parts.dense, parts.experts) == (whole.dense, whole.experts // 2)
-    assert estimate(shape, "d1", recompute="full").activations < one.activations
+    assert estimate(spec, "d1", recompute="full").activations < one.activations
 
 
 def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
-    shape = load_spec(models("qwen3"))
-    stays, leaves = estimate(shape, "d1"), estimate(shape, "d1", offload=frozenset({"parameters", "gradients", "optimizer"}))
+    spec = load_spec(models("qwen3"))
+    stays, leaves = estimate(spec, "d1"), estimate(spec, "d1", offload=frozenset({"parameters", "gradients", "optimizer"}))
     assert set(stays.sampling) == {
         "engine",
         "cache",
@@ -78,11 +78,11 @@ def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
 
 def test_a_critic_and_a_reward_model_take_their_place(models):
     """Qwen3 in bfloat16: 2 bytes a parameter, 4 of gradient, 12 of Adam; a value head in the place of the output layer."""
-    shape = load_spec(models("qwen3"))
+    spec = load_spec(models("qwen3"))
     values = load_spec(models("qwen3"), value_head=True)
-    assert values.parameters == shape.parameters - shape.vocab * shape.hidden + shape.hidden
+    assert values.parameters == spec.parameters - spec.vocab * spec.hidden + spec.hidden
     both = estimate(
-        shape,
+        spec,
         "d1",
         critic=(values, PipelineSplit()),
         reward_model=(values, PipelineSplit()),

@@ -61,9 +61,13 @@ def test_the_loop_of_the_architecture_page_is_the_loop():
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
 def test_links_to_files_hold(page):
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)|src=\"([^\"]+)\"", page.read_text())
-    for link in (first or second for first, second in links):
-        assert link.startswith("http") or (page.parent / link).exists(), link
+    for link in re.findall(r"(?:\]\(|src=\")([^)\"\s]+)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert path.startswith("http") or target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, link
 
 
 def test_files_that_pages_name_exist():

@@ -1,3 +1,28 @@
 """Fivefold: RL post-training of language models on Megatron-Core, five-fold parallel."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.algo import Objective, make_objective
+    from fivefold.config import RunConfig
+    from fivefold.launch.start import train
+
 __version__ = "0.1.0"
+__all__ = ["Objective", "RunConfig", "make_objective", "train"]
+
+_HOMES = {
+    "Objective": "fivefold.algo",
+    "make_objective": "fivefold.algo",
+    "RunConfig": "fivefold.config",
+    "train": "fivefold.launch.start",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and torch only with what needs it: `fivefold check` answers without."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -168,12 +168,12 @@ def build_models(
     if objective.needs_reference:
         other = fetch_model(config.reference.path, mesh.ranks) if config.reference.path else directory
         reference = MegatronModel(other, config.policy, mesh)
-        same_vocabulary("reference.path", reference.shape, policy.shape)
+        same_vocabulary("reference.path", reference.spec, policy.spec)
     if objective.needs_critic:
         other = fetch_model(config.critic.path, mesh.ranks) if config.critic.path else directory
         settings = config.critic.settings(config.policy)
         critic = MegatronModel(other, settings, mesh, total_updates=steps * updates, bucket_mb=bucket_mb, value_head=True)
-        same_vocabulary("critic.path", critic.shape, policy.shape)
+        same_vocabulary("critic.path", critic.spec, policy.spec)
     return Models(
         policy,
         reference,
@@ -267,7 +267,7 @@ def build_reward_model(config: RunConfig, directory: Path, mesh: Mesh) -> ModelR
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
         return encode_conversation(prompt.messages, sample.text, tokenizer)
 
-    return ModelReward(model, mesh.ranks, encode, config.reward.model.weight, model.shape.max_positions)
+    return ModelReward(model, mesh.ranks, encode, config.reward.model.weight, model.spec.max_positions)
 
 
 def _prompts(

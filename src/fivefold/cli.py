@@ -80,24 +80,12 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace) -> int:
     from fivefold.config import load_config
     from fivefold.launch import local
+    from fivefold.launch.start import start
 
     config = load_config(options.config, options.overrides)
     if not _show_check(config, quiet=local.launched_externally() and os.environ["RANK"] != "0"):
         return 2
-    return _start(
-        ["train", options.config, *options.overrides], config.layout.world_size, config.run_dir, config.launch.threads
-    )
-
-
-def _start(arguments: list[str], world_size: int, run_dir: Path, threads: int | None) -> int:
-    """Join the ranks that are there, or start them."""
-    from fivefold.launch import local
-
-    if local.launched_externally():
-        from fivefold.launch.rank import main as rank_main
-
-        rank_main(arguments)
-    return local.spawn(["fivefold.launch.rank", *arguments], world_size, run_dir / "logs", threads)
+    return start(["train", options.config, *options.overrides], config)
 
 
 def _show_check(config: object, quiet: bool = False) -> bool:
@@ -125,6 +113,7 @@ def _check(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from fivefold.checkpoint.checkpoints import Checkpoints, find_corruption
     from fivefold.config import load_config
+    from fivefold.launch.start import start
 
     config = load_config(options.config, options.overrides)
     found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
@@ -134,8 +123,7 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(f"checkpoint {found} cannot be used: {faults}")
     if not _show_check(config, quiet=True):
         return 2
-    arguments = ["eval", options.config, str(found), *options.overrides]
-    return _start(arguments, config.layout.world_size, config.run_dir, config.launch.threads)
+    return start(["eval", options.config, str(found), *options.overrides], config)
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """The field's methods and surrogates as rows of two tables. No torch here, so that `check` can refuse.
 
 A method is a choice on each axis and what it learns from. A surrogate's row has its parameters with defaults and ranges, and
-what its ratio compares with; its formula, under the same name, stands in algo/surrogates.py. docs/methods.md names the paper
-of each row and the source of each number.
+what its ratio compares with; its formula, under the same name, stands in algo/surrogates.py. The rows of
+docs/methods.md are made of these by methods_page.py.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ COLUMNS: dict[LearnsFrom, tuple[str, ...]] = {
 class Method(Choices):
     """A published method; a choice that it leaves open is the usual one."""
 
+    about: str = ""
+    """Its paper, and where its numbers come from."""
     learns_from: LearnsFrom = "rollouts"
 
     @property
@@ -284,7 +286,7 @@ NAMES: dict[str, Collection[str]] = {
 }
 """Axis -> the names that it takes besides `path.py:function`."""
 
-_USUAL = Choices(
+USUAL = Choices(
     advantage="group",
     normalize="none",
     credit="response",
@@ -308,28 +310,148 @@ _USUAL = Choices(
 _GROUP = Method(normalize="group")
 
 METHODS: dict[str, Method] = {
-    "ppo": Method(advantage="reward", credit="gae", whiten=True),
-    "grpo": replace(_GROUP, aggregate="seq-mean-token-mean", kl=KLConfig(coef=0.001)),
-    "dr_grpo": Method(aggregate="constant-length"),
-    "dapo": replace(_GROUP, clip_high=0.28, overlong_buffer=0.2, dynamic_sampling=True),
+    "ppo": Method(
+        about=(
+            "Schulman et al. 1707.06347, GAE 1506.02438. γ = 1 is the field's; λ = 1 is that of verl, siiRL, SkyRL, "
+            "AReaL and slime (the paper and ROLL: 0.95). Advantages are whitened over the step, as in verl, siiRL and "
+            "SkyRL. The critic: [below](#ppo-with-a-critic)."
+        ),
+        advantage="reward",
+        credit="gae",
+        gamma=1.0,
+        lam=1.0,
+        whiten=True,
+    ),
+    "grpo": replace(
+        _GROUP,
+        about=(
+            "DeepSeekMath, 2402.03300, equation 3: unbiased standard deviation, ε 1e-6 (verl and five others; TRL "
+            "1e-4). The paper's KL coefficient is 0.04; 0.001 is verl's, siiRL's, SkyRL's and Trinity's."
+        ),
+        aggregate="seq-mean-token-mean",
+        kl=KLConfig(coef=0.001),
+    ),
+    "dr_grpo": Method(
+        about=(
+            "Understanding R1-Zero-Like Training, 2503.20783: no division by the standard deviation or by a response's "
+            "own length."
+        ),
+        aggregate="constant-length",
+    ),
+    "dapo": replace(
+        _GROUP,
+        about=(
+            "2503.14476: clip-higher 0.28, tokens count alike (equation 8), soft overlong punishment (equation 13) "
+            "over the last fifth of a response (the paper: 4096 of 20480 tokens), dynamic sampling (section 3.2)."
+        ),
+        clip_high=0.28,
+        overlong_buffer=0.2,
+        dynamic_sampling=True,
+    ),
     "gspo": replace(
-        _GROUP, importance_sampling_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq-mean-token-mean"
+        _GROUP,
+        about=(
+            "2507.18071, equation 5; bounds of section 5.1. `importance_sampling_level: sequence-token` is its "
+            "GSPO-token (equation 14): the same gradient unless the tokens of a response have different advantages."
+        ),
+        importance_sampling_level="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregate="seq-mean-token-mean",
     ),
-    "cispo": replace(_GROUP, surrogate="cispo"),
-    "sapo": replace(_GROUP, surrogate="sapo", aggregate="seq-mean-token-mean"),
-    "rloo": Method(advantage="leave_one_out", surrogate="log_likelihood", aggregate="seq-mean-token-sum"),
+    "cispo": replace(
+        _GROUP,
+        about="MiniMax-M1, 2506.13585, equation 4: not bounded below; the paper names no upper bound, 0.2 is PPO's.",
+        surrogate="cispo",
+    ),
+    "sapo": replace(
+        _GROUP,
+        about="2511.20347: τ 1.0 where the advantage is positive, 1.05 elsewhere.",
+        surrogate="sapo",
+        aggregate="seq-mean-token-mean",
+    ),
+    "rloo": Method(
+        about=(
+            "Back to Basics, 2402.14740: REINFORCE on whole responses against the mean of the others. With `normalize: "
+            "group` and `aggregate: token-mean` it is NeMo-RL's leave-one-out with standard deviation."
+        ),
+        advantage="leave_one_out",
+        surrogate="log_likelihood",
+        aggregate="seq-mean-token-sum",
+    ),
     "reinforce_plus_plus": Method(
-        advantage="reward", credit="discounted", whiten=True, kl=KLConfig(estimator="k1", coef=0.001, place="reward")
+        about=(
+            "2501.03262: return from each token on, KL in the reward (k1), whitened over the step. The paper names no "
+            "coefficient; 0.001 is the one of the other rows."
+        ),
+        advantage="reward",
+        credit="discounted",
+        gamma=1.0,
+        whiten=True,
+        kl=KLConfig(estimator="k1", coef=0.001, place="reward"),
     ),
-    "reinforce_plus_plus_baseline": Method(whiten=True, kl=KLConfig(estimator="k2", coef=0.001)),
-    "remax": Method(advantage="greedy_baseline", surrogate="log_likelihood", aggregate="seq-mean-token-sum"),
-    "opo": Method(advantage="length_weighted", surrogate="log_likelihood"),
-    "gpg": Method(advantage="group_scaled", surrogate="log_likelihood"),
-    "gmpo": replace(_GROUP, surrogate="gmpo", aggregate="seq-mean-token-mean"),
-    "clip_cov": replace(_GROUP, surrogate="clip_cov"),
-    "kl_cov": replace(_GROUP, surrogate="kl_cov"),
-    "sft": Method(learns_from="responses", advantage="reward", surrogate="log_likelihood"),
-    "dpo": Method(learns_from="pairs", advantage="reward", surrogate="dpo", aggregate="seq-mean-token-mean"),
+    "reinforce_plus_plus_baseline": Method(
+        about=(
+            "2501.03262, section on the baseline form: the group's mean as baseline, whitened over the step, KL as a "
+            "loss of its own (k2)."
+        ),
+        whiten=True,
+        kl=KLConfig(estimator="k2", coef=0.001),
+    ),
+    "remax": Method(
+        about=(
+            "2310.10505: the most likely response to each prompt is sampled besides, and its reward is the baseline. "
+            "The paper draws one sample per prompt: `group_size: 1`."
+        ),
+        advantage="greedy_baseline",
+        surrogate="log_likelihood",
+        aggregate="seq-mean-token-sum",
+    ),
+    "opo": Method(
+        about="2505.23585: the baseline of least variance, weighted by length; exact on-policy, so one update per step.",
+        advantage="length_weighted",
+        surrogate="log_likelihood",
+    ),
+    "gpg": Method(
+        about="2504.02546: centered rewards, scaled up by samples / samples of groups with reward variance.",
+        advantage="group_scaled",
+        surrogate="log_likelihood",
+    ),
+    "gmpo": replace(
+        _GROUP,
+        about="2507.20673: the geometric mean of clipped ratios, bounds e^-0.4 and e^0.4.",
+        surrogate="gmpo",
+        aggregate="seq-mean-token-mean",
+    ),
+    "clip_cov": replace(
+        _GROUP,
+        about=(
+            "2505.22617; share and bounds as in the authors' code in verl. Covariance and choice are over the whole "
+            "update, so later updates of a step cost one more forward pass."
+        ),
+        surrogate="clip_cov",
+    ),
+    "kl_cov": replace(
+        _GROUP,
+        about="2505.22617; share and coefficient as in the authors' code in verl. It costs what clip_cov does.",
+        surrogate="kl_cov",
+    ),
+    "sft": Method(
+        about="Cross-entropy on the responses of the data, mean over tokens.",
+        learns_from="responses",
+        advantage="reward",
+        surrogate="log_likelihood",
+    ),
+    "dpo": Method(
+        about=(
+            "2305.18290, equation 7, β = 0.1 as in its experiments; `label_smoothing` is the conservative form. Every "
+            "pair counts alike."
+        ),
+        learns_from="pairs",
+        advantage="reward",
+        surrogate="dpo",
+        aggregate="seq-mean-token-mean",
+    ),
 }
 
 
@@ -348,12 +470,12 @@ def _over(base: C, top: Any) -> C:
 def resolve(name: str, overrides: Choices | None = None) -> Choices:
     """The method's row with `overrides` over it: every axis has a choice, and every parameter of the surrogate a number."""
     method, overrides = METHODS[name], overrides or Choices()
-    chosen = reduce(_over, (method, overrides), _USUAL)
+    chosen = reduce(_over, (method, overrides), USUAL)
     # A named correction stands below the keys that change it.
     named = CORRECTIONS[chosen.rollout_correction.name or "none"]
-    correction = reduce(_over, (named, method.rollout_correction, overrides.rollout_correction), _USUAL.rollout_correction)
+    correction = reduce(_over, (named, method.rollout_correction, overrides.rollout_correction), USUAL.rollout_correction)
     # The row's numbers are those of its own surrogate.
-    same = chosen.surrogate == (method.surrogate or _USUAL.surrogate)
+    same = chosen.surrogate == (method.surrogate or USUAL.surrogate)
     numbers = {key: getattr(chosen if same else overrides, key) for key in PARAMETERS}
     numbers |= surrogate_row(str(chosen.surrogate)).numbers(numbers)
     return replace(chosen, rollout_correction=correction, **numbers)

@@ -375,6 +375,25 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
+    @classmethod
+    def of(cls, **sections: Any) -> RunConfig:
+        """A configuration from Python, one mapping per section; raises ConfigError with every fault found.
+
+        Wherever `path.py:function` may stand, a function may stand itself.
+
+        Example: `RunConfig.of(model={"path": "Qwen/Qwen3-0.6B"}, reward={"functions": {my_reward: 1.0}})`.
+        """
+        from fivefold.config.loader import make_config
+
+        return make_config(sections)
+
+    @classmethod
+    def load(cls, path: str | Path, *overrides: str) -> RunConfig:
+        """The configuration in a YAML file with `a.b.c=value` overrides; raises ConfigError with every fault found."""
+        from fivefold.config.loader import load_config
+
+        return load_config(path, list(overrides))
+
     @property
     def layout(self) -> ParallelLayout:
         return ParallelLayout.parse(self.policy.backend)

@@ -12,6 +12,9 @@ import transformers
 from torch import Tensor
 
 from fivefold.engines.sampling import request_seed, sample_token, uniform
+from fivefold.models.families import load_spec, parameters_of
+from fivefold.models.parameters import OUTPUT
+from fivefold.models.spec import ModelSpec
 from fivefold.types import Group, Prompt, Sample, Sampling
 
 Progress = Callable[[int, int], None]
@@ -34,6 +37,7 @@ class TransformersEngine:
         with _quiet_transformers():
             model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
         self._model = model.to(device).eval().requires_grad_(False)
+        self._parameters = parameter_map(self._model, load_spec(directory))
         self._tokenizer, self._device, self._max_num_seqs, self._progress = tokenizer, device, max_num_seqs, progress
         self._ends = stop_token_ids(directory, model.config, tokenizer)
         # Asking a GPU whether a sequence has ended makes it wait: ask now and then, throw away what came after the end.
@@ -42,11 +46,10 @@ class TransformersEngine:
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights in, by their names in Hugging Face files; raises RuntimeError if they are not the whole model."""
-        places = parameter_map(self._model)
-        missing = set(places)
+        missing = set(self._parameters)
         with torch.no_grad():
             for name, tensor in weights:
-                places[name].copy_(tensor)
+                self._parameters[name].copy_(tensor)
                 missing.discard(name)
         if missing:
             raise RuntimeError(
@@ -168,25 +171,25 @@ class TransformersEngine:
         return any(text in tail for text in stop)
 
 
-def parameter_map(model: Any) -> dict[str, Tensor]:
-    """Where each tensor of the model's files lies in memory: transformers stacks the experts of a layer into one tensor."""
-    mixtral = model.config.model_type == "mixtral"
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    kept = [(name, tensor.data) for name, tensor in model.named_parameters()]
-    kept += [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    places: dict[str, Tensor] = {}
-    for name, tensor in kept:
-        outside = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
-        prefix, _, kind = outside.rpartition(".")
-        if kind == "gate_up_proj":
-            for expert, stacked in enumerate(tensor):
-                half = stacked.shape[0] // 2
-                places[f"{prefix}.{expert}.{gate}.weight"], places[f"{prefix}.{expert}.{up}.weight"] = stacked.split(half)
-        elif kind == "down_proj" and tensor.ndim == 3:
-            places.update((f"{prefix}.{expert}.{down}.weight", stacked) for expert, stacked in enumerate(tensor))
+def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
+    """Each tensor of the model's files by its name there -> the memory in which transformers keeps it."""
+    state, parameters = model.state_dict(), parameters_of(spec)
+    # A tied output layer has an entry of its own, and the embedding's memory.
+    held = set(state) - (set(OUTPUT.hf) if spec.tied else set())
+    if different := held ^ {name for parameter in parameters for name in parameter.in_transformers}:
+        raise RuntimeError(
+            f"the table of {spec.family} must name every tensor that transformers has in memory, and no other: "
+            f"{len(different)} differ, the first: {sorted(different)[:3]}; correct models/families/{spec.family}.py"
+        )
+    found: dict[str, Tensor] = {}
+    for parameter in parameters:
+        if parameter.transformers is None:
+            found |= {name: state[name] for name in parameter.hf}
         else:
-            places[outside] = tensor
-    return places
+            joined = state[parameter.transformers]
+            own = joined if parameter.expert is None else joined[parameter.expert]
+            found |= zip(parameter.hf, own.chunk(len(parameter.hf)), strict=True)
+    return found
 
 
 def stop_token_ids(directory: Path, config: Any, tokenizer: Any) -> set[int]:

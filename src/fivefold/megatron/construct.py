@@ -1,4 +1,4 @@
-"""ModelShape, layout and settings -> Megatron-Core's configuration, model, optimizer and schedule."""
+"""ModelSpec, layout and settings -> Megatron-Core's configuration, model, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ FUSED_NAMES = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(shape: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> TransformerConfig:
     """Megatron-Core's configuration of this model."""
     layout, dtype = mesh.layout, DTYPES[policy.dtype]
     fused = use_transformer_engine(policy.megatron.transformer_impl, mesh.device)
-    if fused and (shape.moe is not None or shape.mla is not None):
+    if fused and (spec.moe is not None or spec.mla is not None):
         raise ValueError(
             f"megatron.transformer_impl: transformer_engine has dense models without latent attention only: got "
-            f"{shape.family}; use torch"
+            f"{spec.family}; use torch"
         )
     settings: dict[str, Any] = {
-        "num_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "ffn_hidden_size": shape.ffn,
-        "num_attention_heads": shape.heads,
-        "num_query_groups": shape.kv_heads,
-        "kv_channels": shape.head_dim,
-        "window_size": None if shape.sliding_window is None else (shape.sliding_window - 1, 0),
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "ffn_hidden_size": spec.ffn,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.kv_heads,
+        "kv_channels": spec.head_dim,
+        "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_eps,
-        "qk_layernorm": shape.qk_norm,
+        "layernorm_epsilon": spec.norm_eps,
+        "qk_layernorm": spec.qk_norm,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
+        "add_qkv_bias": spec.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp,
@@ -75,10 +75,10 @@ def transformer_config(shape: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tr
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # The loss is a sum of shares: step.py says how it is divided.
+        # The loss is a sum of shares: step.py divides it.
         "calculate_per_token_loss": True,
-        # Weights are loaded, so nothing is drawn; but only initialisation marks a parameter as cut over the
-        # tensor-parallel ranks, and without the mark the gradient norm leaves out all ranks but the first.
+        # Weights are loaded, so nothing is drawn; but only initialisation marks a parameter as sharded over
+        # the tensor-parallel ranks, and without the mark the gradient norm leaves out all ranks but the first.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
@@ -88,8 +88,8 @@ def transformer_config(shape: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tr
         "bias_dropout_fusion": False,
         "bias_activation_fusion": mesh.device.type == "cuda",
         **_RECOMPUTE[policy.recompute],
-        **_experts(shape),
-        **_latent(shape),
+        **_moe_settings(spec),
+        **_mla_settings(spec),
         **policy.megatron.options.effective("transformer"),
         **policy.megatron.options.effective("pipeline"),
     }
@@ -102,7 +102,7 @@ def transformer_config(shape: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tr
         settings["virtual_pipeline_model_parallel_size"] = virtual
     else:
         settings["virtual_pipeline_model_parallel_size"] = None
-    kind = TransformerConfig if shape.mla is None else MLATransformerConfig
+    kind = TransformerConfig if spec.mla is None else MLATransformerConfig
     with quiet("megatron.core"):
         return kind(**settings)
 
@@ -114,8 +114,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def _experts(shape: ModelSpec) -> dict[str, Any]:
-    part = shape.moe
+def _moe_settings(spec: ModelSpec) -> dict[str, Any]:
+    part = spec.moe
     if part is None:
         return {}
     return {
@@ -141,8 +141,8 @@ def _experts(shape: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _latent(shape: ModelSpec) -> dict[str, Any]:
-    part, yarn = shape.mla, shape.yarn
+def _mla_settings(spec: ModelSpec) -> dict[str, Any]:
+    part, yarn = spec.mla, spec.yarn
     if part is None:
         return {}
     found = {
@@ -152,7 +152,7 @@ def _latent(shape: ModelSpec) -> dict[str, Any]:
         "qk_head_dim": part.qk_nope,
         "qk_pos_emb_head_dim": part.qk_rope,
         "v_head_dim": part.v_dim,
-        "rotary_base": shape.rope_theta,
+        "rotary_base": spec.rope_theta,
         "rope_type": "rope" if yarn is None else "yarn",
         # Without scaling the factor must be 1, or Megatron-Core would still scale the softmax.
         "rotary_scaling_factor": 1.0 if yarn is None else yarn.factor,
@@ -173,9 +173,9 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_chunks(config: TransformerConfig, shape: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
+def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
     """This rank's parts of the model, one a virtual stage, on its device, weights not yet set."""
-    stages = policy.megatron.pipeline_split.split_layers(shape.layers, mesh.layout)[mesh.pp.rank()]
+    stages = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)[mesh.pp.rank()]
     virtual = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     chunks: list[PolicyModel] = []
@@ -188,19 +188,19 @@ def build_chunks(config: TransformerConfig, shape: ModelSpec, mesh: Mesh, policy
             chunk = PolicyModel(
                 config=config,
                 transformer_layer_spec=block_spec(config, layers),
-                vocab_size=shape.padded_vocab,
-                max_sequence_length=shape.max_positions,
+                vocab_size=spec.padded_vocab,
+                max_sequence_length=spec.max_positions,
                 pre_process=mesh.is_first_stage and number == 0,
                 post_process=mesh.is_last_stage and number == len(stages) - 1,
-                share_embeddings_and_output_weights=shape.tied,
+                share_embeddings_and_output_weights=spec.tied,
                 position_embedding_type="rope",
-                rotary_base=shape.rope_theta,
-                rotary_percent=shape.rotary_fraction,
-                rope_scaling=shape.rope_llama3_factor is not None,
-                rope_scaling_factor=shape.rope_llama3_factor or 1.0,
-                seq_len_interpolation_factor=shape.rope_linear_factor,
+                rotary_base=spec.rope_theta,
+                rotary_percent=spec.rotary_fraction,
+                rope_scaling=spec.rope_llama3_factor is not None,
+                rope_scaling_factor=spec.rope_llama3_factor or 1.0,
+                seq_len_interpolation_factor=spec.rope_linear_factor,
                 vp_stage=stage,
-                value_head=shape.value_head,
+                value_head=spec.value_head,
             ).to(mesh.device)
         assert len(chunk.decoder.layers) == len(layers)
         chunk.layers_of_model = layers

@@ -27,7 +27,7 @@ from fivefold.types import LossFn, StepReport, TokenBatch
 
 
 class MegatronModel:
-    """A language model, or one with a value head, cut over a mesh; it trains when it was given a number of updates."""
+    """A language model, or one with a value head, sharded over a mesh; it trains when it was given a number of updates."""
 
     def __init__(
         self,
@@ -46,27 +46,27 @@ class MegatronModel:
         a value head, which starts at 0 where the directory has none (`score.weight`).
         `read_weights` False leaves the weights unset: a checkpoint will be loaded.
         """
-        self.shape: ModelSpec = load_spec(directory, value_head)
-        self.shape.check_layout(mesh.layout, policy.megatron.pipeline_split)
+        self.spec: ModelSpec = load_spec(directory, value_head)
+        self.spec.check_layout(mesh.layout, policy.megatron.pipeline_split)
         self._mesh = mesh
-        config = transformer_config(self.shape, mesh, policy)
-        self._chunks = build_chunks(config, self.shape, mesh, policy)
+        config = transformer_config(self.spec, mesh, policy)
+        self._chunks = build_chunks(config, self.spec, mesh, policy)
         self._routers = routers(self._chunks)
         self._batching = step.BatchingConfig(
             mesh,
             policy.tokens_per_micro_batch,
-            self.shape.vocab,
-            self.shape.value_head,
+            self.spec.vocab,
+            self.spec.value_head,
             fused=config.transformer_impl == "transformer_engine",
-            experts=self.shape.moe is not None,
+            experts=self.spec.moe is not None,
             virtual=len(self._chunks),
             fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
-            equal_length=self.shape.moe is not None and config.moe_token_dispatcher_type == "allgather",
+            equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
         )
         kind = policy.megatron.bridge_type
         if value_head and kind != "native":
             raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
-        external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.shape)
+        external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
         self.value_head_is_new = False
         """The directory has no value head, so it started at 0."""
         if read_weights and external is not None:
@@ -74,9 +74,9 @@ class MegatronModel:
         elif read_weights:
             source = SafetensorsSource(directory)
             self.value_head_is_new = value_head and not source.has_value_head
-            check_names(source, self.shape, directory)
-            load_parameters(named_weights(self._chunks), source, self.shape, mesh.ranks.coords, mesh.layout)
-        stream = WeightStream(lambda: named_weights(self._chunks), self.shape, mesh, bucket_mb)
+            check_names(source, self.spec, directory)
+            load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
+        stream = WeightStream(lambda: named_weights(self._chunks), self.spec, mesh, bucket_mb)
         self._stream = stream if external is None else external.weights
         self._trainer = None
         self._finalize = step.FinalizeOnce()
@@ -157,7 +157,7 @@ class MegatronModel:
     @torch.no_grad()
     def _expert_metrics(self, tokens: int) -> dict[str, float]:
         """Load of each layer's experts (largest over mean) and the routers' losses a token, the same on every rank."""
-        if self.shape.moe is None:
+        if self.spec.moe is None:
             return {}
         found: dict[str, float] = {}
         if self._routers:

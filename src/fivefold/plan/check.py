@@ -55,32 +55,32 @@ def _parts(config: RunConfig) -> list[_Part]:
 def check(config: RunConfig) -> Findings:
     """Everything that is found in a configuration and in the files that it names."""
     findings = validate(config)
-    shapes: dict[str, ModelSpec] = {}
+    specs: dict[str, ModelSpec] = {}
     for part in _parts(config):
-        _check_model(findings, config, part, shapes)
-    if "policy" in shapes:
+        _check_model(findings, config, part, specs)
+    if "policy" in specs:
         if config.model.tokenizer is None and not any(Path(config.model.path).glob("tokenizer*")):
             findings.error("model.path", f": no tokenizer in {config.model.path}; name one in model.tokenizer")
-        if "critic" in shapes and shapes["critic"].vocab != shapes["policy"].vocab:
-            found = f"{shapes['critic'].vocab} != {shapes['policy'].vocab}"
+        if "critic" in specs and specs["critic"].vocab != specs["policy"].vocab:
+            found = f"{specs['critic'].vocab} != {specs['policy'].vocab}"
             findings.error("critic.path", f"must have the policy's vocabulary: {found}")
         if not findings.errors:
-            findings.notes[:0] = _shape_notes(config, shapes["policy"])
+            findings.notes[:0] = _spec_notes(config, specs["policy"])
     _check_files(findings, config)
     check_rewards(findings.at("reward"), config.reward)
     _check_devices(findings, config)
-    _report_ignored(findings, config, shapes)
+    _report_ignored(findings, config, specs)
     return findings
 
 
-def _check_model(findings: Findings, config: RunConfig, part: _Part, shapes: dict[str, ModelSpec]) -> None:
-    """Look at the directory of one model; `shapes` gets its sizes where it is here."""
+def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict[str, ModelSpec]) -> None:
+    """Look at the directory of one model; `specs` gets its sizes where it is here."""
     again = part.where != "policy" and part.path == config.model.path
     if Path(part.path).is_dir():
         try:
-            shapes[part.where] = shape = load_spec(part.path, part.value_head)
-            shape.check_layout(config.layout, part.settings.megatron.pipeline_split)
-            _check_shape(findings, config, part, shape)
+            specs[part.where] = spec = load_spec(part.path, part.value_head)
+            spec.check_layout(config.layout, part.settings.megatron.pipeline_split)
+            _check_spec(findings, config, part, spec)
         except ValueError as error:
             findings.error(part.key, f": {error}")
         if not again and not any(Path(part.path).glob("*.safetensors")):
@@ -106,26 +106,26 @@ def _check_files(findings: Findings, config: RunConfig) -> None:
         findings.error("trainer.resume", f"must be auto, never or a checkpoint directory: got {resume!r}")
 
 
-def _check_shape(findings: Findings, config: RunConfig, part: _Part, shape: ModelSpec) -> None:
+def _check_spec(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
     """What this model cannot do with its settings."""
     settings, megatron = part.settings, part.settings.megatron
     own = findings.at(part.where).at("megatron")
     trained = part.where != "reward.model"
-    if trained and config.max_sequence_tokens > shape.max_positions:
+    if trained and config.max_sequence_tokens > spec.max_positions:
         findings.error(
             "data.max_prompt_tokens + data.max_response_tokens",
-            f"= {config.max_sequence_tokens} is more than the {shape.max_positions} positions of the model in {part.key}",
+            f"= {config.max_sequence_tokens} is more than the {spec.max_positions} positions of the model in {part.key}",
         )
     if trained and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
         own.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
-    if shape.moe is not None and config.layout.tp > 1 and not settings.sequence_parallel:
+    if spec.moe is not None and config.layout.tp > 1 and not settings.sequence_parallel:
         findings.error(
             "policy.sequence_parallel",
             f"must be true for a model with experts ({part.key}) and t > 1: Megatron-Core routes each token once",
         )
-    if megatron.transformer_impl == "transformer_engine" and (shape.moe or shape.mla):
-        own.error("transformer_impl", f"must be torch for {shape.family}")
-    if megatron.bridge_type != "native" and (shape.moe or megatron.pipeline_split.virtual_stages(config.layout) > 1):
+    if megatron.transformer_impl == "transformer_engine" and (spec.moe or spec.mla):
+        own.error("transformer_impl", f"must be torch for {spec.family}")
+    if megatron.bridge_type != "native" and (spec.moe or megatron.pipeline_split.virtual_stages(config.layout) > 1):
         own.error("bridge_type", "must be native for models with experts and for virtual stages")
     if megatron.bridge_type != "native" and part.value_head:
         findings.error(part.key, ": a value head needs megatron.bridge_type: native")
@@ -135,18 +135,18 @@ def _check_shape(findings: Findings, config: RunConfig, part: _Part, shape: Mode
             "transformer.moe_token_dispatcher_type", ": allgather needs pipeline.variable_seq_lengths: false: leave it out"
         )
     modules = megatron.transformer.get("recompute_modules") or []
-    for module, present in (("mla_up_proj", shape.mla), ("moe", shape.moe), ("moe_act", shape.moe),
-                            ("shared_experts", shape.moe and shape.moe.shared_ffn)):  # fmt: skip
+    for module, present in (("mla_up_proj", spec.mla), ("moe", spec.moe), ("moe_act", spec.moe),
+                            ("shared_experts", spec.moe and spec.moe.shared_ffn)):  # fmt: skip
         if module in modules and not present:
-            own.error("transformer.recompute_modules", f": {shape.family} has no {module}")
+            own.error("transformer.recompute_modules", f": {spec.family} has no {module}")
     if not trained:
         # transformers leaves the labels of a classifier out where there are two, its default.
         labels = len(read_config(Path(part.path)).get("id2label") or range(2))
         findings.require(labels == 1, part.key, f": a reward model has one label: got {labels} in config.json")
 
 
-def _report_ignored(findings: Findings, config: RunConfig, shapes: dict[str, ModelSpec]) -> None:
-    """Keys that were set and change nothing; `shapes` are those of the models that are here."""
+def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, ModelSpec]) -> None:
+    """Keys that were set and change nothing; `specs` are those of the models that are here."""
     algorithm, name, critic = config.algorithm, config.algorithm.name, config.critic
     for where, own in (
         ("policy", config.policy),
@@ -157,7 +157,7 @@ def _report_ignored(findings: Findings, config: RunConfig, shapes: dict[str, Mod
             continue
         section = findings.at(where)
         if own.megatron is not None:
-            own.megatron.options.report_ignored(section, experts=where not in shapes or shapes[where].moe is not None)
+            own.megatron.options.report_ignored(section, experts=where not in specs or specs[where].moe is not None)
             if where == "reward.model" and (own.megatron.ddp or own.megatron.optimizer):
                 section.ignore("megatron.ddp and optimizer", "a reward model is not trained")
         if isinstance(own, RewardModelConfig):
@@ -200,23 +200,23 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
         findings.ignore("reward", f"{name} scores nothing where nothing is sampled for evaluation")
 
 
-def _shape_notes(config: RunConfig, shape: ModelSpec) -> list[str]:
+def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
     algorithm = config.algorithm
-    memory = memory_of(config, shape)
+    memory = memory_of(config, spec)
     return [
-        f"model {shape.family}, {shape.parameters / 1e6:,.1f} M parameters",
+        f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
         f"layout {config.layout}: {config.layout.world_size} ranks",
         f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer steps each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
 
 
-def memory_of(config: RunConfig, shape: ModelSpec) -> Memory:
-    """Memory of the fullest rank of a run with a policy of this shape."""
+def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
+    """Memory of the fullest rank of a run with a policy of this spec."""
     others = {part.where: part for part in _parts(config)[1:] if Path(part.path).is_dir()}
     critic, reward_model = others.get("critic"), others.get("reward.model")
     return estimate_memory(
-        shape,
+        spec,
         config.layout,
         dtype=config.policy.dtype,
         recompute=config.policy.recompute,

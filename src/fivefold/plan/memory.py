@@ -1,4 +1,4 @@
-"""ModelShape and layout -> bytes on a rank and floating-point operations of a step."""
+"""ModelSpec and layout -> bytes on a rank and floating-point operations of a step."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Memory:
         return max(sum(self.training.values()), sum(self.sampling.values()))
 
     def describe(self) -> str:
-        def told(parts: dict[str, int]) -> str:
+        def sizes_of(parts: dict[str, int]) -> str:
             sizes = {name: size / 2**30 for name, size in parts.items() if size}
             return f"{sum(sizes.values()):.2f} GiB = " + " + ".join(f"{name} {size:.2f}" for name, size in sizes.items())
 
-        sampling = f"; sampling {told(self.sampling)}" if self.engine else ""
-        return f"training {told(self.training)}{sampling}"
+        sampling = f"; sampling {sizes_of(self.sampling)}" if self.engine else ""
+        return f"training {sizes_of(self.training)}{sampling}"
 
 
 @dataclass(frozen=True)
@@ -79,50 +79,50 @@ class RankParameters:
         return self.dense + self.experts
 
 
-def rank_parameters(shape: ModelSpec, layout: ParallelLayout, stages: PipelineSplit | None = None) -> list[RankParameters]:
+def rank_parameters(spec: ModelSpec, layout: ParallelLayout, stages: PipelineSplit | None = None) -> list[RankParameters]:
     """Parameters of a rank of each pipeline stage, embeddings included."""
-    embedding = shape.padded_vocab * shape.hidden
+    embedding = spec.padded_vocab * spec.hidden
     found = []
-    for stage, chunks in enumerate((stages or PipelineSplit()).split_layers(shape.layers, layout)):
+    for stage, chunks in enumerate((stages or PipelineSplit()).split_layers(spec.layers, layout)):
         layers = [layer for chunk in chunks for layer in chunk]
-        dense = sum(shape.shared_parameters(layer) for layer in layers)
-        experts = sum(shape.expert_parameters(layer) for layer in layers)
+        dense = sum(spec.shared_parameters(layer) for layer in layers)
+        experts = sum(spec.expert_parameters(layer) for layer in layers)
         if stage == 0:
             dense += embedding
-        if stage == layout.pp - 1 and not shape.value_head and not (shape.tied and layout.pp == 1):
+        if stage == layout.pp - 1 and not spec.value_head and not (spec.tied and layout.pp == 1):
             dense += embedding
         found.append(RankParameters(dense // layout.tp, experts // (layout.ep * layout.etp)))
     return found
 
 
 def activation_bytes_per_token(
-    shape: ModelSpec, layout: ParallelLayout, dtype_bytes: int, recompute: str, layers: list[int]
+    spec: ModelSpec, layout: ParallelLayout, dtype_bytes: int, recompute: str, layers: list[int]
 ) -> int:
     """Kept for backward by one rank for each token of a micro-batch in flight, for these of its layers together."""
-    if shape.mla is not None:
-        part = shape.mla
-        attention = 3 * shape.heads * (part.qk_nope + part.qk_rope) + 3 * shape.heads * part.v_dim
+    if spec.mla is not None:
+        part = spec.mla
+        attention = 3 * spec.heads * (part.qk_nope + part.qk_rope) + 3 * spec.heads * part.v_dim
         attention += 2 * (part.kv_rank + part.qk_rope) + 2 * (part.q_rank or 0)
     else:
-        attention = 3 * shape.heads * shape.head_dim + 3 * shape.kv_heads * shape.head_dim
+        attention = 3 * spec.heads * spec.head_dim + 3 * spec.kv_heads * spec.head_dim
 
     def kept(layer: int) -> int:
-        if shape.moe is None or not shape.moe.layers[layer]:
-            return 6 * shape.hidden + attention + 4 * shape.ffn
-        part = shape.moe
+        if spec.moe is None or not spec.moe.layers[layer]:
+            return 6 * spec.hidden + attention + 4 * spec.ffn
+        part = spec.moe
         # Each token is sent to its experts and back: as many copies of it, twice, and their own inner width.
-        routed = part.top_k * (3 * shape.hidden + 4 * part.ffn)
-        return 6 * shape.hidden + attention + routed + 4 * part.shared_ffn
+        routed = part.top_k * (3 * spec.hidden + 4 * part.ffn)
+        return 6 * spec.hidden + attention + routed + 4 * part.shared_ffn
 
-    cut = layout.tp * layout.cp
+    ranks = layout.tp * layout.cp
     if recompute == "full":
         # The input of each layer, and one layer made again at a time.
-        return (len(layers) * shape.hidden + max(map(kept, layers), default=0)) * dtype_bytes // cut
-    return sum(map(kept, layers)) * dtype_bytes // cut
+        return (len(layers) * spec.hidden + max(map(kept, layers), default=0)) * dtype_bytes // ranks
+    return sum(map(kept, layers)) * dtype_bytes // ranks
 
 
 def estimate_memory(
-    shape: ModelSpec,
+    spec: ModelSpec,
     layout: ParallelLayout,
     *,
     dtype: str,
@@ -145,8 +145,8 @@ def estimate_memory(
     """
     stages = stages or PipelineSplit()
     size = 2 if dtype == "bfloat16" else 4
-    logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * shape.padded_vocab // (layout.tp * layout.cp))
-    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * size * max_sequence_tokens
+    logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * spec.padded_vocab // (layout.tp * layout.cp))
+    cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * size * max_sequence_tokens
     critic_state = _states(*critic, layout, size) if critic is not None else {}
     others = {
         "critic": sum(critic_state.values()),
@@ -154,14 +154,14 @@ def estimate_memory(
         "reward_model": _states(*reward_model, layout, size)["parameters"] if reward_model is not None else 0,
     }
     found = []
-    parts = rank_parameters(shape, layout, stages)
-    for stage, (own, chunks) in enumerate(zip(parts, stages.split_layers(shape.layers, layout), strict=True)):
+    parts = rank_parameters(spec, layout, stages)
+    for stage, (own, chunks) in enumerate(zip(parts, stages.split_layers(spec.layers, layout), strict=True)):
         # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
         in_flight = float(layout.pp - stage)
         if len(chunks) > 1:
             in_flight += (layout.pp - 1) / len(chunks)
         layers = [layer for chunk in chunks for layer in chunk]
-        each = activation_bytes_per_token(shape, layout, size, recompute, layers)
+        each = activation_bytes_per_token(spec, layout, size, recompute, layers)
         activations = int(tokens_per_micro_batch * in_flight * each)
         found.append(
             Memory(
@@ -170,7 +170,7 @@ def estimate_memory(
                 optimizer=_optimizer(own, layout, size),
                 activations=activations + (logits if stage == layout.pp - 1 else 0),
                 reference=own.total * size if reference else 0,
-                engine=shape.parameters * size if engine_sequences else 0,
+                engine=spec.parameters * size if engine_sequences else 0,
                 cache=engine_sequences * cache,
                 offload=offload,
                 **others,
@@ -180,21 +180,21 @@ def estimate_memory(
 
 
 def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:
-    """Adam's two moments, and the float32 copy of parameters that are not float32, cut over the replicas."""
+    """Adam's two moments, and the float32 copy of parameters that are not float32, sharded over the replicas."""
     state = 12 if size == 2 else 8
     return own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
 
 
-def _states(shape: ModelSpec, stages: PipelineSplit, layout: ParallelLayout, size: int) -> dict[str, int]:
+def _states(spec: ModelSpec, stages: PipelineSplit, layout: ParallelLayout, size: int) -> dict[str, int]:
     """Parameters, gradients and optimizer state of the fullest rank of another model."""
-    own = max(rank_parameters(shape, layout, stages), key=lambda parts: parts.total)
+    own = max(rank_parameters(spec, layout, stages), key=lambda parts: parts.total)
     return {"parameters": own.total * size, "gradients": own.total * 4, "optimizer": _optimizer(own, layout, size)}
 
 
-def training_flops(shape: ModelSpec, tokens: int, mean_length: float) -> float:
+def training_flops(spec: ModelSpec, tokens: int, mean_length: float) -> float:
     """Forward and backward of `tokens` tokens: 6 a parameter that takes part and token, and causal attention's products."""
-    active = sum(shape.active_parameters(layer) for layer in range(shape.layers)) + shape.vocab * shape.hidden
-    width = shape.heads * shape.head_dim
-    if shape.mla is not None:
-        width = shape.heads * (shape.mla.qk_nope + shape.mla.qk_rope + shape.mla.v_dim) // 2
-    return tokens * (6.0 * active + 6 * shape.layers * width * mean_length)
+    active = sum(spec.active_parameters(layer) for layer in range(spec.layers)) + spec.vocab * spec.hidden
+    width = spec.heads * spec.head_dim
+    if spec.mla is not None:
+        width = spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope + spec.mla.v_dim) // 2
+    return tokens * (6.0 * active + 6 * spec.layers * width * mean_length)

@@ -38,9 +38,9 @@ def missing_packages(kind: str) -> list[str]:
     return [name for name in PACKAGES[kind] if not installed(name)]
 
 
-def external_bridge(kind: str, chunks: list[Any], directory: Path, shape: ModelSpec) -> ExternalBridge:
+def external_bridge(kind: str, chunks: list[Any], directory: Path, spec: ModelSpec) -> ExternalBridge:
     """The bridge of `megatron.bridge_type`; raises ValueError naming the packages that it lacks."""
-    if shape.moe is not None or len(chunks) > 1:
+    if spec.moe is not None or len(chunks) > 1:
         raise ValueError(
             f"megatron.bridge_type: {kind} is supported for dense models without virtual stages: use native, which has all"
         )
@@ -51,7 +51,7 @@ def external_bridge(kind: str, chunks: list[Any], directory: Path, shape: ModelS
         )
     view = _FusedNames(chunks[0])
     if kind == "mbridge":
-        return _MBridge(view, directory, shape)
+        return _MBridge(view, directory, spec)
     return _MegatronBridge(view, directory)
 
 
@@ -81,15 +81,15 @@ class _FusedNames(torch.nn.Module):
 
 
 class _MBridge:
-    def __init__(self, view: _FusedNames, directory: Path, shape: ModelSpec) -> None:
+    def __init__(self, view: _FusedNames, directory: Path, spec: ModelSpec) -> None:
         import mbridge
 
         self._view = view
-        # It rounds every weight to its own dtype, bfloat16 unless told otherwise.
+        # mbridge rounds every weight to its own dtype, bfloat16 by default.
         self._bridge = mbridge.AutoBridge.from_pretrained(
             str(directory), dtype=view.config.params_dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE
         )
-        self._bridge.vocab_size, self._bridge.padded_vocab_size = shape.vocab, shape.padded_vocab
+        self._bridge.vocab_size, self._bridge.padded_vocab_size = spec.vocab, spec.padded_vocab
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:

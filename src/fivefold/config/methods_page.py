@@ -1,0 +1,53 @@
+"""METHODS -> the rows of docs/methods.md, which `make docs` writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any
+
+import yaml
+
+from fivefold.config import methods
+
+BEGIN, END = "<!-- rows: begin (written by `make docs`) -->\n", "<!-- rows: end -->\n"
+
+
+_USUAL_NUMBERS = methods.SURROGATES[str(methods.USUAL.surrogate)].numbers({})
+
+
+def write_rows() -> str:
+    """Each method with where it comes from and what its row chooses; what it leaves out is the usual choice."""
+    return "\n".join(f"### {name}\n{_text(name)}\n```yaml\n{_block(name)}```\n" for name in methods.METHODS)
+
+
+def update(page: str) -> str:
+    """The page with the rows as they are."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + write_rows() + END + rest.partition(END)[2]
+
+
+def _text(name: str) -> str:
+    method = methods.METHODS[name]
+    columns = ", ".join(f"`data.{key}`" for key in method.columns)
+    learns = f" Learns from {method.learns_from} in the data ({columns})." if method.offline else ""
+    return textwrap.fill(f"{method.about}{learns}", 118, break_long_words=False, break_on_hyphens=False)
+
+
+def _block(method: str) -> str:
+    usual, chosen = methods.USUAL, methods.resolve(method)
+    choices: dict[str, Any] = {"advantage": chosen.advantage}
+    for item in dataclasses.fields(methods.Choices):
+        name, value = item.name, getattr(chosen, item.name)
+        if name in ("kl", "rollout_correction") or value is None:
+            continue
+        # The numbers of another surrogate than the usual one are all shown.
+        left_out = _USUAL_NUMBERS.get(name) if chosen.surrogate == usual.surrogate else None
+        if value != (left_out if name in methods.PARAMETERS else getattr(usual, name)):
+            choices[name] = value
+    if chosen.kl.coef:
+        choices["kl"] = {key: getattr(chosen.kl, key) for key in ("estimator", "coef", "place")}
+    if chosen.rollout_correction.name != "none":
+        choices["rollout_correction"] = {"name": chosen.rollout_correction.name}
+    text: str = yaml.safe_dump(choices, sort_keys=False, default_flow_style=True, width=120)
+    return text

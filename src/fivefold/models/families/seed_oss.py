@@ -1,0 +1,19 @@
+"""Seed-OSS: Llama's layers with biases of queries, keys and values, and heads whose size is its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fivefold.models.config_json import read_decoder
+from fivefold.models.family import Family
+from fivefold.models.parameters import decoder
+from fivefold.models.spec import ModelSpec
+
+
+def _read(config: dict[str, Any]) -> ModelSpec:
+    spec = read_decoder(config, required=("num_key_value_heads", "head_dim"), refused=("attention_out_bias", "mlp_bias"))
+    return replace(spec, qkv_bias=bool(config.get("attention_bias", True)))
+
+
+FAMILY = Family("seed_oss", _read, decoder)
