@@ -29,6 +29,8 @@ def dense():
 def parallel(mesh, chunk: int):
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from fivefold.megatron.layers import lm_head
+
     lm_head.CHUNK_ELEMENTS = chunk
     hidden, weight, targets, upstream = inputs()
     rows = PADDED // mesh.layout.tp
@@ -78,6 +80,7 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(cluster):
 
 
 def no_tokens(mesh):
+    from fivefold.megatron.layers import lm_head
 
     weight = torch.randn(8, 4, requires_grad=True)
     hidden = torch.zeros(0, 4, requires_grad=True)
