@@ -375,7 +375,7 @@ def test_bad_input_is_told_before_any_rank_starts(root):
     done, spent = with_cpu_seconds(lambda: train(root, "bad", *wrong, run=from_the_shell))
     assert done.returncode == 2
     imported, unit = with_cpu_seconds(lambda: python("-c", "import torch"))
-    assert imported.returncode == 0 and spent < unit / 2
+    assert imported.returncode == 0 and spent < unit
     assert "no file at nowhere.parquet" in done.stderr
     assert "attention heads must be divisible by tp" in done.stderr
     assert not (root / "runs/bad/logs").exists()
