@@ -1,138 +1,131 @@
-"""Ranks for tests: one process pays for the imports and forks the ranks of each run, so nothing leaks between runs."""
+"""Ranks for tests, forked from a process that paid for the imports: nothing leaks from one start of ranks into another."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing as mp
 import os
-import pickle
+import select
+import socket
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import psutil
 
 from fivefold.distributed.ports import free_port
 from fivefold.layout import ParallelLayout
+from tests.zygote import THREADS, close_all_but, end_all, fork, receive, send, zygote
+
+Call = tuple[Any, ...]
+"""A function at the top of a test module, and its arguments behind the mesh."""
+LONGEST = 600.0
+"""Seconds without an answer after which ranks are taken to hang: many times what the longest call needs on a busy machine."""
 
 
-def _send(pipe: Connection, value: Any) -> None:
-    # Plain pickle: a Connection's own would hand tensors over in shared memory of a process that is about to end.
-    pipe.send_bytes(pickle.dumps(value))
+def _rank(calls: Sequence[Call], layout: ParallelLayout, rank: int, port: int, answers: socket.socket) -> None:
+    try:
+        import torch
+
+        from fivefold.distributed.ranks import Ranks
+        from fivefold.megatron import mesh as megatron_mesh
+
+        torch.set_num_threads(THREADS)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        device = torch.device("cpu")
+        megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
+        mesh = megatron_mesh.build_mesh(Ranks(layout), device, seed=0, timeout_minutes=LONGEST / 60)
+        for function, *arguments in calls:
+            send(answers, (True, function(mesh, *arguments)))
+    except BaseException:
+        send(answers, (False, traceback.format_exc()))
+    # A rank that ends takes away what others may still be reading: all of them wait until they are ended together.
+    answers.recv(1)
 
 
-def _receive(pipe: Connection) -> Any:
-    return pickle.loads(pipe.recv_bytes())
+def _lead(calls: Sequence[Call], layout: ParallelLayout, seconds: float, files: list[int]) -> None:
+    """Start the ranks of a layout and send, call by call, all ranks' results or (kind of error, text), which is the last."""
+    result = socket.socket(fileno=files[0])
+    port = free_port()
+    pids: list[int] = []
+    ranks: list[socket.socket] = []
+    for rank in range(layout.world_size):
+        ours, theirs = socket.socketpair()
 
+        def body(rank: int = rank, theirs: socket.socket = theirs) -> None:
+            close_all_but([theirs.fileno()])
+            _rank(calls, layout, rank, port, theirs)
 
-def _end(pid: int) -> None:
-    """Kill a process and what it started: saving a checkpoint leaves helpers behind that would stay for ever."""
-    process = psutil.Process(pid)
-    for one in [*process.children(recursive=True), process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-
-
-def _rank(function: Callable[..., Any], layout: ParallelLayout, rank: int, port: int, arguments: Any) -> Any:
-    import torch
-
-    from fivefold.distributed.ranks import Ranks
-    from fivefold.megatron import mesh as megatron_mesh
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    device = torch.device("cpu")
-    megatron_mesh.init_process_group(device, timeout_minutes=2)
-    mesh = megatron_mesh.build_mesh(Ranks(layout), device, seed=0, timeout_minutes=2)
-    result = function(mesh, *arguments)
-    megatron_mesh.destroy()
-    return result
-
-
-def _zygote(commands: Connection) -> None:
-    import warnings
-
-    warnings.simplefilter("ignore")
-    import torch
-    import transformers  # noqa: F401
-
-    import fivefold.megatron.model  # noqa: F401
-
-    torch.set_num_threads(1)
-    while True:
-        try:
-            function, layout, seconds, arguments = _receive(commands)
-        except EOFError:
-            return
-        port = free_port()
-        children: dict[Connection, tuple[int, int]] = {}
-        for rank in range(layout.world_size):
-            ours, theirs = mp.Pipe(duplex=False)
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    _send(theirs, (True, _rank(function, layout, rank, port, arguments)))
-                except BaseException:
-                    _send(theirs, (False, traceback.format_exc()))
-                theirs.close()
-                _end(os.getpid())
-            theirs.close()
-            children[ours] = (rank, pid)
-        results: dict[int, Any] = {}
-        failure: tuple[type[Exception], str] | None = None
-        deadline = time.monotonic() + seconds
-        while len(results) < layout.world_size and failure is None:
-            pending = [pipe for pipe, (rank, _) in children.items() if rank not in results]
-            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = [rank for rank, _ in children.values() if rank not in results]
-                failure = (TimeoutError, f"ranks {late} of {layout} gave no result in {seconds} s")
-            for pipe in ready:
-                rank = children[pipe][0]
-                try:
-                    good, value = _receive(pipe)
-                except EOFError:
-                    good, value = False, "it ended without a result"
-                if good:
-                    results[rank] = value
-                elif failure is None:
-                    failure = (RuntimeError, f"rank {rank} of {layout} failed:\n{value}")
-        for pipe, (_, pid) in children.items():
-            _end(pid)
-            os.waitpid(pid, 0)
-            pipe.close()
-        _send(commands, failure if failure else [results[rank] for rank in range(layout.world_size)])
+        pids.append(fork(body))
+        theirs.close()
+        ranks.append(ours)
+    answers: list[list[Any]] = [[] for _ in ranks]
+    failure: tuple[type[Exception], str] | None = None
+    told = 0
+    deadline = time.monotonic() + seconds
+    while told < len(calls) and failure is None:
+        waiting = [pipe for pipe, got in zip(ranks, answers, strict=True) if len(got) < len(calls)]
+        ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank for rank, got in enumerate(answers) if len(got) == told]
+            failure = (TimeoutError, f"ranks {late} of {layout} gave no result in {seconds} s")
+        for pipe in ready:
+            rank = ranks.index(pipe)
+            try:
+                (good, value), _ = receive(pipe)
+            except (EOFError, ConnectionResetError):
+                good, value = False, "it ended without a result"
+            if good:
+                answers[rank].append(value)
+            elif failure is None:
+                failure = (RuntimeError, f"rank {rank} of {layout} failed:\n{value}")
+        while told < len(calls) and all(len(got) > told for got in answers):
+            send(result, [got[told] for got in answers])
+            told += 1
+            deadline = time.monotonic() + seconds
+    for pid in pids:
+        end_all(pid)
+        os.waitpid(pid, 0)
+    if failure is not None:
+        send(result, failure)
 
 
 class Cluster:
     """Runs `function(mesh, *arguments)` on every rank of a layout; functions live at the top of a test module."""
 
-    def __init__(self) -> None:
-        self._commands: Connection | None = None
-        self._process: Any = None
-
-    def run(self, function: Callable[..., Any], layout: str, *arguments: Any, seconds: float = 240) -> list[Any]:
+    def run(self, function: Callable[..., Any], layout: str, *arguments: Any, seconds: float = LONGEST) -> list[Any]:
         """The results of all ranks, in order."""
-        if self._commands is None:
-            context = mp.get_context("spawn")
-            self._commands, theirs = context.Pipe()
-            self._process = context.Process(target=_zygote, args=(theirs,))
-            self._process.start()
-            theirs.close()
-        for _ in range(5):
-            _send(self._commands, (function, ParallelLayout.parse(layout), seconds, arguments))
-            answer = _receive(self._commands)
-            # Another process may take the port between the moment it was found free and the moment it is used.
-            if not (isinstance(answer, tuple) and "EADDRINUSE" in answer[1]):
-                break
-        if isinstance(answer, tuple):
-            raise answer[0](answer[1])
-        return answer
+        (outcome,) = self.run_all(layout, [(function, *arguments)], seconds)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    def close(self) -> None:
-        if self._commands is not None:
-            self._commands.close()
-            self._process.join()
-            self._commands = None
+    def run_all(self, layout: str, calls: Sequence[Call], seconds: float = LONGEST) -> list[list[Any] | Exception]:
+        """The results of several calls, one after another on the same ranks, in place of each what ended it.
+
+        A call that fails ends its ranks, and those behind it get new ones.
+        """
+        found: list[list[Any] | Exception] = []
+        while len(found) < len(calls):
+            found += self._start(calls[len(found) :], ParallelLayout.parse(layout), seconds)
+        return found
+
+    def _start(self, calls: Sequence[Call], layout: ParallelLayout, seconds: float) -> list[list[Any] | Exception]:
+        """The results up to the first failure."""
+        for last in (False, False, False, False, True):
+            ours, theirs = socket.socketpair()
+            with ours:
+                pid = zygote.fork(_lead, (calls, layout, seconds), [theirs.fileno()])
+                theirs.close()
+                found: list[list[Any] | Exception] = []
+                while len(found) < len(calls):
+                    try:
+                        answer, _ = receive(ours)
+                    except EOFError:
+                        answer = (RuntimeError, f"what started the ranks of {layout} ended without a result")
+                    found.append(answer[0](answer[1]) if isinstance(answer, tuple) else answer)
+                    if isinstance(answer, tuple):
+                        break
+            zygote.reap(pid, seconds)
+            # Another process may take the port between the moment it was found free and the moment it is used.
+            if last or not (isinstance(found[-1], Exception) and "EADDRINUSE" in str(found[-1])):
+                break
+        return found

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tests.cluster import Cluster
 from tests.models import make_model
+from tests.zygote import zygote
+
+
+def pytest_sessionfinish() -> None:
+    zygote.close()
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    pool = Cluster()
-    yield pool
-    pool.close()
+def cluster() -> Cluster:
+    return Cluster()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from tests.cluster import Cluster
 from tests.layouts import MODELS
 from tests.models import make_model
 from tests.test_step_equality import BOUNDS, difference, expected, policy_of, run_step
+from tests.zygote import zygote
 
 
 def main(wanted: list[str]) -> int:
@@ -36,7 +37,7 @@ def main(wanted: list[str]) -> int:
                     seconds = time.monotonic() - begin
                     print(f"| {name} | {case} | {budget} | {told} | {'equal' if equal else 'DIFFERS'} |", flush=True)
                     print(f"  {seconds:.1f} s", file=sys.stderr, flush=True)
-    cluster.close()
+    zygote.close()
     print(
         f"\n{rows - failures} of {rows} equal the step of one process: loss {BOUNDS[0]:g}, norm {BOUNDS[1]:g}, parameters {BOUNDS[2]:g}"
     )

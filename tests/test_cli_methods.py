@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
 from tests.models import SIZES, make_classifier
-from tests.test_cli_runs import TIMES, assert_same, fivefold, make_model
+from tests.runs import fivefold
+from tests.test_cli_runs import TIMES, assert_same, make_model
+from tests.zygote import THREADS
 
 RUN = """
 model: {{path: {root}/model}}
@@ -21,6 +23,7 @@ algorithm: {{name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {{coe
 data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
 reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
 trainer: {{run_dir: {root}/runs/base, steps: 4, loggers: [console]}}
+launch: {{threads: {threads}}}
 """
 REWARD = """
 def digits(response):
@@ -33,7 +36,7 @@ def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("methods")
     make_model(root)
     (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root))
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
     return root
 
 

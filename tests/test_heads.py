@@ -80,7 +80,6 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(cluster):
 
 
 def no_tokens(mesh):
-
     from fivefold.megatron.layers import lm_head
 
     weight = torch.randn(8, 4, requires_grad=True)

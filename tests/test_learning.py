@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli_runs import fivefold, metrics
+from tests.runs import fivefold
+from tests.test_cli_runs import metrics
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "demo"
 

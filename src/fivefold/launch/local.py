@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from fivefold.distributed.ports import free_port
 
@@ -24,6 +25,22 @@ _GRACE_SECONDS = 3.0
 def launched_externally() -> bool:
     """This process is already a rank that torchrun, Slurm or Kubernetes started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_rank(
+    arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, alive: int
+) -> subprocess.Popen[bytes]:
+    """Start `python -m ARGUMENTS` in a session of its own, which speaks into `log` and inherits the file `alive`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT if log else None,
+        stdin=subprocess.DEVNULL,
+        pass_fds=(alive,),
+        # A terminal sends Ctrl-C to its whole group: only the launcher shall get it and hand it on.
+        start_new_session=True,
+    )
 
 
 def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int | None) -> int:
@@ -65,21 +82,9 @@ def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int
                 # Megatron-Core overlaps communication with computation by the order of kernels on one queue.
                 "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
             }
-            output = None if rank == 0 else (log_dir / f"rank-{rank}.log").open("wb")
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", *arguments],
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT if output else None,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(alive,),
-                    # A terminal sends Ctrl-C to its whole group: only this process shall get it and hand it on.
-                    start_new_session=True,
-                )
-            )
-            if output:
-                output.close()
+            with contextlib.ExitStack() as opened:
+                log = opened.enter_context((log_dir / f"rank-{rank}.log").open("wb")) if rank else None
+                processes.append(start_rank(arguments, environment, log, alive))
         os.close(alive)
         return _watch(processes, log_dir, signals)
     finally:
