@@ -7,7 +7,7 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from fivefold.distributed.ports import free_port
@@ -129,3 +129,26 @@ class Cluster:
             if last or not (isinstance(found[-1], Exception) and "EADDRINUSE" in str(found[-1])):
                 break
         return found
+
+
+class Together:
+    """Calls of many tests by name, `(layout, function, *arguments)` each: all of a layout run in one start of its ranks.
+
+    They run when the first of them is asked for; one that fails raises where it is asked for and spares the others.
+    """
+
+    def __init__(self, cluster: Cluster, calls: Mapping[Hashable, Call]) -> None:
+        self._cluster, self._calls = cluster, calls
+        self._results: dict[Hashable, list[Any] | Exception] = {}
+
+    def __getitem__(self, name: Hashable) -> list[Any]:
+        """The results of all ranks, in order."""
+        if name not in self._results:
+            layout = self._calls[name][0]
+            names = [other for other, call in self._calls.items() if call[0] == layout]
+            found = self._cluster.run_all(layout, [self._calls[other][1:] for other in names])
+            self._results |= zip(names, found, strict=True)
+        result = self._results[name]
+        if isinstance(result, Exception):
+            raise result
+        return result

@@ -10,7 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tests.cluster import Cluster
 from tests.models import make_model
-from tests.zygote import zygote
+from tests.zygote import THREADS, zygote
+
+# Threads that wait for each other on a busy machine spin: two processes of two threads cost several times what they compute.
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 
 def pytest_sessionfinish() -> None:

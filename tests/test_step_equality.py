@@ -16,6 +16,7 @@ from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.types import TokenBatch
+from tests.cluster import Together
 from tests.layouts import MODELS, VPP2, Case
 from tests.models import VOCAB, load_tensors
 
@@ -210,7 +211,7 @@ ROUTER = {
 """Every loss of a router, large enough to matter beside the policy's."""
 
 
-DENSE_MODELS = ("qwen3",)
+DENSE_MODELS = ("qwen3", "qwen2_tied", "qwen3_tied")
 
 
 def policy_of(model: str, case: Case, budget: int) -> PolicyConfig:
@@ -218,34 +219,39 @@ def policy_of(model: str, case: Case, budget: int) -> PolicyConfig:
     return replace(POLICY, tokens_per_micro_batch=budget, sequence_parallel=case.sequence_parallel, megatron=megatron)
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "budget"),
-    [
-        (name, case, budget)
-        for name, cases in MODELS.items()
-        for case in cases
-        for budget in ([1000, 32] if name in DENSE_MODELS else [32])
-        if case.ci
-    ],
-    ids=str,
-)
-def test_a_step_is_the_same_on_every_layout(cluster, models, name, case, budget):
+CASES = [
+    (name, case, budget)
+    for name, cases in MODELS.items()
+    for case in cases
+    for budget in ([1000, 32] if name in DENSE_MODELS else [32])
+    if case.ci
+]
+TIED = [
+    *((name, Case(layout), 32) for name in ("qwen2_tied", "qwen3_tied") for layout in ("t2", "p2", "p4", "d2t2p2")),
+    *(("qwen3_tied", Case(layout, VPP2), 32) for layout in ("p2", "p2c2")),
+]
+
+
+@pytest.fixture(scope="module")
+def steps(cluster, models):
+    """Results by (model, str(case), budget)."""
+
+    def call(name: str, case: Case, budget: int):
+        policy = policy_of(name, case, budget)
+        return f"megatron:{case.layout}", megatron_step, models(name), policy, expected(models(name), policy)[2]
+
+    return Together(cluster, {(name, str(case), budget): call(name, case, budget) for name, case, budget in CASES + TIED})
+
+
+@pytest.mark.parametrize(("name", "case", "budget"), CASES, ids=str)
+def test_a_step_is_the_same_on_every_layout(steps, models, name, case, budget):
     """Clipped gains, KL, routers' balance and z-losses, moving router biases. `make test-layouts` runs every layout."""
-    policy = policy_of(name, case, budget)
-    assert_equal(run_step(cluster, case.layout, models(name), policy), expected(models(name), policy))
+    assert_equal(steps[name, str(case), budget], expected(models(name), policy_of(name, case, budget)))
 
 
-@pytest.mark.parametrize("layout", ["t2", "p2", "p4", "d2t2p2"])
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_tied"])
-def test_a_step_is_the_same_with_tied_embeddings(cluster, models, name, layout):
-    policy = replace(POLICY, tokens_per_micro_batch=32)
-    assert_equal(run_step(cluster, layout, models(name), policy), expected(models(name)))
-
-
-@pytest.mark.parametrize("layout", ["p2", "p2c2"])
-def test_a_step_is_the_same_with_tied_embeddings_and_virtual_stages(cluster, models, layout):
-    policy = policy_of("qwen3", Case(layout, VPP2), 32)
-    assert_equal(run_step(cluster, layout, models("qwen3_tied"), policy), expected(models("qwen3_tied")))
+@pytest.mark.parametrize(("name", "case", "budget"), TIED, ids=str)
+def test_a_step_is_the_same_with_tied_embeddings(steps, models, name, case, budget):
+    assert_equal(steps[name, str(case), budget], expected(models(name), policy_of(name, case, budget)))
 
 
 def test_more_replicas_than_samples_neither_hangs_nor_changes_the_step(cluster, models):
@@ -422,17 +428,19 @@ def experts_reduced_as_dense(mesh, *arguments):
 
 
 def sent_tensors_freed(mesh, *arguments):
-    """What this comparison found: over Gloo interleaved stages send what took the place of a freed tensor."""
-    from fivefold.megatron import model
+    """What this comparison found: over Gloo interleaved stages send what took the place of a freed tensor.
 
-    original = model.transformer_config
+    Which of two threads is first decides whether it happens: here another content is sent always.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    def freeing(*args):
-        config = original(*args)
-        config.deallocate_pipeline_outputs = True
-        return config
+    original, kept = P2PCommunicator.send_forward_recv_forward, []
 
-    patched(model, "transformer_config", freeing)
+    def send(self, output_tensor, *given, **kwargs):
+        kept.append(None if output_tensor is None else torch.zeros_like(output_tensor))
+        return original(self, kept[-1], *given, **kwargs)
+
+    patched(P2PCommunicator, "send_forward_recv_forward", send)
     return megatron_step(mesh, *arguments)
 
 
@@ -473,7 +481,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "layout", "name", "pipeline"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
 def test_a_planted_fault_is_seen(cluster, models, fault, layout, name, pipeline):
-    policy = policy_of("qwen3" if "qwen3_tied" in name else name, Case(layout, pipeline), 32)
+    policy = policy_of(name, Case(layout, pipeline), 32)
     try:
         results = run_step(cluster, layout, models(name), policy, fault)
     except RuntimeError as error:
