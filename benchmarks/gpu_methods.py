@@ -23,6 +23,7 @@ from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
 from fivefold.config.schema import PolicyConfig
+from fivefold.layout import PipelineSplit
 from fivefold.plan.memory import estimate_memory
 
 PPO = make_objective("ppo", gamma=0.99, lam=0.95)
@@ -53,11 +54,11 @@ def make_classifier(name: str, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def build(mesh, directory: str, dtype: str, values: bool, tokens: int = 4096 if GPU else 64):
+def build(mesh, directory: str, dtype: str, value_head: bool, tokens: int = 4096 if GPU else 64):
     from fivefold.megatron.model import MegatronModel
 
     policy = PolicyConfig(dtype=dtype, tokens_per_micro_batch=tokens, optimizer=OPTIMIZER)
-    return MegatronModel(Path(directory), policy, mesh, total_updates=100, value_head=values)
+    return MegatronModel(Path(directory), policy, mesh, total_updates=100, value_head=value_head)
 
 
 def values_job(mesh, directory: str, dtype: str):
@@ -149,7 +150,7 @@ def speed_job(mesh, directory: str, critic_directory: str):
     times["GAE and whitening"] = time.perf_counter() - begin
     memory = estimate_memory(
         policy.spec, mesh.layout, dtype="bfloat16", recompute="none", tokens_per_micro_batch=tokens, reference=False,
-        engine_sequences=0, max_sequence_tokens=4 * length, critic=critic.spec,
+        engine_sequences=0, max_sequence_tokens=4 * length, critic=(critic.spec, PipelineSplit()),
     )  # fmt: skip
     peak = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
     tokens_of_batch = len(batch.token_ids_T)

@@ -8,7 +8,7 @@ from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corrupti
 
 
 def state(step: int) -> RunState:
-    return RunState(step=step, version=step, seed=0, layout="megatron:d1t1p1", position=8 * step, kl_coef=0.1)
+    return RunState(step=step, version=step, seed=0, layout="megatron:d1t1p1", rollouts={"position": 8 * step}, kl_coef=0.1)
 
 
 def write(checkpoints: Checkpoints, step: int, content: bytes = b"weights") -> Path:
