@@ -278,24 +278,35 @@ class Says:
         return [Group(p, [Sample([1], [0.0], r"\boxed{4}", True, 0) for _ in range(group_size)]) for p in prompts]
 
 
-def evaluated(mesh, functions: dict[str, float]) -> dict[str, float]:
-    from fivefold.rollout.groups import Rewards
-
-    from fivefold.trainer.evaluation import Evaluation
+def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, float]:
+    from fivefold.algo import make_objective
+    from fivefold.algo.values import ValueLoss
+    from fivefold.observability.run_logger import RunLogger
+    from fivefold.reward.manager import RewardManager
+    from fivefold.rollout.stats import BatchPlan
+    from fivefold.trainer.checks import SkipGuard
+    from fivefold.trainer.evaluation import Evaluation, EvaluationSet
+    from fivefold.trainer.models import Models
     from fivefold.types import Sampling
+    from tests.toy import ToyModel
 
     prompts = [Prompt(i, [1], "mine", "q", truth) for i, truth in enumerate("4445")]
-    pool = RewardPool(RewardConfig(functions=functions))
-    evaluation = Evaluation(prompts, 2, greedy=Sampling(8), sampled=Sampling(8))
+    pool, objective = RewardPool(RewardConfig(functions=functions)), make_objective("grpo")
+    rewards, logger = RewardManager(pool, mesh.ranks), RunLogger(run_dir, [], is_main=False, steps=1)
+    chosen = EvaluationSet(prompts, 2, greedy=Sampling(8), sampled=Sampling(8))
+    guard = SkipGuard(mesh.ranks, 0, run_dir, print)
+    models = Models(ToyModel(), None, None, objective, ValueLoss(0.5), mesh.ranks, guard)
     try:
-        return evaluation.run(Says(), mesh.ranks, Rewards(pool))[0]
+        return Evaluation(chosen, Says(), rewards, objective, mesh.ranks, logger, BatchPlan()).measure(models)[0]
     finally:
         pool.close()
 
 
-def test_accuracy_does_not_depend_on_the_order_of_the_functions(cluster):
+def test_accuracy_does_not_depend_on_the_order_of_the_functions(cluster, tmp_path):
     """Every response states an answer; three of four answers are right."""
-    runs = [cluster.run(evaluated, "megatron:d1", each)[0] for each in in_both_orders({"format": 0.1, "math": 1.0})]
+    runs = [
+        cluster.run(evaluated, "megatron:d1", tmp_path, each)[0] for each in in_both_orders({"format": 0.1, "math": 1.0})
+    ]
     assert runs[0] == runs[1]
     assert (runs[0]["val/mine/accuracy"], runs[0]["val/mine/pass@2"]) == (0.75, 0.75)
     assert runs[0]["val/mine/reward"] == pytest.approx(0.85)

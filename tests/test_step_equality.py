@@ -192,8 +192,12 @@ def run_step(cluster, layout: str, directory: Path, policy: PolicyConfig, functi
     return cluster.run(function or megatron_step, f"megatron:{layout}", directory, policy, base_T, *arguments)
 
 
-BOUNDS = (1e-6, 1e-5, 1e-6)
-"""Relative loss, relative gradient norm, absolute parameter (lr 1e-3)."""
+BOUNDS = (2e-6, 1e-5, 1e-6)
+"""Relative loss, relative gradient norm, absolute parameter (lr 1e-3).
+
+A log-prob is a difference of numbers near log V = 4.9, whose last place is 4.8e-7; the loss is a mean of their errors times
+advantages near 1, compared on the scale of a loss near 0.5: one last place is 1e-6 of it, and two are allowed.
+"""
 
 
 def assert_equal(results, oracle) -> None:
