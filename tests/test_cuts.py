@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fivefold.algo import Objective, make_objective
+from fivefold.algo.surrogates import DPO
 from fivefold.config import methods
 from fivefold.config.schema import MegatronConfig, PolicyConfig
 from fivefold.rollout.batch import expand_to_tokens, plan_micro_batches
@@ -28,7 +29,7 @@ RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 def choices() -> list:
     """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
     extra = {"kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
-    extra["correction"] = methods.CorrectionConfig(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
+    extra["rollout_correction"] = methods.CorrectionConfig(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
     found = []
     for surrogate, ratio, aggregate in COMBINATIONS:
         own = {} if surrogate in methods.NO_RATIO else {"importance_sampling_level": ratio}
@@ -49,7 +50,7 @@ def batch_for(objective, base_T: torch.Tensor):
     return replace(
         batch,
         per_micro_batch=objective.per_micro_batch,
-        samples_per_comparison=2 if objective.surrogate.against == "reference" else 1,
+        samples_per_comparison=2 if isinstance(objective.surrogate, DPO) else 1,
         loss_weights_T=expand_to_tokens(objective.weights(RESPONSES, MAX_RESPONSE), batch),
         old_logprobs_T=base_T + noise[0] * mask,
         ref_logprobs_T=base_T + noise[1] * mask,
@@ -82,7 +83,7 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
             ddp.train()
             ddp.zero_grad_buffer()
         part = batch_for(objective, base_T).select(mine)
-        found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._terms, [])
+        found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._batching, [])
         row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
         rows.append(row.clone() if mesh.ranks.rank == 0 else None)
         assert found.micro_batches == count
