@@ -29,7 +29,9 @@ RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 def choices() -> list:
     """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
     extra = {"kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
-    extra["rollout_correction"] = methods.CorrectionConfig(name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25)
+    extra["rollout_correction"] = methods.CorrectionConfig(
+        name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25
+    )
     found = []
     for surrogate, ratio, aggregate in COMBINATIONS:
         own = {} if surrogate in methods.NO_RATIO else {"importance_sampling_level": ratio}
