@@ -19,7 +19,17 @@ from tests.cluster import Together
 from tests.layouts import VPP2, Case
 from tests.models import load_tensors, make_classifier
 from tests.test_algo import Alone
-from tests.test_step_equality import LENGTHS, MAX_RESPONSE, OPTIMIZER, POLICY, PROMPTS, difference, policy_of, whole_batch
+from tests.test_step_equality import (
+    BOUNDS,
+    LENGTHS,
+    MAX_RESPONSE,
+    OPTIMIZER,
+    POLICY,
+    PROMPTS,
+    difference,
+    policy_of,
+    whole_batch,
+)
 
 LAYOUTS = ["d1", "d2", "t2", "p2", "c2", "d2t2", "t2c2", "p2c2", "t2p2"]
 CLIP, GAMMA, LAM = 0.3, 0.95, 0.9
@@ -177,9 +187,6 @@ def twice_the_head_s_gradient(mesh, *arguments):
 @pytest.fixture(scope="module")
 def critic_oracle(classifier, tmp_path_factory):
     return reference_critic(classifier, tmp_path_factory.mktemp("oracle"))
-
-
-BOUNDS = (1e-6, 1e-5, 1e-6)
 
 
 @pytest.fixture(scope="module")

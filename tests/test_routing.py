@@ -10,7 +10,7 @@ import pytest
 from fivefold.config.schema import MegatronConfig
 from tests.cluster import Together
 from tests.layouts import VPP2, Case
-from tests.test_step_equality import POLICY, ROUTER, assert_equal, expected, megatron_step, policy_of, run_step
+from tests.test_step_equality import BOUNDS, POLICY, ROUTER, assert_equal, expected, megatron_step, policy_of, run_step
 
 CASES = [
     Case("d1"),
@@ -86,5 +86,5 @@ def test_the_loss_of_a_micro_batch_is_the_same_however_its_tokens_are_cut(cluste
     one = run_step(cluster, "d1", models("qwen3_moe"), policy, oracle=oracle)[0]
     for reports, weights in run_step(cluster, layout, models("qwen3_moe"), policy, oracle=oracle):
         for report, expected_report in zip(reports, one[0], strict=True):
-            assert report.grad_norm == pytest.approx(expected_report.grad_norm, rel=1e-5)
-        assert max(float((weights[name] - one[1][name]).abs().max()) for name in weights) <= 1e-6
+            assert report.grad_norm == pytest.approx(expected_report.grad_norm, rel=BOUNDS[1])
+        assert max(float((weights[name] - one[1][name]).abs().max()) for name in weights) <= BOUNDS[2]
