@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test test-layouts demo docs demo-curve gsm8k gpu-test clean
+.PHONY: setup check test test-cpus test-layouts demo docs demo-curve gsm8k gpu-test clean
 
 setup: $(READY)
 
@@ -23,6 +23,13 @@ check: $(READY)
 
 test: check
 	$(BIN)/python -m pytest -n 2
+
+# The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
+# order in which one CPU adds. Three times as long as the suite.
+test-cpus: $(READY)
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest -n 2
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2
+	FIVEFOLD_TEST_THREADS=2 $(BIN)/python -m pytest -n 1
 
 # Every layout of tests/layouts.py for three models and two micro-batch budgets, as a table, and the tests that take minutes:
 # checkpoints of ten layouts read on all the others, the demo shortened. About twenty minutes on two cores.

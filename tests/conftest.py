@@ -16,6 +16,18 @@ from tests.zygote import THREADS, zygote
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 
+LONGEST_FIRST = (
+    "reshard", "cli_runs", "step_equality", "cuts", "methods_learn", "mcore_options", "megatron_hf", "engine", "cli_methods",
+    "packing", "routing", "critic", "guards",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take whole files in this order: a long one at the end would leave the other worker idle."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 def pytest_sessionfinish() -> None:
     zygote.close()
 

@@ -14,10 +14,21 @@ from fivefold.algo.values import ValueLoss
 from fivefold.config.schema import PolicyConfig
 from fivefold.types import TokenBatch
 from tests import slow
+from tests.cluster import Together
 from tests.layouts import VPP2, Case
 from tests.models import load_tensors, make_classifier
 from tests.test_algo import Alone
-from tests.test_step_equality import LENGTHS, MAX_RESPONSE, OPTIMIZER, POLICY, PROMPTS, difference, policy_of, whole_batch
+from tests.test_step_equality import (
+    BOUNDS,
+    LENGTHS,
+    MAX_RESPONSE,
+    OPTIMIZER,
+    POLICY,
+    PROMPTS,
+    difference,
+    policy_of,
+    whole_batch,
+)
 
 LAYOUTS = ["d1", "d2", "t2", "p2", "c2", "d2t2", "t2c2", "p2c2", "t2p2"]
 CLIP, GAMMA, LAM = 0.3, 0.95, 0.9
@@ -64,12 +75,10 @@ def values_of(mesh, directory: Path, policy: PolicyConfig):
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "p2 vpp"])
-def test_values_equal_those_of_transformers(cluster, classifier, layout):
-    case = Case("p2", VPP2) if "vpp" in layout else Case(layout)
-    policy = policy_of("qwen3", case, 32)
+def test_values_equal_those_of_transformers(steps, classifier, layout):
     batch = whole_batch()
     expected = hf_values(classifier, batch).detach() * wanted_places()
-    for mine, found in cluster.run(values_of, f"megatron:{case.layout}", classifier, policy):
+    for mine, found in steps[values_of, layout.removesuffix(" vpp"), "vpp" in layout]:
         assert torch.allclose(found, expected[batch.token_index(mine)], atol=2e-6)
     assert expected.abs().max() > 0.3
 
@@ -179,13 +188,23 @@ def critic_oracle(classifier, tmp_path_factory):
     return reference_critic(classifier, tmp_path_factory.mktemp("oracle"))
 
 
-BOUNDS = (1e-6, 1e-5, 1e-6)
+@pytest.fixture(scope="module")
+def steps(cluster, models, classifier, critic_oracle, ppo_oracle):
+    """Results by (function, layout), and of values by (function, layout, whether stages are virtual)."""
+    policy = replace(POLICY, tokens_per_micro_batch=32)
+    calls = {}
+    for layout in LAYOUTS:
+        name = f"megatron:{layout}"
+        calls[values_of, layout, False] = (name, values_of, classifier, policy)
+        calls[critic_step, layout] = (name, critic_step, classifier, policy, critic_oracle[2])
+        calls[ppo_step, layout] = (name, ppo_step, models("qwen3"), classifier, policy, ppo_oracle[2])
+    calls[values_of, "p2", True] = ("megatron:p2", values_of, classifier, policy_of("qwen3", Case("p2", VPP2), 32))
+    return Together(cluster, calls)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_critic_s_step_is_the_same_on_every_layout(cluster, classifier, critic_oracle, layout):
-    policy = replace(POLICY, tokens_per_micro_batch=32)
-    results = cluster.run(critic_step, f"megatron:{layout}", classifier, policy, critic_oracle[2])
+def test_a_critic_s_step_is_the_same_on_every_layout(steps, critic_oracle, layout):
+    results = steps[critic_step, layout]
     for found, bound in zip(difference(results, critic_oracle), BOUNDS, strict=True):
         assert found <= bound
 
@@ -265,9 +284,8 @@ def ppo_oracle(models, classifier, critic_oracle, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_ppo_step_is_the_same_on_every_layout(cluster, models, classifier, ppo_oracle, layout):
-    policy = replace(POLICY, tokens_per_micro_batch=32)
-    results = cluster.run(ppo_step, f"megatron:{layout}", models("qwen3"), classifier, policy, ppo_oracle[2])
+def test_a_ppo_step_is_the_same_on_every_layout(steps, ppo_oracle, layout):
+    results = steps[ppo_step, layout]
     for found, bound in zip(difference(results, ppo_oracle), BOUNDS, strict=True):
         assert found <= bound
 

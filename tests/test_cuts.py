@@ -14,6 +14,7 @@ from fivefold.config import methods
 from fivefold.config.schema import MegatronConfig, PolicyConfig
 from fivefold.distributed.balance import balance, plan_micro_batches
 from tests import slow, test_algo
+from tests.cluster import Together
 from tests.test_algo import as_lists
 from tests.test_step_equality import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
@@ -94,21 +95,20 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
 
 @pytest.fixture(scope="module")
 def found(cluster, models):
+    """Results of all ranks by (layout, count)."""
     # With the distributed optimizer each replica would keep a part of the sums only.
-    megatron = MegatronConfig(ddp={"use_distributed_optimizer": False})
-
-    @cache
-    def of(layout: str, count: int):
-        policy = replace(POLICY, megatron=megatron)
-        return cluster.run(gradients, f"megatron:{layout}", models("qwen3"), policy, count)[0]
-
-    return of
+    policy = replace(POLICY, megatron=MegatronConfig(ddp={"use_distributed_optimizer": False}))
+    calls = {
+        (layout, count): (f"megatron:{layout}", gradients, models("qwen3"), policy, count)
+        for layout, count in [("d1", 1), *CUTS]
+    }
+    return Together(cluster, calls)
 
 
 @pytest.mark.parametrize(("layout", "count"), CUTS)
 def test_every_objective_has_the_same_gradient_for_every_cut(found, layout, count):
     """Relative to each objective's gradient norm: sums in another order differ by float32's rounding and no more."""
-    expected, gradient = found("d1", 1)[0], found(layout, count)[0]
+    expected, gradient = found["d1", 1][0][0], found[layout, count][0][0]
     norms = expected.norm(dim=1)
     assert norms.min() > 1e-3
     # Different objectives have different gradients: the comparison is not of zeros or of one number.
@@ -130,7 +130,7 @@ def test_every_objective_s_loss_on_megatron_core_equals_the_loop(found, models):
             entropies += [torch.zeros(1), -(logp.exp() * logp).sum(1)]
             start += length
     now, entropy = torch.cat(logprobs) * batch.loss_mask_T, torch.cat(entropies)
-    losses = found("d2", 2)[1]
+    losses = found["d2", 2][0][1]
     for chosen, objective, loss in zip(choices(), objectives(), losses, strict=True):
         expected = slow.loss(chosen, as_lists(batch_for(objective, now), now.double(), entropy), MAX_RESPONSE)
         assert loss == pytest.approx(float(expected), rel=2e-5, abs=1e-6), chosen

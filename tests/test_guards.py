@@ -11,6 +11,7 @@ import torch
 from fivefold.config.schema import MegatronConfig, OffloadConfig
 from fivefold.megatron.offload import HostCopy
 from fivefold.types import LossOutput
+from tests.cluster import Together
 from tests.test_step_equality import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
 
 
@@ -134,11 +135,27 @@ def offload_between_steps(mesh, directory: Path, dtype: str, away: bool):
     return losses, weights, moved
 
 
-@pytest.mark.parametrize("layout", ["d1", "d2", "d2e2", "t2p2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_that_left_comes_back_bit_for_bit(cluster, models, layout, dtype):
-    stayed = cluster.run(offload_between_steps, f"megatron:{layout}", models("qwen3_moe"), dtype, False)
-    left = cluster.run(offload_between_steps, f"megatron:{layout}", models("qwen3_moe"), dtype, True)
+OFFLOAD_LAYOUTS, DTYPES = ["d1", "d2", "d2e2", "t2p2"], ["float32", "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def offloaded(cluster, models):
+    """Results by (layout, dtype, whether state left between steps)."""
+    return Together(
+        cluster,
+        {
+            (layout, dtype, away): (f"megatron:{layout}", offload_between_steps, models("qwen3_moe"), dtype, away)
+            for layout in OFFLOAD_LAYOUTS
+            for dtype in DTYPES
+            for away in (False, True)
+        },
+    )
+
+
+@pytest.mark.parametrize("layout", OFFLOAD_LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_that_left_comes_back_bit_for_bit(offloaded, layout, dtype):
+    stayed, left = offloaded[layout, dtype, False], offloaded[layout, dtype, True]
     for (losses, weights, _), (losses_away, weights_away, moved) in zip(stayed, left, strict=True):
         assert losses == losses_away
         assert all(torch.equal(weights[name], weights_away[name]) for name in weights)

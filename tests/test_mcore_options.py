@@ -16,6 +16,7 @@ from fivefold.config.findings import Findings
 from fivefold.config.mcore_options import PIPELINE, Options
 from fivefold.config.schema import MegatronConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
+from tests.cluster import Together
 from tests.layouts import VPP2
 from tests.test_step_equality import (
     LENGTHS,
@@ -239,56 +240,97 @@ def calls_of(mesh, directory: Path, policy, base_T, watched: list[str]):
     return megatron_step(mesh, directory, policy, base_T), counts
 
 
+def with_options(transformer: dict[str, Any], **changes: Any):
+    return replace(POLICY, megatron=MegatronConfig(transformer=transformer), **changes)
+
+
+ROUTED = with_options(ROUTER)
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction.forward"
 WITHOUT_OUTPUT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint"
 
 
-@pytest.mark.parametrize(
-    ("transformer", "watched", "times"),
-    [
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, CHECKPOINT, 8),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, CHECKPOINT, 4),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, CHECKPOINT, 6),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, CHECKPOINT, 8),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, CHECKPOINT, 6),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, CHECKPOINT, 2),
-        ({"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}, CHECKPOINT, 6),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, WITHOUT_OUTPUT, 6),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, WITHOUT_OUTPUT, 8),
-        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, WITHOUT_OUTPUT, 16),
-    ],
-)
-def test_recompute_runs_as_often_as_it_says_and_changes_nothing(cluster, models, transformer, watched, times):
+RECOMPUTE = [
+    ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, CHECKPOINT, 8),
+    ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, CHECKPOINT, 4),
+    ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, CHECKPOINT, 6),
+    ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, CHECKPOINT, 8),
+    ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, CHECKPOINT, 6),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, CHECKPOINT, 2),
+    ({"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}, CHECKPOINT, 6),
+    ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, WITHOUT_OUTPUT, 6),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, WITHOUT_OUTPUT, 8),
+    ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, WITHOUT_OUTPUT, 16),
+]
+"""Options, the function to watch, and how often it runs in two updates of one micro-batch."""
+
+
+@pytest.fixture(scope="module")
+def recomputed(cluster, models):
+    """Results by place in RECOMPUTE."""
+    directory, base_T = models("deepseek_v3"), expected(models("deepseek_v3"), ROUTED)[2]
+    calls = {
+        number: ("megatron:t2e2", calls_of, directory, with_options({**ROUTER, **transformer}), base_T, [watched])
+        for number, (transformer, watched, _) in enumerate(RECOMPUTE)
+    }
+    return Together(cluster, calls)
+
+
+@pytest.mark.parametrize("number", range(len(RECOMPUTE)), ids=lambda number: str(RECOMPUTE[number][0]))
+def test_recompute_runs_as_often_as_it_says_and_changes_nothing(recomputed, models, number):
     """DeepSeek-V3's shape: 4 layers of latent attention, of which 3 have experts."""
-    directory = models("deepseek_v3")
-    policy = replace(POLICY, megatron=MegatronConfig(transformer={**ROUTER, **transformer}))
-    oracle = expected(directory, replace(POLICY, megatron=MegatronConfig(transformer=ROUTER)))
-    results = run_step(cluster, "t2e2", directory, policy, calls_of, [watched], oracle=oracle)
-    for result, counts in results:
-        assert_equal([result], oracle)
-        # Two updates of one micro-batch.
+    _, watched, times = RECOMPUTE[number]
+    for result, counts in recomputed[number]:
+        assert_equal([result], expected(models("deepseek_v3"), ROUTED))
         assert counts[watched] == times
 
 
 REDUCE_SCATTER = "torch.distributed:reduce_scatter_tensor"
 
 
+DDP = [
+    {"use_distributed_optimizer": False},
+    {"overlap_grad_reduce": True},
+    {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"overlap_grad_reduce": True, "bucket_size": 5000},
+    {"grad_reduce_in_fp32": False},
+]
+EXPERTS = [{"moe_token_dispatcher_type": "allgather"}, {"moe_grouped_gemm": False}, {"moe_router_dtype": "fp64"}]
+
+
+@pytest.fixture(scope="module")
+def steps(cluster, models):
+    """Results by (layout, str(options)) of a model with experts."""
+    directory, base_T = models("qwen3_moe"), expected(models("qwen3_moe"), ROUTED)[2]
+    chosen = [
+        *(
+            (layout, given, MegatronConfig(transformer=ROUTER, ddp=given))
+            for layout in ("d2", "d2e2", "d2p2e2")
+            for given in DDP
+        ),
+        *(
+            (layout, given, MegatronConfig(transformer={**ROUTER, **given}))
+            for layout in ("d2e2", "t2e2", "(attn:d2t2|ffn:t2e2)")
+            for given in EXPERTS
+        ),
+        *(
+            (layout, PRECISION_AWARE, MegatronConfig(transformer=ROUTER, optimizer=PRECISION_AWARE))
+            for layout in ("d1", "d2", "d2e2")
+        ),
+    ]
+    calls = {}
+    for layout, given, megatron in chosen:
+        policy = replace(POLICY, tokens_per_micro_batch=32, megatron=megatron)
+        calls[layout, str(given)] = (f"megatron:{layout}", megatron_step, directory, policy, base_T)
+    return Together(cluster, calls)
+
+
+PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+
+
 @pytest.mark.parametrize("layout", ["d2", "d2e2", "d2p2e2"])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"use_distributed_optimizer": False},
-        {"overlap_grad_reduce": True},
-        {"overlap_grad_reduce": True, "overlap_param_gather": True},
-        {"overlap_grad_reduce": True, "bucket_size": 5000},
-        {"grad_reduce_in_fp32": False},
-    ],
-    ids=str,
-)
-def test_data_parallel_options_change_no_number(cluster, models, layout, given):
-    megatron = MegatronConfig(transformer=ROUTER, ddp=given)
-    policy = replace(POLICY, tokens_per_micro_batch=32, megatron=megatron)
-    assert_equal(run_step(cluster, layout, models("qwen3_moe"), policy), expected(models("qwen3_moe"), policy))
+@pytest.mark.parametrize("given", DDP, ids=str)
+def test_data_parallel_options_change_no_number(steps, models, layout, given):
+    assert_equal(steps[layout, str(given)], expected(models("qwen3_moe"), ROUTED))
 
 
 def built_with(mesh, directory: Path, policy):
@@ -344,10 +386,8 @@ def test_gradients_are_kept_in_the_parameters_dtype_when_asked(cluster, models):
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "d2e2"])
-def test_the_precision_aware_optimizer_with_float32_moments_takes_the_same_step(cluster, models, layout):
-    megatron = MegatronConfig(transformer=ROUTER, optimizer={"use_precision_aware_optimizer": True})
-    policy = replace(POLICY, megatron=megatron)
-    assert_equal(run_step(cluster, layout, models("qwen3_moe"), policy), expected(models("qwen3_moe"), policy))
+def test_the_precision_aware_optimizer_with_float32_moments_takes_the_same_step(steps, models, layout):
+    assert_equal(steps[layout, str(PRECISION_AWARE)], expected(models("qwen3_moe"), ROUTED))
 
 
 def test_an_optimizer_on_the_cpu_is_refused_where_everything_is(cluster, models):
@@ -357,16 +397,10 @@ def test_an_optimizer_on_the_cpu_is_refused_where_everything_is(cluster, models)
         cluster.run(built_with, "megatron:d1", models("qwen3"), replace(POLICY, dtype="bfloat16", megatron=megatron))
 
 
-@pytest.mark.parametrize(
-    "transformer",
-    [{"moe_token_dispatcher_type": "allgather"}, {"moe_grouped_gemm": False}, {"moe_router_dtype": "fp64"}],
-    ids=str,
-)
+@pytest.mark.parametrize("given", EXPERTS, ids=str)
 @pytest.mark.parametrize("layout", ["d2e2", "t2e2", "(attn:d2t2|ffn:t2e2)"])
-def test_dispatchers_and_forms_of_experts_compute_the_same(cluster, models, layout, transformer):
-    policy = replace(POLICY, tokens_per_micro_batch=32, megatron=MegatronConfig(transformer={**ROUTER, **transformer}))
-    oracle = expected(models("qwen3_moe"), replace(POLICY, megatron=MegatronConfig(transformer=ROUTER)))
-    assert_equal(run_step(cluster, layout, models("qwen3_moe"), policy, oracle=oracle), oracle)
+def test_dispatchers_and_forms_of_experts_compute_the_same(steps, models, layout, given):
+    assert_equal(steps[layout, str(given)], expected(models("qwen3_moe"), ROUTED))
 
 
 def test_the_shared_expert_may_overlap_with_the_dispatcher(cluster, models):

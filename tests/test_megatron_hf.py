@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from fivefold.config.schema import MegatronConfig, PolicyConfig
 from fivefold.types import LossOutput, TokenBatch
+from tests.cluster import Together
 from tests.models import MOE_VARIANTS, VARIANTS, VOCAB, load_tensors
 
 PLAIN = MegatronConfig()
@@ -47,6 +49,7 @@ def megatron_numbers(mesh, directory: Path, options: MegatronConfig = PLAIN):
     return logprobs_T, report.metrics["entropy"] / mesh.layout.dp, weights
 
 
+@cache
 def hf_numbers(directory: Path):
     import transformers
 
@@ -67,20 +70,7 @@ def hf_numbers(directory: Path):
     return logprobs_T, entropy, load_tensors(directory)
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:p2", "megatron:t2p2"])
-@pytest.mark.parametrize("name", list(VARIANTS))
-def test_logprobs_and_export_equal_hugging_face(cluster, models, name, layout):
-    directory = models(name)
-    expected_T, expected_entropy, state = hf_numbers(directory)
-    for logprobs_T, entropy, weights in cluster.run(megatron_numbers, layout, directory):
-        assert (logprobs_T - expected_T).abs().max() <= 2e-5
-        assert entropy == pytest.approx(expected_entropy, rel=1e-5)
-        tied = {"lm_head.weight"} if "tied" in name else set()
-        assert set(weights) == set(state) - tied
-        for key, tensor in weights.items():
-            assert torch.equal(tensor, state[key]), key
-
-
+LAYOUTS = ["d1", "t2", "p2", "t2p2"]
 MOE_LAYOUTS = {
     "d2e2": {},
     "(attn:t2|ffn:t2)": {},
@@ -89,15 +79,39 @@ MOE_LAYOUTS = {
     "p2": {"virtual_pipeline_model_parallel_size": 2},
     "t2c2e2": {},
 }
+MOE_NAMES = [name for name in MOE_VARIANTS if "collapsed" not in name]
+
+
+@pytest.fixture(scope="module")
+def numbers(cluster, models):
+    """Results by (model, layout)."""
+    calls = {
+        (name, layout): (f"megatron:{layout}", megatron_numbers, models(name), MegatronConfig(pipeline=pipeline))
+        for names, layouts in ((VARIANTS, {layout: {} for layout in LAYOUTS}), (MOE_NAMES, MOE_LAYOUTS))
+        for name in names
+        for layout, pipeline in layouts.items()
+    }
+    return Together(cluster, calls)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_logprobs_and_export_equal_hugging_face(numbers, models, name, layout):
+    expected_T, expected_entropy, state = hf_numbers(models(name))
+    for logprobs_T, entropy, weights in numbers[name, layout]:
+        assert (logprobs_T - expected_T).abs().max() <= 2e-5
+        assert entropy == pytest.approx(expected_entropy, rel=1e-5)
+        tied = {"lm_head.weight"} if "tied" in name else set()
+        assert set(weights) == set(state) - tied
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, state[key]), key
 
 
 @pytest.mark.parametrize("layout", list(MOE_LAYOUTS))
-@pytest.mark.parametrize("name", [name for name in MOE_VARIANTS if "collapsed" not in name])
-def test_logprobs_and_export_of_models_with_experts_equal_hugging_face(cluster, models, name, layout):
-    directory = models(name)
-    expected_T, expected_entropy, state = hf_numbers(directory)
-    options = MegatronConfig(pipeline=MOE_LAYOUTS[layout])
-    for logprobs_T, entropy, weights in cluster.run(megatron_numbers, f"megatron:{layout}", directory, options):
+@pytest.mark.parametrize("name", MOE_NAMES)
+def test_logprobs_and_export_of_models_with_experts_equal_hugging_face(numbers, models, name, layout):
+    expected_T, expected_entropy, state = hf_numbers(models(name))
+    for logprobs_T, entropy, weights in numbers[name, layout]:
         assert (logprobs_T - expected_T).abs().max() <= 2e-5
         assert entropy == pytest.approx(expected_entropy, rel=1e-5)
         assert set(weights) == set(state)
@@ -113,12 +127,12 @@ def through_mbridge(mesh, directory: Path):
     return model.forward(sample_batch()), {name: tensor.clone() for name, tensor in model.weights()}
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2p2"])
+@pytest.mark.parametrize("layout", ["d1", "t2p2"])
 @pytest.mark.parametrize("name", ["llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3"])
 def test_mbridge_loads_and_streams_the_same_weights(cluster, models, name, layout):
-    directory = models(name)
-    expected_T, _, state = hf_numbers(directory)
-    for logprobs_T, weights in cluster.run(through_mbridge, layout, directory):
+    """Each model in processes of its own: mbridge keeps the names of a tied model for the next one."""
+    expected_T, _, state = hf_numbers(models(name))
+    for logprobs_T, weights in cluster.run(through_mbridge, f"megatron:{layout}", models(name)):
         assert (logprobs_T - expected_T).abs().max() <= 2e-5
         assert set(state) - set(weights) <= {"lm_head.weight"}
         for key, tensor in weights.items():

@@ -12,6 +12,7 @@ import torch
 from fivefold.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.megatron.layers.attention import local_positions, make_packing
 from fivefold.types import LossOutput, TokenBatch
+from tests.cluster import Together
 from tests.models import VOCAB
 
 # Of one token, shorter than the cuts, and of every remainder; some without any token to predict.
@@ -63,10 +64,27 @@ def gradient_sum(model) -> torch.Tensor:
     return torch.cat([parameter.main_grad.flatten().clone() for ddp in model._models for parameter in ddp.parameters()])
 
 
-@pytest.mark.parametrize("layout", ["d1", "t2", "c2", "t2c2", "c4", "d2c2", "p2c2"])
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-def test_packed_equals_one_sequence_at_a_time(cluster, models, name, layout):
-    for packed, alone, gradients, expected in cluster.run(losses_and_gradients, f"megatron:{layout}", models(name), 16):
+LAYOUTS = ["d1", "t2", "c2", "t2c2", "c4", "d2c2", "p2c2"]
+NAMES = ["qwen3", "deepseek_v3"]
+
+
+@pytest.fixture(scope="module")
+def steps(cluster, models):
+    """Results by (model, layout)."""
+    return Together(
+        cluster,
+        {
+            (name, layout): (f"megatron:{layout}", losses_and_gradients, models(name), 16)
+            for name in NAMES
+            for layout in LAYOUTS
+        },
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_equals_one_sequence_at_a_time(steps, name, layout):
+    for packed, alone, gradients, expected in steps[name, layout]:
         # Each log-prob and entropy is made of numbers near log V: a last place of each, times the weights.
         whole = sequences()
         size = float(whole.loss_weights_T[whole.loss_mask_T].abs().sum()) * 1.3 * math.log(VOCAB)
