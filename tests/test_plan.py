@@ -76,6 +76,15 @@ def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
     assert leaves.total < stays.total
 
 
+def test_the_policy_s_optimizer_is_not_there_while_the_critic_learns(models):
+    spec = load_spec(models("qwen3"))
+    both = estimate(
+        spec, "d1", critic=(load_spec(models("qwen3"), value_head=True), PipelineSplit()), offload=frozenset({"optimizer"})
+    )
+    assert "optimizer" in both.training and "optimizer" not in both.critic_training
+    assert {"parameters", "gradients"} <= set(both.critic_training)
+
+
 def test_a_critic_and_a_reward_model_take_their_place(models):
     """Qwen3 in bfloat16: 2 bytes a parameter, 4 of gradient, 12 of Adam; a value head in the place of the output layer."""
     spec = load_spec(models("qwen3"))
@@ -89,5 +98,6 @@ def test_a_critic_and_a_reward_model_take_their_place(models):
         critic_offload=frozenset({"gradients", "optimizer"}),
     )
     count = rank_parameters(values, ParallelLayout())[0].total
-    assert both.training["critic"] == 18 * count
+    assert both.critic_training["critic"] == 18 * count
+    assert both.training["critic"] == 2 * count, "its gradients and optimizer are not there while the policy learns"
     assert both.sampling["critic"] == both.sampling["reward_model"] == 2 * count

@@ -82,9 +82,9 @@ class RolloutSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold and `load_state_dict` needs to go on after the groups that were given out."""
+        """What JSON can hold and `load_state_dict` needs to resume after the groups that were given out."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume where `state_dict` was taken."""
         ...

@@ -17,7 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, tokenized."""
+    """One question, tokenized.
+
+    Example: row 7 of a file of sums, rendered by a template without special tokens:
+    `Prompt(id=7, token_ids=[12, 4, 9], source="arithmetic", text="3+4=", ground_truth="7")`.
+    """
 
     id: int
     """Row in the prompt set: part of the key of its random draws."""
@@ -51,7 +55,11 @@ MODEL_PART = "model"
 
 @dataclass
 class Sample:
-    """One response to a prompt."""
+    """One response to a prompt.
+
+    Example: two tokens and the end token, sampled after 20 optimizer steps, of which the reward function made 1:
+    `Sample([5, 8, 2], [-0.1, -1.3, -0.02], "7", finished=True, policy_version=20, reward=1.0, correct=True)`.
+    """
 
     token_ids: list[int]
     logprobs: list[float]

@@ -1,6 +1,6 @@
 """Lengths of the responses of one update -> the weight of each sample's tokens, so that the loss is a plain sum.
 
-The denominators are those of the whole update over all replicas; no cut into micro-batches or ranks can change them.
+The denominators are those of the whole update over all replicas; no division into micro-batches or ranks can change them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def constant_length(response_lengths_N: Tensor, max_response_tokens: int) -> Ten
 def micro_batch_token_mean(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
     """Mean over micro-batches of Σ l / tokens of the micro-batch, which only the micro-batch itself can know: here 1.
 
-    So a token's weight depends on the cut: only for those who must reproduce verl's older actor or siiRL.
+    So a token's weight depends on the division: only for those who must reproduce verl's older actor or siiRL.
     """
     return torch.ones_like(response_lengths_N.double())
 

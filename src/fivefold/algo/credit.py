@@ -26,7 +26,7 @@ class Credit(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T), 0 outside of responses.
 
-        `values_T` are the critic's, each of the text up to and including its token; `finished_N` says which responses
+        `values_T` are the critic's, each of the text up to and including its token; `finished_N` marks the responses that
         ended by themselves.
         """
         ...

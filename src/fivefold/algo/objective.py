@@ -232,7 +232,7 @@ class Objective:
                 objective_T = objective_T - self.kl_coef * self.kl_estimator(logprobs_T, batch.ref_logprobs_T)
         if self.entropy_coef:
             objective_T = objective_T + self.entropy_coef * entropy_T
-        # Gains cancel: summed in float64 the reported loss does not depend on how they were cut.
+        # Gains cancel: summed in float64 the reported loss does not depend on their division.
         loss = -(objective_T * weights_T).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums=sums, maxima=maxima)
 

@@ -1,1 +1,1 @@
-"""What a run writes to go on, and what leaves it."""
+"""What a run writes to resume from, and what leaves it."""

@@ -148,7 +148,7 @@ def _digest(path: Path) -> int:
 
 
 def _sync(directory: Path) -> None:
-    """Make every file below reach the disk before the rename says that it is there."""
+    """Make every file below reach the disk before the rename makes it visible."""
     for path in [*directory.rglob("*"), directory]:
         _sync_file(path)
 

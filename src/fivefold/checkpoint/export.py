@@ -45,7 +45,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -
     mesh.init_process_group(device, timeout_minutes=10)
     try:
         whole = mesh.build_mesh(Ranks(ParallelLayout()), device, seed=0, timeout_minutes=10)
-        # One process holds the whole model: what cut it into stages does not apply.
+        # One process holds the whole model: what split it into stages does not apply.
         settings = config.critic.settings(config.policy) if critic else config.policy
         settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
         model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic)

@@ -65,7 +65,7 @@ def _find(checkpoints: Checkpoints, resume: str, logger: RunLogger) -> Path | No
 
 
 def _make_room(checkpoints: Checkpoints, step: int, logger: RunLogger) -> None:
-    """A directory has one timeline: what lies after the step at which this run begins is moved or cut."""
+    """A directory has one timeline: what lies after the step at which this run begins is moved or truncated."""
     if aside := checkpoints.set_aside(step):
         logger.log(f"began after step {step}: newer checkpoints and records of before are now in {aside}")
     for name in RECORDS:

@@ -1,4 +1,4 @@
-"""Strict loading: read -> translate -> override -> build -> validate, or an error that says what to write."""
+"""Strict loading: read -> translate -> override -> build -> validate, or an error with what to write instead."""
 
 from __future__ import annotations
 

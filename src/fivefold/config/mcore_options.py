@@ -258,8 +258,8 @@ class Options:
 
     def effective(self, section: str) -> dict[str, Any]:
         """The options of a section that Megatron-Core is given."""
-        silent = _NO_EFFECT.get(section, {})
-        return {name: value for name, value in getattr(self, section).items() if name not in silent}
+        ignored = _NO_EFFECT.get(section, {})
+        return {name: value for name, value in getattr(self, section).items() if name not in ignored}
 
 
 def _check_option(findings: Findings, section: str, name: str, value: Any) -> None:

@@ -39,7 +39,7 @@ def _check_layout(findings: Findings, config: RunConfig) -> None:
         )
         if config.reference.backend is not None:
             other = ParallelLayout.parse(config.reference.backend)
-            message = f"must be the policy's layout: got {other} beside {layout}; leave it out"
+            message = f"must be the policy's layout: got {other} next to {layout}; leave it out"
             findings.require(other == layout, "reference.backend", message)
     except ValueError as error:
         findings.error("policy.backend or reference.backend", f": {error}")

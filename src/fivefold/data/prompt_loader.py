@@ -1,4 +1,4 @@
-"""Which prompts come when: a pure function of seed and position, so that a resumed run goes on exactly."""
+"""Which prompts come when: a pure function of seed and position, so that a resumed run takes the same ones."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class Allocation:
         for group in self.groups:
             sizes = {layout.world_size for layout in group}
             if len(sizes) > 1:
-                told = ", ".join(f"{layout} has {layout.world_size}" for layout in group)
-                raise ValueError(f"layouts joined by | share their ranks, so their world sizes must be equal: {told}")
+                each = ", ".join(f"{layout} has {layout.world_size}" for layout in group)
+                raise ValueError(f"layouts joined by | share their ranks, so their world sizes must be equal: {each}")
             if unnamed := [str(layout) for layout in group[1:] if layout.name is None]:
                 raise ValueError(
                     f"behind a | each layout needs a name in brackets, like megatron[actor]:d4: got {unnamed[0]}"

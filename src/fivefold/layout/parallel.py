@@ -33,6 +33,9 @@ class ParallelLayout:
     """Sizes of the parallel dimensions of one model; raises ValueError where they do not fit together.
 
     Experts are laid out over the same ranks as attention: world = dp · cp · tp · pp = edp · ep · etp · pp.
+
+    Example: `megatron:d2t4` is 8 ranks, two replicas of four tensor-parallel ranks each;
+    `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)` is 16 ranks, whose experts are divided over four instead of sharded over two.
     """
 
     backend: str = "megatron"
@@ -42,7 +45,7 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    """Tensor parallelism of experts; 1 whatever `tp` is, unless the string has an ffn part that says otherwise."""
+    """Tensor parallelism of experts; 1 whatever `tp` is, unless the string has an ffn part with another number."""
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class ParallelLayout:
         """Read one layout: `backend:d?t?p?c?e?`, `backend[name]:...` or `backend:(attn:d?t?p?c?|ffn:d?t?p?e?)`.
 
         Order, white space, quotes and the parentheses do not matter; a dimension left out is 1 (in `ffn`, p is that of
-        `attn` and d follows from the rest). Raises ValueError that says what would be valid.
+        `attn` and d follows from the rest). Raises ValueError with what would be valid.
         """
         compact = _unquote("".join(text.split()))
         match = _HEAD.fullmatch(compact)

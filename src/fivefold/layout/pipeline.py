@@ -1,4 +1,4 @@
-"""How layers are cut into pipeline stages and virtual stages: settings -> layers of each chunk. No torch here."""
+"""How layers are split into pipeline stages and virtual stages: settings -> layers of each chunk. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Chunks = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """Megatron-Core's settings of the pipeline cut, by its names."""
+    """Megatron-Core's settings of the pipeline split, by its names."""
 
     virtual_pipeline_model_parallel_size: int | None = None
     num_layers_in_first_pipeline_stage: int | None = None
@@ -36,7 +36,7 @@ class PipelineSplit:
         return self.virtual_pipeline_model_parallel_size or 1
 
     def split_layers(self, layers: int, layout: ParallelLayout) -> Chunks:
-        """Layers of each chunk; raises ValueError where the layers cannot be cut so."""
+        """Layers of each chunk; raises ValueError where the layers cannot be split so."""
         pp, vpp = layout.pp, self.virtual_stages(layout)
         if self.virtual_pipeline_model_parallel_size is not None:
             if vpp < 1:
@@ -86,9 +86,7 @@ class PipelineSplit:
     def _counts_of_layout(self, layers: int, layout: ParallelLayout) -> list[list[int]]:
         text = str(self.pipeline_model_parallel_layout)
         if self != PipelineSplit(self.virtual_pipeline_model_parallel_size, pipeline_model_parallel_layout=text):
-            raise ValueError(
-                "pipeline_model_parallel_layout already says what the other settings of the cut say: drop those"
-            )
+            raise ValueError("pipeline_model_parallel_layout replaces the other settings of the split: drop those")
         parts = _read_layout(text)
         if len(parts) % layout.pp:
             raise ValueError(
@@ -103,7 +101,7 @@ class PipelineSplit:
         together = "".join(parts)
         if together != "E" + "t" * layers + "L":
             raise ValueError(
-                f"pipeline_model_parallel_layout must be E, {layers} times t and L, cut by |: got {text!r} with "
+                f"pipeline_model_parallel_layout must be E, {layers} times t and L, separated by |: got {text!r} with "
                 f"{together.count('t')} times t"
             )
         return [[parts[virtual * layout.pp + stage].count("t") for virtual in range(vpp)] for stage in range(layout.pp)]

@@ -10,7 +10,7 @@ from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 
 _PIECE = 1 << 24
-"""Elements that are looked at together: 64-bit copies of a whole parameter would not fit beside it."""
+"""Elements that are looked at together: 64-bit copies of a whole parameter would not fit next to it."""
 
 
 class ReplicaError(RuntimeError):
@@ -65,10 +65,10 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
     failed: list[str] = [""] * mesh.ranks.world.size()
     dist.all_gather_object(failed, "; ".join(faults), group=mesh.ranks.world)
     if any(failed):
-        told = sorted({text for text in failed if text})
+        found = sorted({text for text in failed if text})
         raise ReplicaError(
-            f"copies of parameters that must be equal differ, so ranks train different models: {'; '.join(told[:4])}"
-            + (f"; and {len(told) - 4} more" if len(told) > 4 else "")
+            f"copies of parameters that must be equal differ, so ranks train different models: {'; '.join(found[:4])}"
+            + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
             + ". Go back to a checkpoint from before; trainer.guard.every sets how often this is compared"
         )
 
@@ -91,10 +91,10 @@ def _compare(what: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) ->
     first = differing[0]
     values = [torch.empty_like(mine[first]) for _ in range(group.size())]
     dist.all_gather(values, mine[first].contiguous(), group=group)
-    told = [tuple(value.tolist()) for value in values]
-    usual = max(set(told), key=told.count)
+    numbers = [tuple(value.tolist()) for value in values]
+    usual = max(set(numbers), key=numbers.count)
     ranks = dist.get_process_group_ranks(group)
-    odd = [rank for rank, value in zip(ranks, told, strict=True) if value != usual]
+    odd = [rank for rank, value in zip(ranks, numbers, strict=True) if value != usual]
     names = list(digests)
     return (
         f"{names[first]} on ranks {odd} against {[rank for rank in ranks if rank not in odd]} ({what}; "

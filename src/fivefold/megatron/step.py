@@ -55,7 +55,7 @@ class MicroBatch:
     batch: TokenBatch
     """The samples of this micro-batch, whole."""
     token_index_T: Tensor
-    """Where their tokens lie in the batch it was cut from."""
+    """Where their tokens lie in the batch that it is a part of."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ class MicroBatches:
         place[source[real]] = real.nonzero()[:, 0]
         predicted = batch.loss_mask_T.nonzero()[:, 0]
         predicted = predicted[place[predicted - 1] >= 0]
-        told, at = predicted, predicted - 1
+        output, source = predicted, predicted - 1
         if self._batching.value_head:
             # The text before each response token, and with the last one.
             wanted = batch.loss_mask_T.roll(-1)
             wanted[torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1] = True
-            told = at = (wanted & (place >= 0)).nonzero()[:, 0]
+            output = source = (wanted & (place >= 0)).nonzero()[:, 0]
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(mesh.device, non_blocking=True)
@@ -167,9 +167,9 @@ class MicroBatches:
             token_ids_T=moved(token_ids),
             packing=packing,
             sequence_mask_ST=members,
-            source_index_S=moved(place[at]),
-            targets_S=moved(batch.token_ids_T[told]),
-            output_index_S=moved(told),
+            source_index_S=moved(place[source]),
+            targets_S=moved(batch.token_ids_T[output]),
+            output_index_S=moved(output),
             response_tokens=len(predicted),
             batch=batch.to(mesh.device),
             token_index_T=self._batch.token_index(samples),
@@ -177,7 +177,7 @@ class MicroBatches:
 
     @property
     def length(self) -> int:
-        """The sequence length that Megatron-Core's schedule is told; without a fixed one it asks the stage before."""
+        """The sequence length for Megatron-Core's schedule; without a fixed one it asks the stage before."""
         return self._budget if self._batching.fixed_length else self._total_multiple
 
 

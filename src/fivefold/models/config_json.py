@@ -196,7 +196,7 @@ def read_sigmoid_experts(
 ) -> MoESpec:
     """Experts as DeepSeek-V3 has them: sigmoid scores, groups, a correction bias, shared experts, dense first layers.
 
-    The arguments are what the family's models have where config.json is silent.
+    The arguments are what the family's models have where config.json has no value.
     """
     family = config["model_type"]
     count, top_k = read_expert_counts(config)

@@ -264,7 +264,7 @@ def _times(rows: list[dict[str, Any]]) -> str:
 
 
 def _samples(samples: list[dict[str, Any]], most: int = 60) -> str:
-    """The last samples first: what the model says now is what one looks for."""
+    """The last samples first: what the model answers now is what one looks for."""
     lines = []
     for row in reversed(samples[-most:]):
         kind = "good" if row["reward"] > 0 else "bad"

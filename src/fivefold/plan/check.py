@@ -28,7 +28,7 @@ from fivefold.reward.choose import check_rewards
 
 @dataclass(frozen=True)
 class _Part:
-    """One of the models that a run cuts over its layout."""
+    """One of the models that a run shards over its layout."""
 
     where: str
     """Its section of the configuration."""

@@ -26,45 +26,52 @@ class Memory:
     """Keys and values of the sequences that it decodes at once."""
     critic: int = 0
     """The critic's parameters, gradients and optimizer state."""
-    critic_sampling: int = 0
-    """What of it is there while responses are sampled."""
+    critic_resident: int = 0
+    """What of it stays on the device outside of its turn."""
     reward_model: int = 0
     """Parameters of the reward model."""
     offload: frozenset[str] = frozenset()
-    """Parts that wait on the host while responses are sampled; with `parameters` the reference's too, but for its turn."""
+    """Parts of the policy that wait on the host outside of its turn; with `parameters` the reference's too."""
+
+    @property
+    def _resident(self) -> dict[str, int]:
+        """What is there whoever has the device, but for the critic."""
+        parts = {"engine": self.engine, "reward_model": self.reward_model}
+        parts |= {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer") if name not in self.offload}
+        return parts | ({} if "parameters" in self.offload else {"reference": self.reference})
 
     @property
     def training(self) -> dict[str, int]:
-        """What is there during an update."""
-        names = ("parameters", "gradients", "optimizer", "activations", "critic", "engine", "reward_model")
-        parts = {name: getattr(self, name) for name in names}
-        return parts | ({} if "parameters" in self.offload else {"reference": self.reference})
+        """What is there during an update of the policy."""
+        own = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "activations")}
+        return own | {"critic": self.critic_resident} | self._resident
+
+    @property
+    def critic_training(self) -> dict[str, int]:
+        """What is there during an update of the critic; its activations are counted as the policy's."""
+        return {"critic": self.critic, "activations": self.activations} | self._resident
 
     @property
     def sampling(self) -> dict[str, int]:
         """What is there while responses are sampled."""
-        parts = {
-            "engine": self.engine,
-            "cache": self.cache,
-            "critic": self.critic_sampling,
-            "reward_model": self.reward_model,
-        }
-        if "parameters" not in self.offload:
-            parts |= {"parameters": self.parameters, "reference": self.reference}
-        return parts | {name: getattr(self, name) for name in ("gradients", "optimizer") if name not in self.offload}
+        return {"cache": self.cache, "critic": self.critic_resident} | self._resident
 
     @property
     def total(self) -> int:
-        """The larger of both."""
-        return max(sum(self.training.values()), sum(self.sampling.values()))
+        """The largest of them."""
+        turns = [self.training, self.sampling] + ([self.critic_training] if self.critic else [])
+        return max(sum(turn.values()) for turn in turns)
 
     def describe(self) -> str:
+        """Each turn with its parts, in GiB."""
+
         def sizes_of(parts: dict[str, int]) -> str:
             sizes = {name: size / 2**30 for name, size in parts.items() if size}
             return f"{sum(sizes.values()):.2f} GiB = " + " + ".join(f"{name} {size:.2f}" for name, size in sizes.items())
 
+        critic = f"; training the critic {sizes_of(self.critic_training)}" if self.critic else ""
         sampling = f"; sampling {sizes_of(self.sampling)}" if self.engine else ""
-        return f"training {sizes_of(self.training)}{sampling}"
+        return f"training {sizes_of(self.training)}{critic}{sampling}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ def estimate_memory(
     critic_offload: frozenset[str] = frozenset(),
     reward_model: tuple[ModelSpec, PipelineSplit] | None = None,
 ) -> Memory:
-    """Memory of the fullest rank, with the embedded engine beside the policy (0 sequences: no engine).
+    """Memory of the fullest rank, with the embedded engine next to the policy (0 sequences: no engine).
 
     Policy and critic take turns, so the activations of one of them, the policy's, are counted.
 
@@ -150,7 +157,7 @@ def estimate_memory(
     critic_state = _states(*critic, layout, size) if critic is not None else {}
     others = {
         "critic": sum(critic_state.values()),
-        "critic_sampling": sum(part for name, part in critic_state.items() if name not in critic_offload),
+        "critic_resident": sum(part for name, part in critic_state.items() if name not in critic_offload),
         "reward_model": _states(*reward_model, layout, size)["parameters"] if reward_model is not None else 0,
     }
     found = []

@@ -56,7 +56,7 @@ class RewardManager:
         message = f"the reward of {failed:.0f} of {total:.0f} samples failed; the first error:\n{error}"
         if failed > self.max_failed * total:
             raise RuntimeError(
-                f"{message}\nreward.max_failed = {self.max_failed:g} is the largest share that a run goes on with"
+                f"{message}\nreward.max_failed = {self.max_failed:g} is the largest share of failures that a run survives"
             )
         self.log(message)
 

@@ -20,6 +20,9 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
     Tokens go from the rank that sampled them to one rank of the owner (all to all over replicas) and from there to the other
     ranks of the replica (all-gather): every token crosses each of the two groups once. What comes from where follows from
     `stats`, so no sizes are exchanged.
+
+    Example: with `owner_N = [0, 1, 1]` and prompts of one token, replica 1 gets `token_ids_T = [p1, a, b, p2, c]`,
+    `lengths_N = [3, 2]`, `sample_index_N = [1, 2]`, wherever the samples came from.
     """
     replicas, own = ranks.layout.dp, ranks.coords.dp
     source_N, place_N = ranks.dp_of_rank[stats.rank_N], ranks.place_of_rank[stats.rank_N]

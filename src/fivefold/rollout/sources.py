@@ -62,7 +62,7 @@ class EngineRollouts:
         self._step, self._round = -1, 0
 
     def next(self, step: int) -> list[Group]:
-        """This rank's groups of the next prompts; asked again in the same step it goes on with further prompts."""
+        """This rank's groups of the next prompts; asked again in the same step it takes further prompts."""
         self._round = self._round + 1 if step == self._step else 0
         self._step = step
         prompts = self._prompts.take(self._count)

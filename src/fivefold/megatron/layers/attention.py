@@ -66,7 +66,7 @@ class Packing(PackedSeqParams):
 
 
 def chunk_multiple(cp: int) -> int:
-    """A sequence is padded to a multiple of this, so that it can be cut over `cp` context-parallel ranks."""
+    """A sequence is padded to a multiple of this, so that it can be sharded over `cp` context-parallel ranks."""
     return 2 * cp if cp > 1 else 1
 
 

@@ -110,7 +110,7 @@ def _latent_attention() -> ModuleSpec:
 
 
 class Layer(TransformerLayer):
-    """Megatron-Core's layer, which tells its experts which tokens are real.
+    """Megatron-Core's layer, which hands its experts the mask of real tokens.
 
     They travel with the packing, because Megatron-Core's recomputation of a part of the layers drops its padding mask.
     """
@@ -145,7 +145,7 @@ class PolicyModel(GPTModel):
 
         With a value head: [2, S] the value at `before_S`, and 0.
 
-        All tokens are this rank's part of the sequences; `members_ST` says which real tokens each sequence has.
+        All tokens are this rank's part of the sequences; `sequence_mask_ST` marks the real tokens of each sequence.
         """
         if sequence_mask_ST is not None and self.config.sequence_parallel:
             group = self.pg_collection.tp

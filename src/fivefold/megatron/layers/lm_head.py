@@ -73,7 +73,7 @@ def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tenso
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-prob of a target and entropy over a vocabulary cut by rank; logits are made again in backward."""
+    """Log-prob of a target and entropy over a vocabulary sharded by rank; logits are made again in backward."""
 
     @staticmethod
     def forward(

@@ -21,7 +21,7 @@ from fivefold.megatron.layers.attention import Packing
 from fivefold.megatron.layers.norm import RMSNorm
 
 LATENT_NORM_EPS = 1e-6
-"""The norms of the latents have this eps whatever the model's rms_norm_eps says: the published code builds them so."""
+"""The norms of the latents have this eps whatever the model's rms_norm_eps is: the published code builds them so."""
 
 
 class MLANorm(RMSNorm):
@@ -46,9 +46,9 @@ class ReplicatedLinear(MegatronModule):
 
 
 class MultiLatentAttention(MLASelfAttention):
-    """Megatron-Core's latent attention with down-projections that are not cut, and rotary angles by packed position.
+    """Megatron-Core's latent attention with down-projections that are not sharded, and rotary angles by packed position.
 
-    Megatron-Core's own without Transformer Engine cuts the down-projections; the part of their gradient that comes through
+    Megatron-Core's own without Transformer Engine shards the down-projections; the part of their gradient that comes through
     the shared rotary key is then that of the rank's own heads only.
     """
 

@@ -41,7 +41,7 @@ class Router(TopKRouter):
     - `seq_aux_loss` (DeepSeek-V3, eq. 17-20): coef · Σ_s T_s/T · E Σ_i f_i(s) P_i(s), the mean over tokens of the
       sequence's balance;
     - `aux_loss` (Switch, eq. 4-6): coef · Σ_m T_m/T · E Σ_i f_i(m) P_i(m) over micro-batches m, so it depends on how the
-      replicas and micro-batches are cut: that is how it is defined;
+      replicas and micro-batches are divided: that is how it is defined;
     - z-loss (ST-MoE, eq. 5): coef · mean over tokens of logsumexp(logits)².
     """
 
@@ -60,7 +60,7 @@ class Router(TopKRouter):
         """Balance losses since the step began, times the tokens of the update, on this rank."""
 
     def forward(self, hidden: Tensor, sequence_mask_ST: Tensor) -> tuple[Tensor, Tensor]:
-        """([T, E] weights, [T, E] choice) of local tokens; `members_ST` says which real tokens a sequence has."""
+        """([T, E] weights, [T, E] choice) of local tokens; `sequence_mask_ST` marks the real tokens of each sequence."""
         self._maintain_float32_expert_bias()
         logits_TE = self.gating(hidden).view(-1, self.num_experts)
         logits_TE = self._add_z_loss(logits_TE, sequence_mask_ST)
@@ -121,12 +121,12 @@ class Router(TopKRouter):
 
 
 class MoE(MoELayer):
-    """Megatron-Core's layer; each token knows its sequence, so that the router can leave padding out."""
+    """Megatron-Core's layer; the router is given each token's sequence, so that it can leave padding out."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        assert padding_mask is not None, "the layer is told which tokens are real"
+        assert padding_mask is not None, "the layer needs the mask of real tokens"
 
         def compute(hidden: Tensor, sequence_mask_ST: Tensor) -> Tensor:
             shared = self.shared_experts_compute(hidden)
@@ -190,7 +190,7 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Experts by their number in the whole model, so that any cut reads what any other wrote."""
+        """Experts by their number in the whole model, so that any layout reads what any other wrote."""
         axes = len(sharded_offsets)
         ep, etp = (self.ep_group.rank(), self.ep_group.size()), (self.etp_group.rank(), self.etp_group.size())
         found = {}
