@@ -18,8 +18,8 @@ from fivefold.observability.profiler import profiled
 from fivefold.observability.run_logger import RunLogger, sample_rows
 from fivefold.rollout.stats import rollout_metrics
 from fivefold.trainer.evaluation import Evaluation
-from fivefold.trainer.metrics import peak_bytes, throughput, update_metrics
 from fivefold.trainer.models import Models
+from fivefold.trainer.update_metrics import peak_bytes, throughput, update_metrics
 from fivefold.types import Group, RolloutStats, StepReport
 
 
