@@ -46,7 +46,7 @@ docs: $(READY)
 
 # The README's picture of the demo, from what `make demo` left in ./demo.
 demo-curve: $(READY)
-	$(BIN)/python -m docs.curve demo/runs/grpo docs/demo-curve.svg val/arithmetic/accuracy reward/mean \
+	$(BIN)/python -m docs.curve demo/runs/grpo docs/demo-curve.svg val/arithmetic/mean@4 reward/mean \
 		--title "make demo: a tiny model learns to add"
 
 gsm8k: $(READY)

@@ -154,7 +154,7 @@ def sample_rows(step: int, groups: list[Group], count: int, kind: str) -> list[d
             "finished": group.samples[0].finished,
             "wall": time.time(),
         }
-        for group in groups[:count]
+        for group in [group for group in groups if group.samples][:count]
     ]
 
 
