@@ -31,10 +31,10 @@ test-cpus: $(READY)
 	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2
 	FIVEFOLD_TEST_THREADS=2 $(BIN)/python -m pytest -n 1
 
-# Every layout of tests/layouts.py for three models and two micro-batch budgets, as a table, and the tests that take minutes:
+# Every layout of tests/support/layout_cases.py for three models and two micro-batch budgets, as a table, and the tests that take minutes:
 # checkpoints of ten layouts read on all the others, the demo shortened. About twenty minutes on two cores.
 test-layouts: $(READY)
-	$(BIN)/python -m tests.layout_table
+	$(BIN)/python -m tests.megatron.layout_table
 	$(BIN)/python -m pytest -m slow --timeout=1800
 
 demo: $(READY)

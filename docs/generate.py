@@ -1,4 +1,4 @@
-"""Writes the reference pages from the code: `make docs`. tests/test_reference.py fails where they are not current.
+"""Writes the reference pages from the code: `make docs`. A test of tests/docs fails where they are not current.
 
 configuration.md: every key with its type, default, range and docstring, read from the dataclasses of config/.
 metrics.md: every metric, from observability/metrics.py.

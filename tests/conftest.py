@@ -8,24 +8,26 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.cluster import Cluster
-from tests.models import make_model
-from tests.zygote import THREADS, zygote
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_model
+from tests.support.zygote import THREADS, zygote
 
 # Threads that wait for each other on a busy machine spin: two processes of two threads cost several times what they compute.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 
 LONGEST_FIRST = (
-    "reshard", "cli_runs", "step_equality", "cuts", "methods_learn", "mcore_options", "megatron_hf", "engine", "cli_methods",
-    "packing", "routing", "critic", "guards",
+    "checkpoint/test_resharding", "launch/test_runs", "megatron/test_step_equality", "megatron/test_micro_batches",
+    "trainer/test_methods_learn", "config/test_mcore_options", "megatron/test_hugging_face",
+    "engines/test_transformers_engine", "launch/test_method_runs", "megatron/test_attention", "megatron/test_routing",
+    "megatron/test_critic", "megatron/test_guards",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take whole files in this order: a long one at the end would leave the other worker idle."""
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 def pytest_sessionfinish() -> None:

@@ -1,0 +1,822 @@
+"""Every formula against numbers written out by hand, and every objective against the slow loops of tests/support/loops.py."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fivefold.algo import Objective, kl, make_objective
+from fivefold.algo.advantages import AdvantageInputs, make_advantage
+from fivefold.algo.aggregate import AGGREGATES
+from fivefold.algo.correction import Correction, ratio_at
+from fivefold.algo.credit import GAE, DiscountedReturn, UniformCredit, before, whiten
+from fivefold.algo.importance_sampling import RATIOS, sequence, sequence_token
+from fivefold.algo.reward_shaping import overlong_penalty, repetition
+from fivefold.algo.segments import Segments
+from fivefold.algo.surrogates import SURROGATES, make_surrogate
+from fivefold.algo.values import ValueLoss
+from fivefold.config import methods
+from fivefold.config.findings import Findings
+from fivefold.config.method_rules import check_method
+from fivefold.config.ranges import check_values, within
+from fivefold.config.schema import AlgorithmConfig
+from fivefold.types import TokenBatch
+from tests.support import loops
+from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, Alone, as_lists
+
+
+def scores(rewards, groups=None, lengths=None, greedy=None) -> AdvantageInputs:
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    groups = torch.zeros(len(rewards), dtype=torch.long) if groups is None else torch.tensor(groups)
+    lengths = torch.ones(len(rewards), dtype=torch.long) if lengths is None else torch.tensor(lengths)
+    return AdvantageInputs(rewards, groups, lengths, None if greedy is None else torch.tensor(greedy, dtype=torch.float64))
+
+
+def whole(count: int) -> Segments:
+    """One sample of `count` response tokens."""
+    return Segments(torch.ones(count, dtype=torch.bool), [count])
+
+
+# --- advantages ------------------------------------------------------------------------------------------------------
+
+
+def test_group_advantages_of_the_field_s_test_case():
+    advantages = make_advantage("group", "group")(scores([1.0, 0, 0, 1]))
+    assert advantages.tolist() == pytest.approx([0.8660, -0.8660, -0.8660, 0.8660], abs=1e-4)
+
+
+def test_dr_grpo_subtracts_the_mean_only():
+    assert make_advantage("group", "none")(scores([1.0, 0, 0, 1])).tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_a_group_of_one_and_a_group_of_equals_give_zero():
+    for kind in ("group", "leave_one_out", "pass_at_k"):
+        for normalize in ("none", "group"):
+            advantage = make_advantage(kind, normalize)
+            assert advantage(scores([5.0])).tolist() == [0.0]
+            assert advantage(scores([2.0, 2.0, 7.0], [0, 0, 1])).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    assert make_advantage("leave_one_out", "none")(scores([3.0, 0, 0])).tolist() == pytest.approx([3.0, -1.5, -1.5])
+
+
+def test_opo_s_baseline_is_weighted_by_length():
+    found = make_advantage("length_weighted", "none")(scores([1.0, 0.0, 0.5], [0, 0, 1], [3, 1, 7]))
+    assert found.tolist() == pytest.approx([0.25, -0.75, 0.0])
+
+
+def test_gpg_scales_for_groups_that_tell_nothing():
+    found = make_advantage("group_scaled", "none")(scores([1.0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]))
+    assert found.tolist() == pytest.approx([0.5 * 3, -0.5 * 3, 0, 0, 0, 0])
+    assert make_advantage("group_scaled", "none")(scores([1.0] * 4)).tolist() == [0.0] * 4
+    # Three times 0.1 is not three equal parts of 0.3 in floating point, but it tells nothing either.
+    found = make_advantage("group_scaled", "none")(scores([0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1]))
+    assert found.tolist() == pytest.approx([0, 0, 0, 0.5 * 5 / 2, -0.5 * 5 / 2])
+
+
+def test_pass_at_k_rewards_the_best_by_its_lead():
+    found = make_advantage("pass_at_k", "none")(scores([0.2, 1.0, 0.7, 0.5, 0.5], [0, 0, 0, 1, 1]))
+    assert found.tolist() == pytest.approx([0, 0.3, 0, 0, 0])
+
+
+def test_remax_compares_with_the_greedy_response():
+    assert make_advantage("greedy_baseline", "none")(scores([1.0, 0.0], greedy=[0.25, 0.25])).tolist() == [0.75, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalize"),
+    [
+        (kind, normalize)
+        for kind in sorted(methods.ADVANTAGES)
+        for normalize in (["none", "group", "batch"] if kind in methods.NORMALIZED else ["none"])
+    ],
+)
+def test_every_advantage_equals_its_loop(kind, normalize):
+    draw = random.Random(4)
+    groups = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
+    rewards = [round(draw.random() * 4, 2) for _ in groups]
+    rewards[7] = rewards[8] = 0.5
+    lengths = [draw.randrange(1, 30) for _ in groups]
+    greedy = [draw.random() for _ in groups]
+    found = make_advantage(kind, normalize)(scores(rewards, groups, lengths, greedy))
+    assert found.tolist() == pytest.approx(
+        loops.advantages(kind, rewards, groups, lengths, normalize, greedy), rel=1e-5, abs=1e-7
+    )
+
+
+# --- credit ----------------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1], dtype=torch.bool)
+LENGTHS = [5, 2, 5]
+"""Responses of 3, 1 and 2 tokens behind prompts of 2, 1 and 3."""
+
+
+def test_gae_by_hand():
+    """γ = 0.5, λ = 0.5, values 1, 2, reward 3 at the end: δ = 0.5·2 - 1 = 0 and 3 - 2 = 1, so A = 0.25, 1 and R = 1.25, 3."""
+    values = torch.tensor([1.0, 2.0, 9.0])
+    samples = Segments(torch.tensor([False, True, True]), [3])
+    done = torch.tensor([True])
+    advantages, returns = GAE(0.5, 0.5)(torch.tensor([3.0]), torch.zeros(3), values, done, samples)
+    assert advantages.tolist() == pytest.approx([0, 0.25, 1.0])
+    assert returns.tolist() == pytest.approx([0, 1.25, 3.0])
+
+
+def test_a_response_that_was_cut_off_goes_on_with_the_critic_s_value():
+    """The same with 9 behind the last token: δ_2 = 3 + 0.5·9 - 2 = 5.5."""
+    values = torch.tensor([1.0, 2.0, 9.0])
+    samples = Segments(torch.tensor([False, True, True]), [3])
+    advantages, returns = GAE(0.5, 0.5)(torch.tensor([3.0]), torch.zeros(3), values, torch.tensor([False]), samples)
+    assert advantages.tolist() == pytest.approx([0, 0.25 * 5.5, 5.5])
+    assert returns.tolist() == pytest.approx([0, 1 + 0.25 * 5.5, 7.5])
+
+
+@pytest.mark.parametrize("kind", ["gae", "discounted", "response"])
+def test_credit_equals_its_loop(kind):
+    generator = torch.Generator().manual_seed(1)
+    values, penalties = torch.randn(2, 12, generator=generator)
+    penalties = penalties * MASK
+    earned, finished = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([True, False, False])
+    credit = {"gae": GAE(0.9, 0.8), "discounted": DiscountedReturn(0.9), "response": UniformCredit()}[kind]
+    advantages, returns = credit(earned, penalties, values, finished, Segments(MASK, LENGTHS))
+    assert not advantages[~MASK].any() and not returns[~MASK].any()
+    start = 0
+    for sample, length in enumerate(LENGTHS):
+        tokens = [t for t in range(start, start + length) if MASK[t]]
+        rewards = [-float(penalties[t]) for t in tokens]
+        rewards[-1] += float(earned[sample])
+        if kind == "response":
+            expected = [float(earned[sample])] * len(tokens)
+        elif kind == "discounted":
+            expected, _ = loops.gae(rewards, [0.0] * len(tokens), 0.0, 0.9, 1.0)
+        else:
+            behind = 0.0 if finished[sample] else float(values[tokens[-1]])
+            expected, targets = loops.gae(rewards, [float(values[t - 1]) for t in tokens], behind, 0.9, 0.8)
+            assert returns[tokens].tolist() == pytest.approx(targets, rel=1e-5, abs=1e-6)
+        assert advantages[tokens].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        start += length
+
+
+def test_gae_goes_over_the_turns_of_others():
+    """Tokens of the user between two turns take no part: the value before the next own token follows."""
+    mask = torch.tensor([False, True, False, False, True])
+    values = torch.tensor([0.5, 7.0, 8.0, 0.25, 3.0])
+    advantages, _ = GAE(1.0, 1.0)(torch.tensor([1.0]), torch.zeros(5), values, torch.tensor([True]), Segments(mask, [5]))
+    assert advantages.tolist() == pytest.approx([0, 0.5, 0, 0, 0.75])
+
+
+def test_whitening_looks_at_the_tokens_of_all_replicas():
+    values, mask = torch.tensor([1.0, 5.0, 2.0, 9.0, 4.0]), torch.tensor([True, True, False, True, True])
+    chosen = [1.0, 5.0, 9.0, 4.0]
+    mean, std = statistics.fmean(chosen), math.sqrt(statistics.variance(chosen) + 1e-8)
+    expected = [(x - mean) / std if m else 0.0 for x, m in zip(values.tolist(), mask.tolist(), strict=True)]
+    assert whiten(values, mask, lambda sums: sums).tolist() == pytest.approx(expected, rel=1e-6)
+    # Two replicas that each hold a part find the same, from each other's sums.
+    parts = [slice(0, 2), slice(2, 5)]
+    told = [[torch.tensor([2.0, 6.0]).double(), torch.tensor([2.0, 13.0]).double()], []]
+
+    def total_for(part):
+        step = iter([sum(told[0]), torch.tensor([sum((x - mean) ** 2 for x in chosen)]).double()])
+        return lambda sums: next(step)
+
+    for part in parts:
+        assert whiten(values[part], mask[part], total_for(part)).tolist() == pytest.approx(expected[part], rel=1e-6)
+
+
+# --- ratios and surrogates -------------------------------------------------------------------------------------------
+
+
+def test_ppo_clips_only_where_clipping_lowers_the_objective():
+    now = torch.tensor([1.5, 1.5, 0.5, 0.5]).log()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    assert make_surrogate("ppo_clip")(now, now, advantages, whole(4)).tolist() == pytest.approx([1.2, -1.5, 0.5, -0.8])
+    assert make_surrogate("ppo_clip", clip_high=0.28)(now, now, advantages, whole(4)).tolist() == pytest.approx(
+        [1.28, -1.5, 0.5, -0.8]
+    )
+
+
+def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_ratio_times_advantage():
+    now = torch.tensor([1.5, 1.1]).log().requires_grad_()
+    make_surrogate("ppo_clip")(now, now, torch.tensor([2.0, 2.0]), whole(2)).sum().backward()
+    assert now.grad.tolist() == pytest.approx([0.0, 2.2])
+
+
+def test_dual_clip_bounds_what_a_bad_token_may_cost():
+    now = torch.tensor([5.0, 2.0, 5.0]).log()
+    advantages = torch.tensor([-1.0, -1.0, 1.0])
+    assert make_surrogate("ppo_clip", dual_clip=3.0)(now, now, advantages, whole(3)).tolist() == pytest.approx(
+        [-3.0, -2.0, 1.2]
+    )
+
+
+def test_cispo_weights_the_log_likelihood_and_no_token_loses_its_gradient():
+    now = torch.tensor([3.0, 1.1, 0.1]).log().requires_grad_()
+    value = make_surrogate("cispo")(now - torch.zeros(3), now, torch.tensor([2.0, 2.0, -1.0]), whole(3))
+    assert value.tolist() == pytest.approx([1.2 * 2 * math.log(3), 1.1 * 2 * math.log(1.1), -0.1 * math.log(0.1)], rel=1e-5)
+    value.sum().backward()
+    assert now.grad.tolist() == pytest.approx([2.4, 2.2, -0.1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(1.5, 1.0), (-0.5, 1.05)])
+def test_sapo_s_gate_has_the_policy_gradient_at_ratio_one_and_fades_away_from_it(advantage, tau):
+    for ratio in (1.0, 1.4, 0.5, 6.0):
+        now = torch.tensor([ratio]).log().requires_grad_()
+        value = make_surrogate("sapo")(now, now, torch.tensor([advantage]), whole(1))
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert value.item() == pytest.approx(4 / tau * gate * advantage, rel=1e-5)
+        value.sum().backward()
+        # d/d log pi = 4 sigma (1 - sigma) rho A, which is A at rho = 1.
+        assert now.grad.item() == pytest.approx(4 * gate * (1 - gate) * ratio * advantage, rel=1e-4)
+
+
+def test_gmpo_is_the_advantage_times_the_geometric_mean_of_clipped_ratios():
+    """Log-ratios 1, 0.2 and -3 with clip 0.4: for A = 2 the first is clipped, exp((0.4 + 0.2 - 3) / 3); for A = -2 the last."""
+    d = torch.tensor([1.0, 0.2, -3.0], requires_grad=True)
+    up = make_surrogate("gmpo")(d, d, torch.full((3,), 2.0), whole(3))
+    assert up.tolist() == pytest.approx([2 * math.exp(-2.4 / 3)] * 3, rel=1e-6)
+    down = make_surrogate("gmpo")(d, d, torch.full((3,), -2.0), whole(3))
+    assert down.tolist() == pytest.approx([-2 * math.exp((1 + 0.2 - 0.4) / 3)] * 3, rel=1e-6)
+    up.mean().backward()
+    assert d.grad.tolist() == pytest.approx([0.0, 2 * math.exp(-0.8) / 3, 2 * math.exp(-0.8) / 3], rel=1e-5)
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
+    lengths = [3, 2, 5]
+    old = -torch.arange(10.0).flip(0) / 5
+    for form in (sequence, sequence_token):
+        now = (-torch.arange(10.0) / 7).requires_grad_()
+        log_ratio = form(now, old, Segments(mask, lengths))
+        difference = (now.detach() - old).tolist()
+        start = 0
+        for length in lengths:
+            tokens = [t for t in range(start, start + length) if mask[t]]
+            mean = sum(difference[t] for t in tokens) / len(tokens)
+            for t in tokens:
+                assert float(log_ratio[t].detach()) == pytest.approx(mean, rel=1e-5)
+            start += length
+        # GSPO's gradient goes to all tokens of the response alike, GSPO-token's to the token itself.
+        (grad,) = torch.autograd.grad(log_ratio[8], now)
+        expected = [0.0] * 7 + ([1 / 3] * 3 if form is sequence else [0.0, 1.0, 0.0])
+        assert grad.tolist() == pytest.approx(expected, abs=1e-7)
+
+
+def test_gspo_and_gspo_token_have_the_same_gradient_where_a_response_has_one_advantage():
+    gradients = []
+    for ratio in ("sequence", "sequence-token"):
+        batch = make_batch()
+        now = (-torch.linspace(0.1, 0.6, 15)).requires_grad_()
+        make_objective("gspo", importance_sampling_level=ratio, clip_low=0.9, clip_high=9.0).loss(
+            now, torch.zeros(15), batch
+        ).loss.backward()
+        gradients.append(now.grad)
+    assert torch.allclose(*gradients, atol=1e-7) and gradients[0].abs().max() > 0.01
+
+
+def test_log_likelihood_is_cross_entropy():
+    assert make_surrogate("log_likelihood")(
+        torch.zeros(2), torch.tensor([-1.0, -2.0]), torch.ones(2), whole(2)
+    ).tolist() == [-1.0, -2.0]
+
+
+def test_covariance_chooses_tokens_over_the_whole_update():
+    """Covariances 3.5·1.5, ...: kl-cov takes the largest, clip-cov random ones of those between its bounds."""
+    logprobs = torch.tensor([-4.0, -0.1, -0.2, -3.0, -0.5, -0.4])
+    advantages = torch.tensor([-2.0, 1.0, 1.0, -1.0, 0.5, 0.5])
+    mean_l, mean_a = statistics.fmean(logprobs.tolist()), statistics.fmean(advantages.tolist())
+    cov = [(x - mean_l) * (a - mean_a) for x, a in zip(logprobs.tolist(), advantages.tolist(), strict=True)]
+    order = sorted(range(6), key=lambda i: -cov[i])
+    found = make_surrogate("kl_cov", cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, torch.rand(6))
+    assert sorted(found.nonzero()[:, 0].tolist()) == sorted(order[:2])
+    uniform = torch.tensor([0.9, 0.5, 0.1, 0.2, 0.0, 0.3])
+    inside = [i for i in range(6) if 1.0 < cov[i] < 5.0]
+    assert len(inside) >= 3, cov
+    clip = make_surrogate("clip_cov", cov_fraction=0.34).select_tokens(logprobs, logprobs, advantages, uniform)
+    assert sorted(clip.nonzero()[:, 0].tolist()) == sorted(sorted(inside, key=lambda i: float(uniform[i]))[:2])
+    # A token that PPO's clip already leaves without a gradient is not taken.
+    old = logprobs.clone()
+    old[inside] -= torch.where(advantages[inside] > 0, 1.0, -1.0)
+    assert not make_surrogate("clip_cov", cov_fraction=0.34).select_tokens(logprobs, old, advantages, uniform).any()
+
+
+def test_clip_cov_leaves_tokens_out_and_kl_cov_pulls_them_back():
+    now = torch.tensor([1.1, 1.1]).log().requires_grad_()
+    samples = Segments(torch.ones(2, dtype=torch.bool), [2], torch.tensor([True, False]))
+    assert make_surrogate("clip_cov")(now, now, torch.ones(2), samples).tolist() == pytest.approx([0.0, 1.1])
+    value = make_surrogate("kl_cov", cov_kl_coef=0.5)(now, now, torch.ones(2), samples)
+    assert value.tolist() == pytest.approx([1.1 - 0.5 * math.log(1.1), 1.1])
+
+
+def test_dpo_by_hand():
+    """Log-ratios to the reference 0.5 + 0.1 and -0.2: the margin is 0.1·0.8, the loss -log σ(0.08) = 0.6540."""
+    samples = Segments(torch.ones(3, dtype=torch.bool), [2, 1])
+    value = make_surrogate("dpo")(torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples)
+    assert value.tolist() == pytest.approx([-0.65395] * 3, abs=1e-5)
+    smooth = make_surrogate("dpo", label_smoothing=0.2)(
+        torch.tensor([0.5, 0.1, -0.2]), torch.zeros(3), torch.ones(3), samples
+    )
+    assert smooth.tolist() == pytest.approx([0.8 * -0.65395 + 0.2 * math.log(1 / (1 + math.exp(0.08)))] * 3, abs=1e-5)
+
+
+# --- KL --------------------------------------------------------------------------------------------------------------
+
+
+def test_kl_estimators_of_one_token():
+    d = 0.3
+    logp, ref = torch.tensor([-1.0]), torch.tensor([-1.0 - d])
+    assert kl.k1(logp, ref).item() == pytest.approx(d)
+    assert kl.k2(logp, ref).item() == pytest.approx(d * d / 2)
+    assert kl.k3(logp, ref).item() == pytest.approx(math.exp(-d) + d - 1)
+    assert kl.absolute(ref, logp).item() == pytest.approx(d)
+
+
+@pytest.mark.parametrize("estimator", sorted(kl.ESTIMATORS))
+def test_every_estimator_and_its_gradient_equal_the_loop(estimator):
+    for logp, ref in [(-1.0, -0.3), (-0.2, -2.5), (-0.7, -0.7001)]:
+        now = torch.tensor([logp], requires_grad=True)
+        value = kl.ESTIMATORS[estimator](now, torch.tensor([ref]))
+        x = torch.tensor(logp, dtype=torch.float64, requires_grad=True)
+        expected = loops.kl(estimator, x, ref)
+        (slope,) = torch.autograd.grad(expected, x)
+        assert value.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-7)
+        value.sum().backward()
+        assert now.grad.item() == pytest.approx(slope.item(), rel=1e-4, abs=1e-6)
+
+
+def test_k1_and_k3_estimate_the_kl_of_two_distributions_and_k2_has_its_gradient():
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 5, generator=generator)
+    logits = logits.requires_grad_()
+    p, q = torch.log_softmax(logits, 0), torch.log_softmax(other, 0)
+    exact = (p.exp() * (p - q)).sum()
+    for estimator in (kl.k1, kl.k3):
+        assert (p.exp() * estimator(p, q)).sum().item() == pytest.approx(exact.item(), rel=1e-5)
+    (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for name in ("k2", "k1+", "k3+", "abs+"):
+        value = (p.exp().detach() * kl.ESTIMATORS[name](p, q)).sum()
+        (found,) = torch.autograd.grad(value, logits, retain_graph=True)
+        assert torch.allclose(found, slope, atol=1e-6), name
+    # Without the straight-through form k1 has no gradient on average: that is why it exists.
+    (nothing,) = torch.autograd.grad((p.exp().detach() * kl.k1(p, q)).sum(), logits)
+    assert nothing.abs().max() < 1e-6
+
+
+def test_the_adaptive_coefficient_moves_towards_the_target():
+    """Twice the target is bounded to +20 %: 0.1 · (1 + 0.2 · 256 / 1024) = 0.105; 10 % under it is -10 %."""
+    assert kl.adapt(0.1, 0.2, 0.1, 256, 1024) == pytest.approx(0.105)
+    assert kl.adapt(0.1, 0.09, 0.1, 256, 1024) == pytest.approx(0.1 * (1 - 0.1 / 4))
+    moved, fixed = make_objective("grpo", kl=methods.KLConfig(coef=0.1, target=0.1, horizon=1024)), make_objective("grpo")
+    moved.adapt_kl(0.2, 256)
+    fixed.adapt_kl(9.0, 256)
+    assert (moved.kl_coef, fixed.kl_coef) == (pytest.approx(0.105), 0.001)
+
+
+def test_a_penalty_in_the_reward_comes_before_advantages_are_made():
+    """One group of two: with KL sums 2 and 0 and coefficient 0.25 the rewards 1, 1 become 0.5, 1."""
+    mask = torch.tensor([False, True, True, False, True])
+    batch = TokenBatch(torch.zeros(5, dtype=torch.long), mask, [3, 2])
+    batch.old_logprobs_T = torch.tensor([0.0, -1.0, -1.0, 0.0, -1.0])
+    batch.ref_logprobs_T = torch.tensor([0.0, -2.0, -2.0, 0.0, -1.0])
+    objective = make_objective("dr_grpo", kl=methods.KLConfig(estimator="k1", coef=0.25, place="reward"))
+    advantages, _ = objective.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
+    assert advantages.tolist() == pytest.approx([0, -0.25, -0.25, 0, 0.25])
+    # With returns token by token, a token does not pay for what came before it.
+    plus = make_objective("reinforce_plus_plus", whiten=False, kl=methods.KLConfig(coef=0.25))
+    advantages, _ = plus.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
+    assert advantages.tolist() == pytest.approx([0, 0.5, 0.75, 0, 1.0])
+
+
+# --- rewards, weights ------------------------------------------------------------------------------------------------
+
+
+def test_the_overlong_penalty_is_dapo_s_equation_13():
+    """L_max 10, cache 4: nothing up to 6, then (6 - length) / 4, -1 at 10."""
+    found = overlong_penalty(torch.tensor([3, 6, 7, 9, 10]), 10, 4, 1.0)
+    assert found.tolist() == pytest.approx([0, 0, -0.25, -0.75, -1.0])
+    shape_rewards = make_objective("dapo", overlong_buffer=0.4, overlong_penalty=2.0, reward_clip=1.2).shape_rewards(
+        torch.tensor([1.0, 1.0, 5.0], dtype=torch.float64), torch.tensor([6, 10, 3]), 10
+    )
+    assert shape_rewards.tolist() == pytest.approx([1.0, -1.0, 1.2])
+
+
+def test_repetition_is_the_share_of_n_grams_that_were_there_before():
+    assert repetition([1, 2, 3, 4, 5, 6]) == 0.0
+    assert repetition([7] * 10) == pytest.approx(6 / 7)
+    assert repetition([1, 2]) == 0.0
+
+
+def test_aggregations_against_their_definitions():
+    lengths, loss = [2, 3, 0], [[1.0, 2.0], [3.0, 4.0, 5.0], []]
+
+    def weighted(name):
+        weights = AGGREGATES[name](torch.tensor(lengths), 8)
+        return sum(float(weights[i]) * sum(loss[i]) for i in range(3))
+
+    assert weighted("token-mean") == pytest.approx(15 / 5)
+    assert weighted("seq-mean-token-mean") == pytest.approx((1.5 + 4.0 + 0) / 3)
+    assert weighted("seq-mean-token-sum") == pytest.approx(15 / 3)
+    assert weighted("constant-length") == pytest.approx(15 / 8 / 3)
+
+
+def test_responses_that_were_cut_off_can_be_left_out_of_loss_and_denominator():
+    objective = make_objective("dapo", overlong_filter=True)
+    weights = objective.loss_weights(torch.tensor([2, 3, 5]), 8, torch.tensor([True, False, True]))
+    assert weights.tolist() == pytest.approx([1 / 7, 0, 1 / 7])
+
+
+def test_advantages_are_kept_within_their_bound():
+    batch = make_batch()
+    given = scores([5.0, -3.0, 0.0], [0, 1, 2])
+    objective = make_objective("ppo", credit="response", whiten=False, advantage_clip=2.0)
+    found, _ = objective.advantages(batch, given, torch.ones(3, dtype=torch.bool), Alone())
+    assert sorted(set(found.tolist())) == [-2.0, 0.0, 2.0]
+
+
+# --- correction ------------------------------------------------------------------------------------------------------
+
+
+def test_correction_weights_by_hand():
+    """Ratios trainer / engine 4, 1.5, 0.1 in one response: product 0.6, geometric mean 0.6^(1/3) = 0.8434."""
+    gap, samples = torch.tensor([4.0, 1.5, 0.1]).log(), whole(3)
+
+    def weights(**choices):
+        weight, kept = Correction(**choices)(gap, samples)
+        return pytest.approx(weight.tolist(), rel=1e-5), kept.tolist()
+
+    assert weights(weight="token", high=2.0)[0] == [2.0, 1.5, 0.1]
+    assert weights(weight="token", high=2.0, outside="mask")[0] == [0.0, 1.5, 0.1]
+    assert weights(weight="token", low=0.5, high=5.0, outside="mask")[0] == [4.0, 1.5, 0.0]
+    assert weights(weight="sequence", high=2.0)[0] == [0.6] * 3
+    assert weights(weight="sequence", high=0.5, outside="mask")[0] == [0.0] * 3
+    assert weights(weight="geometric")[0] == [0.6 ** (1 / 3)] * 3
+    assert weights(reject="token", reject_low=0.5, reject_high=2.0)[1] == [False, True, False]
+    assert weights(reject="geometric", reject_low=0.9, reject_high=1.1)[1] == [False] * 3
+    assert float(ratio_at("sequence", gap, samples)[0]) == pytest.approx(0.6, rel=1e-5)
+
+
+CORRECTIONS = {name: methods.CorrectionConfig(name=name) for name in methods.CORRECTIONS}
+CORRECTIONS |= {
+    level: methods.CorrectionConfig(reject=level, reject_low=low, reject_high=high)
+    for level, low, high in [("token", 0.7, 1.4), ("sequence", 0.5, 1.5), ("geometric", 0.8, 1.0)]
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_what_is_masked_or_rejected_keeps_its_place_in_the_denominator(name):
+    objective = make_objective("grpo", rollout_correction=CORRECTIONS[name])
+    batch = make_batch()
+    out = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch)
+    expected = loops.loss(methods.resolve("grpo", given(rollout_correction=CORRECTIONS[name])), as_lists(batch), 8)
+    assert float(out.loss) == pytest.approx(float(expected), rel=1e-5, abs=1e-7)
+    if name not in methods.CORRECTIONS:
+        assert 0.1 < float(out.sums["rollout_correction/rejected_fraction"]) < 0.9
+
+
+def given(**choices):
+    return methods.Choices(**choices)
+
+
+def test_the_metrics_of_correction():
+    batch = make_batch()
+    objective = make_objective("grpo", rollout_correction=methods.CorrectionConfig(name="mis", high=1.2))
+    out = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch)
+    metrics = objective.finalize_metrics({name: float(value) for name, value in out.sums.items()})
+    ratios = [
+        math.exp(float(a - b))
+        for a, b, m in zip(batch.old_logprobs_T, batch.rollout_logprobs_T, batch.loss_mask_T, strict=True)
+        if m
+    ]
+    weights = [r if r <= 1.2 else 0.0 for r in ratios]
+    n = len(ratios)
+    assert metrics["rollout_correction/ratio_mean"] == pytest.approx(sum(ratios) / n, rel=1e-5)
+    assert metrics["rollout_correction/masked_fraction"] == pytest.approx(sum(w == 0 for w in weights) / n)
+    assert 0 < metrics["rollout_correction/masked_fraction"] < 1
+    assert metrics["rollout_correction/weight_mean"] == pytest.approx(sum(weights) / n, rel=1e-5)
+    ess = sum(weights) ** 2 / (n * sum(w * w for w in weights))
+    assert metrics["rollout_correction/effective_sample_size"] == pytest.approx(ess, rel=1e-5)
+    assert float(out.maxima["rollout_correction/ratio_max"]) == pytest.approx(max(ratios), rel=1e-5)
+
+
+# --- the loss as a whole ---------------------------------------------------------------------------------------------
+
+
+def make_batch(samples: int = 3) -> TokenBatch:
+    lengths, prompts = ([5, 4, 6], [2, 1, 3]) if samples == 3 else ([5, 4, 6, 3], [2, 1, 3, 1])
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)])
+    batch = TokenBatch(torch.arange(total), mask, lengths, samples_per_comparison=1 if samples == 3 else 2)
+    responses = torch.tensor([n - p for n, p in zip(lengths, prompts, strict=True)])
+    generator = torch.Generator().manual_seed(5)
+    batch.advantages_T = batch.expand_to_tokens(torch.tensor([1.0, -0.5, 0.25, -1.0][:samples]))
+    batch.loss_weights_T = batch.expand_to_tokens(AGGREGATES["seq-mean-token-mean"](responses, 8))
+    batch.update_tokens = int(responses.sum())
+    for name in ("old_logprobs_T", "ref_logprobs_T", "rollout_logprobs_T"):
+        setattr(batch, name, -torch.rand(total, generator=generator) * mask)
+    batch.selected_T = (torch.rand(total, generator=generator) < 0.4) & mask
+    return batch
+
+
+def changed(**more):
+    return {**more, "kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.3}
+
+
+@pytest.mark.parametrize(("surrogate", "ratio", "aggregate"), COMBINATIONS)
+def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggregate):
+    """With KL, entropy and truncated weights, as one micro-batch and as three."""
+    own = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
+    choices = changed(
+        surrogate=surrogate, aggregate=aggregate, rollout_correction=methods.CorrectionConfig(name="tis", high=1.3), **own
+    )
+    objective, resolved = make_objective("cispo", **choices), methods.resolve("cispo", given(**choices))
+    batch = make_batch()
+    responses = torch.tensor([3, 3, 3])
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
+    batch.per_micro_batch = objective.per_micro_batch
+    entropy = torch.linspace(0.5, 2.0, 15) * batch.loss_mask_T
+    for cut in ([[0, 1, 2]], [[2], [0, 1]]):
+        now = (-torch.linspace(0.1, 1.5, 15)).requires_grad_()
+        x = now.detach().double().requires_grad_()
+        expected = loops.loss(resolved, as_lists(batch, x, entropy), 8, cut)
+        expected.backward()
+        batch.update_micro_batches = len(cut)
+        total = 0.0
+        for samples in cut:
+            index = batch.token_index(samples)
+            total = total + objective.loss(now[index], entropy[index], batch.select(samples)).loss
+        total.backward()
+        assert total.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+        assert torch.allclose(now.grad.double(), x.grad, atol=1e-6)
+        assert x.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(methods.METHODS))
+def test_every_method_and_its_gradient_equal_the_loop(name):
+    resolved = methods.resolve(name)
+    objective = Objective.of(resolved)
+    batch = make_batch(4)
+    responses = torch.tensor([3, 3, 3, 2])
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
+    now = (-torch.linspace(0.1, 1.5, 18)).requires_grad_()
+    x = now.detach().double().requires_grad_()
+    expected = loops.loss(resolved, as_lists(batch, x), 8)
+    expected.backward()
+    loss = objective.loss(now, torch.zeros(18), batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    assert torch.allclose(now.grad.double() * batch.loss_mask_T, x.grad * batch.loss_mask_T, atol=1e-6)
+    assert x.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(methods.METHODS))
+@pytest.mark.parametrize("cut", [[[0, 1], [2, 3]], [[2, 3], [0, 1], []]])
+def test_the_loss_its_gradient_and_its_metrics_are_the_same_for_every_cut(name, cut):
+    batch = make_batch(4)
+    objective = Objective.of(methods.resolve(name))
+
+    def run(pieces):
+        logprobs = (-torch.linspace(0.1, 1.5, 18)).requires_grad_()
+        total, sums, highest = 0.0, {}, {}
+        for samples in pieces:
+            index, part = batch.token_index(samples), batch.select(samples)
+            out = objective.loss(logprobs[index] * part.loss_mask_T, torch.ones(len(index)) * part.loss_mask_T, part)
+            total = total + out.loss
+            for key, value in out.sums.items():
+                sums[key] = sums.get(key, 0.0) + float(value)
+            for key, value in out.maxima.items():
+                highest[key] = max(highest.get(key, 0.0), float(value))
+        total.backward()
+        return total.item(), logprobs.grad, sums, highest
+
+    loss, gradient, sums, highest = run([[0, 1, 2, 3]])
+    other = run(cut)
+    assert other[0] == pytest.approx(loss, rel=1e-6)
+    assert torch.allclose(other[1], gradient, atol=1e-7)
+    assert other[2] == pytest.approx(sums, rel=1e-5, abs=1e-7)
+    assert other[3] == pytest.approx(highest)
+
+
+def test_an_entropy_bonus_raises_the_objective_by_its_weighted_entropy():
+    batch = make_batch()
+    plain, with_bonus = (make_objective("grpo", entropy_coef=coef) for coef in (0.0, 0.2))
+    logprobs, entropy = -torch.linspace(0.1, 1.5, 15) * batch.loss_mask_T, torch.linspace(0.5, 2.0, 15) * batch.loss_mask_T
+    difference = float(plain.loss(logprobs, entropy, batch).loss - with_bonus.loss(logprobs, entropy, batch).loss)
+    assert difference == pytest.approx(0.2 * float((entropy * batch.loss_weights_T).sum()), rel=1e-5)
+
+
+# --- the critic's loss -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 0.05])
+def test_the_value_loss_and_its_gradient_equal_the_loop(clip):
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(8)
+    batch.values_T, batch.returns_T = torch.randn(2, 15, generator=generator)
+    batch.returns_T = batch.returns_T * batch.loss_mask_T
+    now = torch.randn(15, generator=generator).requires_grad_()
+    x = now.detach().double().requires_grad_()
+    expected, errors, returns = 0.0, [], []
+    for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
+        value, old, target = x[t - 1], float(batch.values_T[t - 1]), float(batch.returns_T[t])
+        error = (value - target) ** 2
+        if clip is not None:
+            near = loops.clip(value, old - clip, old + clip)
+            error = max(error, (near - target) ** 2, key=float)
+        expected = expected + 0.5 * error * float(batch.loss_weights_T[t])
+        errors.append(target - float(value))
+        returns.append(target)
+    expected.backward()
+    out = ValueLoss(clip)(now, torch.zeros(15), batch)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(now.grad.double(), x.grad, atol=1e-6)
+    metrics = ValueLoss(clip).finalize_metrics({name: float(value) for name, value in out.sums.items()})
+    explained = 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
+    assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-4)
+    assert metrics["critic/return_mean"] == pytest.approx(statistics.fmean(returns), rel=1e-5, abs=1e-7)
+    assert set(metrics) <= {
+        f"critic/{name}" for name in ("value_mean", "return_mean", "return_std", "explained_variance", "clip_fraction")
+    }
+
+
+def test_the_value_before_a_token_is_that_of_the_text_up_to_the_one_before():
+    assert before(torch.tensor([5.0, 1.0, 2.0]))[1:].tolist() == [5.0, 1.0]
+
+
+# --- rows and choices ------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_complete_and_makes_sense():
+    for name in methods.METHODS:
+        findings = Findings()
+        check_values(methods.METHODS[name], findings)
+        check_method(findings, name, methods.Choices(), group_size=4)
+        assert findings == Findings(), name
+        Objective.of(methods.resolve(name))
+    assert set(methods.RATIOS) == set(RATIOS) and set(methods.AGGREGATES) == set(AGGREGATES)
+    assert set(methods.ESTIMATORS) == set(kl.ESTIMATORS) and set(methods.SURROGATES) == set(SURROGATES)
+
+
+def test_the_parameters_in_a_surrogate_s_row_are_the_fields_of_its_class():
+    import dataclasses
+
+    for name, row in methods.SURROGATES.items():
+        own = {item.name for item in dataclasses.fields(SURROGATES[name])}
+        if name == "clip_cov":
+            own -= {"dual_clip"}
+        assert own == set(row.parameters), name
+        for key, parameter in row.parameters.items():
+            assert parameter.default is None or parameter.default in parameter.range, (name, key)
+            assert make_surrogate(name, **{key: 0.25}) != make_surrogate(name), (name, key)
+
+
+def test_a_row_with_a_new_parameter_is_checked_and_resolved_without_a_branch(monkeypatch):
+    row = methods.SurrogateRow({"beta": methods.Parameter(0.5, within("[0, 1)"))}, levels=("token",))
+    monkeypatch.setitem(methods.SURROGATES, "softened", row)
+    assert methods.resolve("grpo", given(surrogate="softened")).beta == 0.5
+    for change, says in (({"beta": 1.0}, r"beta must be in \[0, 1\): got 1.0"), ({"clip_low": 0.1}, "not to softened")):
+        with pytest.raises(ValueError, match=says):
+            make_objective("grpo", surrogate="softened", **change)
+
+
+def test_a_new_method_is_a_new_row(monkeypatch):
+    monkeypatch.setitem(methods.METHODS, "mine", methods.Method(advantage="leave_one_out", surrogate="cispo", clip_high=0.4))
+    assert make_objective("mine").surrogate == make_surrogate("cispo", clip_high=0.4)
+    monkeypatch.setitem(methods.METHODS, "robust_dpo", replace(methods.METHODS["dpo"], label_smoothing=0.1))
+    config = AlgorithmConfig(name="robust_dpo", group_size=4)
+    assert (config.offline, config.samples_per_comparison, config.samples_per_prompt) == (True, 2, 2)
+    assert config.needs_reference and config.method.columns == ("chosen_key", "rejected_key")
+    assert make_objective("robust_dpo").needs_reference
+
+
+def test_what_the_ratio_compares_with_is_the_row_s():
+    kinds = {name: make_objective(name).ratio_reference for name in ("grpo", "rloo", "sft", "dpo")}
+    assert kinds == {"grpo": "old", "rloo": "nothing", "sft": "nothing", "dpo": "reference"}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(number):
+    with pytest.raises(ValueError, match=r"algorithm\.clip_high must be a finite number"):
+        make_objective("grpo", clip_high=number)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "says"),
+    [
+        ("sft", {"normalize": "group"}, "normalize belongs to"),
+        ("rloo", {"clip_low": 0.1}, "clip_low belongs to ppo_clip, gmpo, cispo, clip_cov"),
+        ("grpo", {"clip_low": 1.5}, r"clip_low must be in \[0, 1\]"),
+        ("rloo", {"importance_sampling_level": "sequence"}, "compare with the policy before the update"),
+        ("gmpo", {"importance_sampling_level": "sequence"}, "looks at tokens itself"),
+        ("cispo", {"dual_clip": 3.0}, "dual_clip belongs to ppo_clip"),
+        ("grpo", {"dual_clip": 1.1}, r"above 1 \+ clip_high"),
+        ("opo", {"normalize": "group"}, "normalize belongs to"),
+        ("grpo", {"lam": 0.9}, "lam belongs to credit: gae"),
+        ("grpo", {"gamma": 0.9}, "gamma belongs to credit: discounted or gae"),
+        ("ppo", {"lam": 1.5}, r"lam must be in \[0, 1\]"),
+        ("grpo", {"surrogate": "dpo"}, "write name: dpo"),
+        ("grpo", {"surrogate": "ppo"}, "surrogate must be one of ppo_clip"),
+        ("grpo", {"advantage": "nowhere.py:mine"}, "no file at nowhere.py"),
+        ("grpo", {"advantage": "given"}, "advantage must be one of reward, group"),
+        ("sft", {"advantage": "group"}, "advantage has nothing to act on: sft does not sample"),
+        ("grpo", {"beta": 0.1}, "beta belongs to dpo, not to ppo_clip"),
+        ("dpo", {"beta": 0.0}, "beta must be above 0: got 0.0"),
+        ("gmpo", {"clip_low": -1.0}, "clip_low must be at least 0: got -1.0"),
+        ("grpo", {"credit": "gea"}, "credit must be one of response, discounted, gae"),
+        ("sft", {"credit": "gae"}, "credit has nothing to act on"),
+        ("sft", {"dynamic_sampling": True}, "does not sample"),
+        ("dpo", {"kl": methods.KLConfig(coef=0.1)}, "has the reference in its loss already"),
+        ("dpo", {"aggregate": "token-mean"}, "every pair counts alike"),
+        ("grpo", {"kl": methods.KLConfig(estimator="k3+", place="reward")}, "write k3"),
+        ("dapo", {"kl": methods.KLConfig(target=0.1)}, "must start above 0"),
+        (
+            "grpo",
+            {"rollout_correction": methods.CorrectionConfig(name="tis", old_logprobs_from="engine")},
+            "leave weight and reject none",
+        ),
+        ("grpo", {"rollout_correction": methods.CorrectionConfig(name="tis", low=3.0)}, "0 <= low < high"),
+        (
+            "rloo",
+            {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="engine")},
+            "which log_likelihood does not have",
+        ),
+    ],
+)
+def test_a_choice_that_makes_no_sense_is_refused_with_the_reason(method, change, says):
+    with pytest.raises(ValueError, match=says):
+        make_objective(method, **change)
+
+
+def test_a_group_of_one_is_refused_where_samples_are_compared():
+    def errors(name: str) -> list[str]:
+        findings = Findings()
+        check_method(findings, name, methods.Choices(), group_size=1)
+        return findings.errors
+
+    assert "at least 2" in errors("grpo")[0]
+    assert errors("ppo") == errors("remax") == errors("sft") == []
+
+
+def test_another_surrogate_does_not_take_over_the_row_s_numbers():
+    assert make_objective("dapo").surrogate == make_surrogate("ppo_clip", clip_high=0.28)
+    assert make_objective("dapo", surrogate="cispo").surrogate == make_surrogate("cispo")
+    assert make_objective("gspo", surrogate="cispo", clip_high=0.5).surrogate == make_surrogate("cispo", clip_high=0.5)
+
+
+USER = """
+import torch
+
+def centred(scores):
+    return (scores.rewards_N - scores.rewards_N.mean()).float()
+
+def linear(log_ratio_T, logprobs_T, advantages_T, samples):
+    return log_ratio_T * advantages_T
+
+def half(logprobs_T, old_logprobs_T, samples):
+    return (logprobs_T - old_logprobs_T) / 2
+
+def by_root(response_lengths_N, max_response_tokens):
+    return 1 / response_lengths_N.double().sqrt()
+
+def last_only(advantages_N, penalties_T, samples):
+    ends_N = torch.tensor(samples.lengths_N).cumsum(0) - 1
+    return torch.zeros(len(penalties_T)).index_copy(0, ends_N, advantages_N)
+
+def halved(log_ratio_T, samples):
+    return (log_ratio_T / 2).exp()
+
+def cubic(logprobs_T, ref_logprobs_T):
+    return (logprobs_T - ref_logprobs_T).abs() ** 3
+"""
+
+
+def test_a_function_of_the_user_s_own_plugs_in_on_every_axis(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(USER)
+    objective = make_objective(
+        "grpo",
+        advantage=f"{path}:centred",
+        normalize="none",
+        surrogate=f"{path}:linear",
+        importance_sampling_level=f"{path}:half",
+        aggregate=f"{path}:by_root",
+        kl=methods.KLConfig(estimator=f"{path}:cubic", coef=0.5),
+        credit=f"{path}:last_only",
+        rollout_correction=methods.CorrectionConfig(weight=f"{path}:halved", high=1.1),
+    )
+    assert objective.advantage(scores([1.0, 3.0])).tolist() == [-1.0, 1.0]
+    batch = make_batch()
+    found, _ = objective.advantages(batch, scores([1.0, 3.0, 5.0]), torch.ones(3, dtype=torch.bool), Alone())
+    assert found.nonzero()[:, 0].tolist() == [4, 14] and found[[4, 8, 14]].tolist() == [-2.0, 0.0, 2.0]
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(torch.tensor([3, 3, 3]), 8))
+    now = -torch.linspace(0.1, 1.5, 15)
+    expected = 0.0
+    for t in batch.loss_mask_T.nonzero()[:, 0].tolist():
+        weight = min(math.exp(float(batch.old_logprobs_T[t] - batch.rollout_logprobs_T[t]) / 2), 1.1)
+        gain = weight * float(now[t] - batch.old_logprobs_T[t]) / 2 * float(batch.advantages_T[t])
+        expected -= (gain - 0.5 * abs(float(now[t] - batch.ref_logprobs_T[t])) ** 3) / math.sqrt(3)
+    assert float(objective.loss(now, torch.zeros(15), batch).loss) == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,147 @@
+"""A checkpoint of any layout loads on any other: parameters and optimizer moments by name."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.config.schema import MegatronConfig
+from tests.support.layout_cases import VPP2, Case
+from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
+
+CASES = [
+    Case("d1"),
+    Case("d2"),
+    Case("t2"),
+    Case("p2", VPP2),
+    Case("p2", {"num_layers_in_first_pipeline_stage": 1}),
+    Case("c2"),
+    Case("d2e2"),
+    Case("t2e2"),
+    Case("(attn:d2t2|ffn:t2e2)"),
+    Case("t2p2e2"),
+]
+FIELDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+def policy_of(case: Case):
+    return replace(POLICY, tokens_per_micro_batch=64, megatron=MegatronConfig(pipeline=case.pipeline, transformer=ROUTER))
+
+
+def optimizer_by_name(model, mesh) -> dict[str, torch.Tensor]:
+    """Float32 parameter, moments and step of every parameter by name, gathered over the optimizer's replicas."""
+    from fivefold.megatron.construct import _whole_name
+
+    found: dict[str, torch.Tensor] = {}
+    for outer in model._trainer.optimizer.chained_optimizers:
+        for buffers in outer.per_model_buffers.values():
+            for buffer in buffers:
+                for bucket in buffer.buckets:
+                    for parameter in bucket.params_list:
+                        found[id(parameter)] = _gather_state(outer, parameter, buffer.data_parallel_group)
+    named = {}
+    for chunk in model._chunks:
+        for name, parameter in chunk.named_parameters():
+            named[_whole_name(name, chunk)] = found[id(parameter)]
+    return named
+
+
+@torch.no_grad()
+def _gather_state(outer, parameter, group):
+    total = torch.zeros(3, parameter.numel(), dtype=torch.float64)
+    step = torch.zeros(1, dtype=torch.float64)
+    if parameter in outer.model_param_gbuf_map:
+        place = outer._get_model_param_range_map(parameter)["param"]
+        state = outer._get_main_param_and_optimizer_states(parameter)
+        for row, name in enumerate(FIELDS):
+            total[row, place.start : place.end] = state[name].double().flatten()
+        step[0] = float(state["step"])
+    torch.distributed.all_reduce(total, group=group)
+    torch.distributed.all_reduce(step, torch.distributed.ReduceOp.MAX, group=group)
+    return torch.cat([total.view(3, *parameter.shape).flatten(), step])
+
+
+def whole_state(model, mesh) -> dict[str, torch.Tensor]:
+    """The optimizer's state under Hugging Face names, made whole as weights are: it is streamed through the same cuts."""
+    states = optimizer_by_name(model, mesh)
+    whole: dict[str, torch.Tensor] = {}
+    for index, field in enumerate(FIELDS):
+        for chunk in model._chunks:
+            from fivefold.megatron.construct import _whole_name
+
+            for name, parameter in chunk.named_parameters():
+                values = states[_whole_name(name, chunk)][:-1].view(3, *parameter.shape)[index]
+                parameter.data.copy_(values)
+        whole |= {f"{key}.{field}": tensor.clone() for key, tensor in model.weights()}
+    steps = {float(state[-1]) for state in states.values()}
+    assert len(steps) == 1
+    return whole | {"step": torch.tensor(steps.pop())}
+
+
+def train_and_save(mesh, directory: Path, case: Case, path: Path):
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, policy_of(case), mesh, total_updates=4)
+    own = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    mine = whole_batch().select(own)
+    base = model.forward(mine)
+    mine = replace(mine, old_logprobs_T=base + mine.old_logprobs_T)
+    for _ in range(2):
+        model.train_step(mine, OBJECTIVE.loss)
+    model.save(path)
+    weights = {name: tensor.clone() for name, tensor in model.weights()}
+    return weights, whole_state(model, mesh)
+
+
+def load_and_step(mesh, directory: Path, case: Case, path: Path, fault: bool = False):
+    from fivefold.megatron import dist_checkpoint
+    from fivefold.megatron.model import MegatronModel
+
+    if fault:
+        dist_checkpoint._load_optimizer = lambda trainer, loaded: None
+    model = MegatronModel(directory, policy_of(case), mesh, total_updates=4, read_weights=False)
+    model.load(path)
+    weights = {name: tensor.clone() for name, tensor in model.weights()}
+    return weights, whole_state(model, mesh), model.version
+
+
+OTHERS = range(1, len(CASES))
+
+
+@pytest.mark.parametrize(
+    ("name", "aheads"),
+    [
+        ("qwen3_moe", [1]),
+        ("deepseek_v3", [3]),
+        pytest.param("qwen3_moe", OTHERS, marks=pytest.mark.slow, id="qwen3_moe-all"),
+        pytest.param("deepseek_v3", OTHERS, marks=pytest.mark.slow, id="deepseek_v3-all"),
+    ],
+)
+def test_a_checkpoint_of_any_of_ten_layouts_loads_on_any_other(cluster, models, tmp_path, name, aheads):
+    """Written on each of ten and read on others of them; `make test-layouts` reads each on all others."""
+    written = {}
+    for number, case in enumerate(CASES):
+        path = tmp_path / str(number)
+        path.mkdir()
+        written[number] = cluster.run(train_and_save, f"megatron:{case.layout}", models(name), case, path)[0]
+    for number, ahead in itertools.product(range(len(CASES)), aheads):
+        reader = CASES[(number + ahead) % len(CASES)]
+        results = cluster.run(load_and_step, f"megatron:{reader.layout}", models(name), reader, tmp_path / str(number))
+        for weights, state, version in results:
+            assert version == 2
+            for before, after in ((written[number][0], weights), (written[number][1], state)):
+                assert set(before) == set(after)
+                for key, tensor in before.items():
+                    assert torch.equal(tensor, after[key]), f"{key} of {CASES[number]} read on {reader}"
+
+
+def test_moments_that_are_not_loaded_are_seen(cluster, models, tmp_path):
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    _, before = cluster.run(train_and_save, "megatron:t2", models("qwen3_moe"), Case("t2"), path)[0]
+    _, after, _ = cluster.run(load_and_step, "megatron:d2", models("qwen3_moe"), Case("d2"), path, True)[0]
+    assert not all(torch.equal(before[key], after[key]) for key in before)

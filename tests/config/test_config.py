@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.config import ConfigError, dialects, dump_yaml, load_config, make_config
+from fivefold.config.loader import read, translate
+from fivefold.user_code import load_user_code
+from tests.support.commands import fivefold, program, python, with_cpu_seconds
+
+GOOD = """
+model: {path: m}
+policy: {backend: "megatron:d2t2", dtype: float32, tokens_per_micro_batch: 2048, optimizer: {lr: 1e-6}}
+data: {train: a.parquet, prompts_per_step: 8}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_configuration_reads_back_what_it_dumps(tmp_path):
+    config = load_config(write(tmp_path, GOOD))
+    assert config.policy.optimizer.lr == 1e-6
+    assert config.data.train == ["a.parquet"]
+    again = load_config(write(tmp_path, dump_yaml(config)))
+    assert again == config
+
+
+def test_overrides_change_one_key(tmp_path):
+    config = load_config(
+        write(tmp_path, GOOD), ["policy.optimizer.lr=3e-4", "trainer.steps=7", "data.val=[x.jsonl,y.jsonl]"]
+    )
+    assert (config.policy.optimizer.lr, config.trainer.steps, config.data.val) == (3e-4, 7, ["x.jsonl", "y.jsonl"])
+    assert config.data.prompts_per_step == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("policy.optimiser.lr=1", r"unknown key 'policy.optimiser': did you mean 'policy.optimizer'\?"),
+        ("algorithm.groupsize=4", r"did you mean 'algorithm.group_size'\?"),
+        ("nonsense=1", "unknown key 'nonsense'; known here: model"),
+        ("policy.optimizer.lr=fast", "policy.optimizer.lr must be a number, got 'fast'"),
+        ("trainer.steps=1.5", "trainer.steps must be a whole number"),
+        ("trainer.steps=true", "trainer.steps must be a whole number"),
+        ("data.shuffle=1", "data.shuffle must be true or false"),
+        ("algorithm.name=grpoo", r"one of ppo, grpo, dr_grpo, .*dpo; got 'grpoo': did you mean 'grpo'\?"),
+        ("policy.backend=megatron:d2d2", "given twice"),
+        ("reference.backend=megatron:d4", "must be the policy's layout"),
+        ("algorithm.updates_per_step=3", "multiple of algorithm.updates_per_step"),
+        ("policy.tokens_per_micro_batch=100", "must hold the longest sequence"),
+        ("engine.sampling.temperature=0", "must be above 0"),
+        ("engine.sampling.top_p=1.5", r"must be in \(0, 1\]"),
+        ("policy.optimizer.betas=[0.9]", "two numbers"),
+        ("policy.optimizer.min_lr=1", "at most lr"),
+        ("trainer.eval_every=5", "needs validation files"),
+        ("model=3", "model must be a mapping"),
+        ("trainer.keep=0", "must be above 0"),
+        ("noequals", "written key=value"),
+        ("policy.optimizer.lr=-1", "policy.optimizer.lr must be at least 0: got -1.0"),
+        ("policy.optimizer.lr=.nan", "policy.optimizer.lr must be a finite number: got nan"),
+        ("trainer.stop_at={val/x/accuracy: .inf}", "trainer.stop_at.val/x/accuracy must be a finite number: got inf"),
+        ("policy.optimizer.betas=[0.9,1]", r"policy.optimizer.betas\[1\] must be in \[0, 1\): got 1.0"),
+        ("algorithm.updates_per_step=0", "algorithm.updates_per_step must be above 0: got 0"),
+        ("algorithm.kl.coef=-1", "algorithm.kl.coef must be at least 0"),
+        ("algorithm.clip_high=-1", "algorithm.clip_high must be at least 0: got -1.0"),
+        ("algorithm.rollout_correction.name=tiss", r"one of none, tis, .*; got 'tiss': did you mean 'tis'\?"),
+        ("reward.max_failed=2", r"reward.max_failed must be in \[0, 1\]: got 2.0"),
+        ("trainer.guard.every=-1", "trainer.guard.every must be at least 0: got -1"),
+    ],
+)
+def test_a_bad_key_or_value_is_refused_with_what_to_write(tmp_path, override, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, GOOD), [override])
+
+
+def test_all_faults_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, GOOD), ["trainer.stepz=1", "policy.dtype=float8"])
+    assert len(caught.value.faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: {path: a}\nmodel: {path: b}", "given twice"),
+        ("- a", "mapping of keys"),
+        ("a: [", "not valid YAML"),
+        ("{}", "model is required"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no configuration file at"):
+        load_config(tmp_path / "none.yaml")
+
+
+def check(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return fivefold("check", *arguments)
+
+
+def test_check_names_what_is_not_there_and_what_does_not_fit(tmp_path, models):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\npolicy: {{backend: 'megatron:t16'}}\n"
+        f"data: {{train: [{data}, none.parquet], max_prompt_tokens: 300, max_response_tokens: 20}}\n"
+        "reward: {functions: {gsm9k: 1.0}}\n",
+    )
+    result = check(path)
+    assert result.returncode == 2
+    for says in (
+        "attention heads must be divisible by tp: got 8 for tp=16",
+        "no file at none.parquet",
+        "unknown reward 'gsm9k'",
+    ):
+        assert says in result.stderr
+    assert "Traceback" not in result.stderr
+    fits = check(
+        path, "policy.backend=megatron:t2p2", f"data.train={data}", "reward.functions={}", "data.max_prompt_tokens=200"
+    )
+    assert fits.returncode == 0, fits.stderr
+    assert "this run can start" in fits.stdout
+    deep = check(path, "policy.backend=megatron:p3", f"data.train={data}")
+    assert "layers must be divisible by pp: got 4 layers for pp=3" in deep.stderr
+
+
+def test_a_key_without_effect_is_reported(tmp_path, models):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\npolicy: {{optimizer: {{min_lr: 1e-7}}}}\n"
+        f"data: {{train: {data}, max_prompt_tokens: 100, max_response_tokens: 20}}\neval: {{samples: 4}}\n",
+    )
+    result = check(path)
+    assert "policy.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in result.stdout
+    assert "eval.samples and generate has no effect" in result.stdout
+    sft = check(path, "algorithm.name=sft", "algorithm.group_size=4", "engine.sampling.temperature=0.5")
+    assert "algorithm.group_size has no effect: sft learns from the responses that stand in the data" in sft.stdout
+    assert "engine.sampling has no effect: sft does not sample" in sft.stdout
+    dpo = check(path, "algorithm.name=dpo", "reward.functions={format: 1}", "data.messages_key=m", "data.chosen_key=c")
+    assert "reward has no effect: dpo scores nothing" in dpo.stdout
+    assert "data.messages_key has no effect: dpo does not read it" in dpo.stdout and "data.chosen_key" not in dpo.stdout
+    ppo = check(
+        path, "algorithm.name=ppo", "trainer.device=cpu", "critic.optimizer.decay_steps=9", "critic.offload={optimizer: true}",
+        "critic.megatron.transformer={moe_aux_loss_coeff: 0.1}",
+    )  # fmt: skip
+    assert "critic.optimizer.decay_steps and min_lr has no effect: the schedule is constant" in ppo.stdout
+    assert "critic.offload.optimizer has no effect: on the CPU" in ppo.stdout
+    assert "critic.megatron.transformer.moe_aux_loss_coeff has no effect" in ppo.stdout
+    assert "critic has no effect: grpo has no critic" in check(path, "critic.warmup_steps=2").stdout
+
+
+def test_a_fault_is_reported_once_by_the_section_that_has_it(tmp_path):
+    """The critic takes over what it does not set itself, and the policy's faults with it."""
+    path = write(tmp_path, GOOD)
+    options = "megatron={transformer: {recompute_granularty: full}, optimizer: {lr: 0.1}}"
+    for where in ("policy", "critic"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, ["algorithm.name=ppo", f"{where}.{options}", f"{where}.tokens_per_micro_batch=100"])
+        unknown, refused, short = sorted(caught.value.faults, key=lambda fault: "must hold" in fault)
+        assert f"unknown key '{where}.megatron.transformer.recompute_granularty': did you mean" in unknown
+        assert f"{where}.megatron.optimizer.lr cannot be set: set {where}.optimizer.lr" in refused
+        assert short.startswith(f"{where}.tokens_per_micro_batch must hold the longest sequence")
+
+
+def test_every_fault_of_a_value_and_of_values_together_is_collected(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, GOOD), ["trainer.keep=0", "policy.optimizer.lr=-1", "algorithm.name=grpoo"])
+    assert len(caught.value.faults) == 3
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, GOOD), ["trainer.eval_every=5", "policy.optimizer.min_lr=1", "algorithm.beta=1"])
+    assert len(caught.value.faults) == 3
+
+
+# --- from Python and from other spellings ----------------------------------------------------------------------------
+
+
+DECORATOR = """
+from functools import wraps
+
+def logged(function):
+    @wraps(function)
+    def call(*arguments):
+        return function(*arguments)
+    return call
+"""
+USER = """
+from user_decorators import logged
+
+def score(response, ground_truth):
+    return float(response == ground_truth)
+
+@logged
+def linear(log_ratio_T, logprobs_T, advantages_T, samples):
+    return log_ratio_T * advantages_T
+
+def make():
+    def inner(response): return 0.0
+    return inner
+
+anonymous = lambda response: 0.0
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "user_decorators.py").write_text(DECORATOR)
+    (tmp_path / "user_functions.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("user_functions")
+    del sys.modules["user_functions"], sys.modules["user_decorators"]
+
+
+def test_a_function_stands_wherever_its_path_and_name_may(tmp_path, user_module):
+    path = tmp_path / "user_functions.py"
+    tree = {"reward": {"functions": {user_module.score: 1.0, "format": 0.1}, "accuracy": user_module.score}}
+    config = make_config({"model": {"path": "m"}, "algorithm": {"surrogate": user_module.linear}, **tree})
+    assert config.reward.functions == {f"{path}:score": 1.0, "format": 0.1}
+    assert config.reward.accuracy == f"{path}:score" and config.algorithm.surrogate == f"{path}:linear"
+    assert load_config(write(tmp_path, dump_yaml(config))) == config
+    assert load_user_code(config.algorithm.surrogate)(2.0, None, 3.0, None) == 6.0
+    assert tree["reward"]["accuracy"] is user_module.score, "the caller's tree stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "anonymous",
+            "algorithm.surrogate: .*at the top level of a file.*got a lambda in .*user_functions.py; give it a name",
+        ),
+        ("made", "make.<locals>.inner in .* is defined within another function"),
+        ("typed", "was defined in <stdin>"),
+        ("builtin", "got <built-in function len>"),
+    ],
+)
+def test_a_function_that_other_processes_cannot_load_is_refused(user_module, name, says):
+    typed: dict = {}
+    exec(compile("def typed(response): return 0.0", "<stdin>", "exec"), typed)
+    functions = {"anonymous": user_module.anonymous, "made": user_module.make(), "typed": typed["typed"], "builtin": len}
+    with pytest.raises(ConfigError, match=says):
+        make_config({"model": {"path": "m"}, "algorithm": {"surrogate": functions[name]}})
+
+
+DIALECT = """
+from fivefold.config.dialects import Translation
+
+NAMES = {"actor.lr": "policy.optimizer.lr", "model_path": "model.path"}
+
+def translate(tree, overrides):
+    found, keys = {}, {}
+    for key, value in {**tree, **dict(each.split("=") for each in overrides)}.items():
+        ours = keys[key] = NAMES.get(key, "has no counterpart")
+        if key in NAMES:
+            section, _, last = ours.rpartition(".")
+            if section == "model":
+                found["model"] = {last: value}
+            else:
+                found.setdefault("policy", {}).setdefault("optimizer", {})[last] = value
+    return Translation(found, [], keys)
+"""
+
+
+def test_a_dialect_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text(DIALECT)
+    monkeypatch.setattr(dialects, "__path__", [*dialects.__path__, str(tmp_path)])
+    path = write(tmp_path, "model_path: m\nactor.lr: 1e-5\nuse_magic: true\n")
+    config = load_config(path, ["actor.lr=3e-5"], dialect="elsewhere")
+    assert (config.model.path, config.policy.optimizer.lr) == ("m", 3e-5)
+    keys = translate(read(path), [], "elsewhere").keys
+    assert keys == {"model_path": "model.path", "actor.lr": "policy.optimizer.lr", "use_magic": "has no counterpart"}
+    with pytest.raises(ConfigError, match=r"policy.optimizer.lr must be at least 0: got -1.0"):
+        load_config(path, ["actor.lr=-1"], dialect="elsewhere")
+    with pytest.raises(ValueError, match=r"must be one of elsewhere, fivefold; got 'elsewere': did you mean 'elsewhere'\?"):
+        load_config(path, dialect="elsewere")
+
+
+def test_a_dialect_may_be_a_function(tmp_path):
+    def translate(tree, overrides):
+        return dialects.Translation({"model": {"path": tree["path"]}}, ["trainer.steps=3", *overrides])
+
+    config = load_config(write(tmp_path, "path: m"), ["trainer.keep=2"], dialect=translate)
+    assert (config.model.path, config.trainer.steps, config.trainer.keep) == ("m", 3, 2)
+
+
+# --- check -----------------------------------------------------------------------------------------------------------
+
+
+def test_updates_that_a_method_cannot_correct_are_noted(tmp_path, models):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\n"
+        f"data: {{train: {data}, prompts_per_step: 8, max_prompt_tokens: 100, max_response_tokens: 20}}\n",
+    )
+    noted = "of 4 updates a step all but the first are off-policy"
+    assert noted in check(path, "algorithm.name=rloo", "algorithm.updates_per_step=4").stdout
+    assert noted not in check(path, "algorithm.name=grpo", "algorithm.updates_per_step=4").stdout
+
+
+def test_check_answers_without_torch_and_sooner_than_its_import(tmp_path, models):
+    """That import takes two seconds or so: in processor time, as the machine may have other things to do."""
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1="}\n')
+    path = write(
+        tmp_path,
+        f"model: {{path: {models('qwen3')}, tokenizer: t}}\ndata: {{train: {data}, max_prompt_tokens: 10, max_response_tokens: 10}}\n",
+    )
+    done, spent = with_cpu_seconds(lambda: program("fivefold.cli", "check", path))
+    assert done.returncode == 0, done.stderr
+    imported, unit = with_cpu_seconds(lambda: python("-c", "import torch"))
+    assert imported.returncode == 0 and spent < unit
+    code = (
+        "import sys; import fivefold.plan.check, fivefold.models.families, fivefold.layout, fivefold.plan.memory, fivefold.config, fivefold.reward.process\n"
+        "from fivefold.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

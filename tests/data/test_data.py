@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fivefold.data import PromptLoader, load_prompts
+from fivefold.data.prepare import prepare
+from fivefold.data.prompts import read_rows, render
+from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer("char", ["0123456789+= abcdefghijklmnopqrstuvwxyz\n#"], out)
+    return load_tokenizer(str(out))
+
+
+def test_a_run_goes_through_every_prompt_once_an_epoch_in_a_new_order():
+    sampler = PromptLoader(list(range(10)), 3, seed=1, shuffle=True)
+    assert sampler.steps_per_epoch == 3
+    first = [sampler.take(3 * step, 3) for step in range(3)]
+    second = [sampler.take(3 * step, 3) for step in range(3, 6)]
+    assert len({x for batch in first for x in batch}) == 9
+    assert first != second
+    assert [sampler.epoch(3 * step) for step in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_order_is_a_function_of_seed_and_position():
+    one, other = (PromptLoader(list(range(50)), 4, seed=3, shuffle=True) for _ in range(2))
+    later = [other.take(4 * step, 4) for step in (30, 2, 17)]
+    assert later == [one.take(4 * step, 4) for step in (30, 2, 17)]
+    assert PromptLoader(list(range(50)), 4, seed=4, shuffle=True).take(8, 4) != later[1]
+    assert PromptLoader(list(range(50)), 4, seed=4, shuffle=False).take(4, 4) == [4, 5, 6, 7]
+
+
+def test_a_step_larger_than_the_set_is_refused():
+    with pytest.raises(ValueError, match="got 4 for 3 prompts"):
+        PromptLoader([1, 2, 3], 4, 0, True)
+
+
+def test_arithmetic_splits_share_no_problem_and_are_right(tmp_path):
+    assert prepare("arithmetic", tmp_path, [], 200, seed=0, below=20) == {"train": 200, "test": 64}
+    rows = {split: list(read_rows(tmp_path / f"{split}.parquet")) for split in ("train", "test")}
+    questions = {split: {row["prompt"][0]["content"] for row in part} for split, part in rows.items()}
+    assert not questions["train"] & questions["test"]
+    for row in rows["train"]:
+        a, b = row["prompt"][0]["content"].rstrip("=").split("+")
+        assert row["reward_model"] == {"style": "rule", "ground_truth": str(int(a) + int(b))}
+        assert row["response"] == f"#### {int(a) + int(b)}"
+    with pytest.raises(ValueError, match="--limit must be at most 336"):
+        prepare("arithmetic", tmp_path, [], 400, below=20)
+
+
+def test_gsm8k_and_math_have_the_schema_that_verl_users_have(tmp_path):
+    source = tmp_path / "train.jsonl"
+    source.write_text(json.dumps({"question": "How many?", "answer": "It is\n#### 1,234"}) + "\n")
+    problem = tmp_path / "math_train.json"
+    problem.write_text(json.dumps([{"problem": "Find x", "answer": "\\frac12", "solution": "so"} for _ in range(40)]))
+    assert prepare("gsm8k", tmp_path / "g", [source, source]) == {"train": 1, "test": 1}
+    assert prepare("math", tmp_path / "m", [problem], limit=5) == {"train": 5, "test": 2}
+    row = next(read_rows(tmp_path / "g/train.parquet"))
+    assert {"data_source", "prompt", "ability", "reward_model", "extra_info"} <= set(row)
+    assert row["reward_model"]["ground_truth"] == "1234"
+    assert row["prompt"][0]["role"] == "user"
+    assert row["prompt"][0]["content"].startswith("How many?")
+    assert next(read_rows(tmp_path / "m/test.parquet"))["reward_model"]["ground_truth"] == "\\frac12"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real files are not beside the checkout")
+def test_the_real_gsm8k_is_read_whole_and_its_solutions_earn_their_reward(tmp_path):
+    from fivefold.reward.rules import gsm8k
+
+    assert prepare("gsm8k", tmp_path, [SHARED / "gsm8k/train.jsonl", SHARED / "gsm8k/test.jsonl"]) == {
+        "train": 7473,
+        "test": 1319,
+    }
+    for row in read_rows(tmp_path / "test.parquet"):
+        assert gsm8k(row["response"], row["reward_model"]["ground_truth"]) == 1
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", {"prompt": "1+1="}, {"prompt": "123456789+1="}, {"prompt": "2+2="})
+    kept = load_prompts([file], tokenizer, max_prompt_tokens=6, overlong="drop")
+    assert ([prompt.id for prompt in kept.prompts], kept.dropped) == ([0, 2], 1)
+    with pytest.raises(ValueError, match=r"row 1: the prompt has 13 tokens, data.max_prompt_tokens is 6"):
+        load_prompts([file], tokenizer, max_prompt_tokens=6, overlong="refuse")
+    with pytest.raises(ValueError, match="no prompts left"):
+        load_prompts([file], tokenizer, max_prompt_tokens=2, overlong="drop")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "x"}, "no column 'prompt'; it has question; set data.prompt_key"),
+        ({"prompt": 3}, "a prompt is a text or a list of messages"),
+        ({"prompt": [{"content": "x"}]}, "a prompt is a text or a list of messages"),
+        ("{broken", "line 1 is not JSON"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, tokenizer, row, says):
+    with pytest.raises(ValueError, match=says):
+        load_prompts([write(tmp_path / "a.jsonl", row)], tokenizer, max_prompt_tokens=9, overlong="drop")
+
+
+@pytest.mark.parametrize(
+    ("learns_from", "row", "says"),
+    [
+        (
+            "responses",
+            {"prompt": "1"},
+            "learning from responses needs a text in column 'response' or a conversation in column 'messages'",
+        ),
+        ("pairs", {"prompt": "1", "chosen": "2"}, "learning from pairs needs columns 'chosen' and 'rejected'"),
+        ("responses", {"messages": [{"role": "user", "content": "1"}]}, "needs an assistant's turn"),
+        (
+            "pairs",
+            {
+                "chosen": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
+                "rejected": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}],
+            },
+            "must differ in their last turn only",
+        ),
+    ],
+)
+def test_a_row_without_what_is_learned_is_refused(tmp_path, tokenizer, learns_from, row, says):
+    with pytest.raises(ValueError, match=says):
+        given(tmp_path, tokenizer, learns_from, row)
+
+
+def given(tmp_path, tokenizer, learns_from, row, limit=50):
+    file = write(tmp_path / "a.jsonl", row)
+    loaded = load_prompts(
+        [file],
+        tokenizer,
+        max_prompt_tokens=50,
+        overlong="drop",
+        learns_from=learns_from,
+        need_responses=True,
+        max_response_tokens=limit,
+    )
+    return loaded.prompts[0]
+
+
+def test_a_pair_is_read_from_texts_turns_or_whole_conversations(tmp_path, tokenizer):
+    user, good, bad = (
+        {"role": role, "content": text} for role, text in [("user", "1+1="), ("assistant", "2"), ("assistant", "33")]
+    )
+    rows = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "33"},
+        {"prompt": [user], "chosen": [good], "rejected": [bad]},
+        {"chosen": [user, good], "rejected": [user, bad]},
+    ]
+    prompts = [given(tmp_path, tokenizer, "pairs", row) for row in rows]
+    for prompt in prompts:
+        assert tokenizer.decode(prompt.token_ids) == "1+1=\n"
+        assert [one.text for one in prompt.responses] == ["2", "33"]
+        assert [one.token_ids for one in prompt.responses] == [
+            [*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("2", "33")
+        ]
+
+
+def test_only_the_assistant_s_turns_of_a_conversation_are_learned(tmp_path, tokenizer):
+    import copy
+
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "plus 3"), ("assistant", "5")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    templated = copy.deepcopy(tokenizer)
+    # As in most templates a turn ends with the end token and a line break, which the model does not say.
+    templated.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }}" + tokenizer.eos_token + "\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    end = tokenizer.eos_token
+    for words, prompt_text, learned in (
+        (tokenizer, "1+1=\n", ["2" + end, "5" + end]),
+        (templated, f"user 1+1={end}\nassistant ", ["2" + end, "5" + end]),
+    ):
+        prompt = given(tmp_path, words, "responses", row)
+        assert tokenizer.decode(prompt.token_ids) == prompt_text
+        (response,) = prompt.responses
+        spans, inside = [], False
+        for token, learns in zip(response.token_ids, response.loss_mask, strict=True):
+            if learns and not inside:
+                spans.append([])
+            inside = learns
+            if learns:
+                spans[-1].append(token)
+        assert [tokenizer.decode(span) for span in spans] == learned
+        assert response.loss_mask[-1]
+        whole = tokenizer.decode(prompt.token_ids + response.token_ids)
+        if words is templated:
+            assert templated.apply_chat_template(row["messages"], tokenize=False).startswith(whole)
+    cut = given(tmp_path, tokenizer, "responses", row, limit=3).responses[0]
+    assert len(cut.token_ids) == 3 and cut.truncated
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
+    import copy
+
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}#{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    with pytest.raises(ValueError, match="writes earlier turns in another way"):
+        given(tmp_path, forgetful, "responses", {"messages": [{"role": role, "content": text} for role, text in turns]})
+
+
+def test_a_chat_template_is_used_where_there_is_one(tokenizer):
+    import copy
+
+    plain = render([{"role": "user", "content": "1+1="}], tokenizer)
+    assert plain[1] == "1+1=\n"
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = (
+        "{% for m in messages %}#{{ m.content }}#{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    assert render([{"role": "user", "content": "1+1="}], templated)[1] == "#1+1=#="
+
+
+def test_tokenizers_write_back_what_they_read(tmp_path):
+    texts = ["Hello, wörld!\nA second line.", "12+34= #### 46"]
+    for kind in ("char", "bpe"):
+        train_tokenizer(kind, texts, tmp_path / kind, 400)
+        tokenizer = load_tokenizer(str(tmp_path / kind))
+        for text in texts:
+            assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,0 +1,44 @@
+"""The demo, shortened: a warm start that is right now and then, and GRPO that makes it right more often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import fivefold
+from tests.support.whole_runs import metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "demo"
+
+
+@pytest.mark.slow
+def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path):
+    def do(*arguments: object) -> None:
+        done = fivefold(*arguments)
+        assert done.returncode == 0, done.stderr
+
+    data = [f"data.train={tmp_path}/data/train.parquet", f"data.val={tmp_path}/data/test.parquet"]
+    do("data", "arithmetic", "--below", 10, "--limit", 75, "--out", tmp_path / "data")
+    do("train-tokenizer", "char", "--data", tmp_path / "data/train.parquet", "--out", tmp_path / "tokenizer")
+    do(
+        "init-model",
+        "qwen3",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+        "--hidden",
+        128,
+        "--layers",
+        2,
+        "--out",
+        tmp_path / "model",
+    )
+    warm = [f"model.path={tmp_path}/model", *data, f"trainer.run_dir={tmp_path}/runs/sft", "data.prompts_per_step=75"]
+    do("train", EXAMPLES / "sft.yaml", *warm, "trainer.steps=45", "trainer.eval_every=0", "trainer.stop_at={}")
+    do("export", tmp_path / "runs/sft/checkpoints/step-000045", tmp_path / "warm")
+    run = [f"model.path={tmp_path}/warm", *data, f"trainer.run_dir={tmp_path}/runs/grpo", "policy.backend=megatron:t2"]
+    do("train", EXAMPLES / "grpo.yaml", *run, "trainer.steps=60", "trainer.eval_every=0", "trainer.stop_at={}")
+    rewards = [row["reward/mean"] for row in metrics(tmp_path, "grpo") if row["step"] > 0]
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert 0.02 < first < 0.7, rewards
+    assert last > first + 0.15, rewards

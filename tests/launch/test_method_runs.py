@@ -1,0 +1,316 @@
+"""Whole runs from the command line of methods with more than a policy: PPO, reward models, DPO, SFT on conversations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fivefold.observability.metrics import undocumented
+from tests.support.commands import fivefold
+from tests.support.tiny_models import SIZES, make_classifier
+from tests.support.whole_runs import TIMES, assert_same, make_model
+from tests.support.zygote import THREADS
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+critic: {{optimizer: {{lr: 2.0e-3, eps: 1.0e-4, decay_steps: 10}}, warmup_steps: 1}}
+algorithm: {{name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {{coef: 0.05, place: reward, estimator: k1}}}}
+data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+trainer: {{run_dir: {root}/runs/base, steps: 4, loggers: [console]}}
+launch: {{threads: {threads}}}
+"""
+REWARD = """
+def digits(response):
+    return sum(c.isdigit() for c in response) / 12
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("methods")
+    make_model(root)
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+def train(root: Path, name: str, *overrides: str):
+    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows], done.stdout
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    return train(root, "base", "trainer.save_every=2", "trainer.keep=9")[0]
+
+
+def test_a_ppo_run_tells_what_its_critic_does(root, base):
+    names = {
+        "critic/loss",
+        "critic/explained_variance",
+        "critic/value_mean",
+        "critic/return_mean",
+        "critic/grad_norm",
+        "critic/lr",
+    }
+    assert all(names <= set(row) for row in base)
+    assert undocumented(name for row in base for name in row) == []
+    # The first step only warms the critic up.
+    assert ["policy/loss" in row for row in base] == [False, True, True, True]
+    assert {"policy/kl_old", "policy/kl_old_last", "policy/ratio_max", "policy/clip_fraction", "policy/kl_reference"} <= set(
+        base[-1]
+    )
+    assert {
+        "reward/pass@2",
+        "reward/mean@2",
+        "reward/solve_none",
+        "response/repetition",
+        "response/length_std",
+    } <= set(base[-1])
+    kept = sorted(path.name for path in (root / "runs/base/checkpoints/step-000002").iterdir())
+    assert {"policy", "critic"} <= set(kept)
+
+
+@pytest.mark.parametrize("layout", ["d2", "c2"])
+def test_a_ppo_run_has_the_same_metrics_on_other_layouts(root, base, layout):
+    assert_same(train(root, layout, f"policy.backend=megatron:{layout}")[0], base)
+
+
+@pytest.fixture(scope="module")
+def resumed(root):
+    for steps, layout in [(2, "p2"), (4, "t2")]:
+        found, _ = train(
+            root, "resumed", f"trainer.steps={steps}", f"policy.backend=megatron:{layout}", "policy.optimizer.decay_steps=10"
+        )
+    return found
+
+
+def test_a_ppo_run_on_p2_and_resumed_on_t2_goes_on_as_if_never_stopped(base, resumed):
+    assert_same(resumed, base)
+
+
+def export(root: Path, checkpoint: str, out: str, *options: str) -> dict[str, torch.Tensor]:
+    done = fivefold("export", root / "runs" / checkpoint, root / out, *options)
+    assert done.returncode == 0, done.stderr
+    return load_file(root / out / "model.safetensors")
+
+
+def test_policy_and_critic_after_a_resume_are_those_of_one_run(root, base, resumed):
+    for part in ("policy", "critic"):
+        one = export(root, "base/checkpoints/step-000004", f"one-{part}", "--model", part)
+        other = export(root, "resumed/checkpoints/step-000004", f"other-{part}", "--model", part)
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            assert torch.allclose(other[name], tensor, atol=2e-6), name
+
+
+def test_an_exported_critic_is_a_sequence_classifier(root, base):
+    import transformers
+
+    tensors = export(root, "base/checkpoints/step-000002", "critic-hf", "--model", "critic")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(root / "critic-hf")
+    assert torch.equal(model.score.weight, tensors["score.weight"]) and model.score.weight.abs().max() > 0
+    # It is a model to start from like any other: its head is read, so values are not 0 at first.
+    found, _ = train(root, "from-critic", f"critic.path={root}/critic-hf", "trainer.steps=1", "critic.warmup_steps=0")
+    fresh, _ = train(root, "from-fresh", "trainer.steps=1", "critic.warmup_steps=0", "algorithm.updates_per_step=1")
+    assert found[0]["critic/value_mean"] != 0 and fresh[0]["critic/value_mean"] == 0
+    done = fivefold("export", root / "runs/base/checkpoints/step-000002", root / "nothing", "--model", "policies")
+    assert done.returncode == 2
+
+
+@pytest.fixture(scope="module")
+def llama(root) -> Path:
+    """Another family and size with the same tokenizer."""
+    sizes = ["--hidden", 48, "--heads", 4, "--layers", 2]
+    done = fivefold("init-model", "llama", "--tokenizer", root / "tokenizer", "--out", root / "llama", *sizes)
+    assert done.returncode == 0, done.stderr
+    return root / "llama"
+
+
+def test_a_critic_of_another_family_and_size_trains_beside_the_policy(root, llama):
+    found, _ = train(
+        root, "llama", f"critic.path={llama}", "policy.backend=megatron:t2", "trainer.steps=2", "critic.optimizer.warmup_steps=8"
+    )  # fmt: skip
+    assert found[-1]["critic/grad_norm"] > 0
+    # Its own schedule: two updates a step, of eight that lead up to its rate; the policy's is constant.
+    assert [row["critic/lr"] for row in found] == pytest.approx([2.0e-3 * 2 / 8, 2.0e-3 * 4 / 8])
+    assert found[-1]["policy/lr"] == pytest.approx(1.0e-3)
+    done = fivefold("export", root / "runs/llama/checkpoints/step-000002", root / "llama-out", "--model", "critic")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((root / "llama-out/config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_run_without_a_critic_cannot_resume_as_one_with(root):
+    train(root, "grpo", "algorithm={name: grpo, group_size: 2}", "trainer.steps=1")
+    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/grpo", "trainer.steps=2")
+    assert done.returncode != 0
+    assert "has no critic: it was written by another method" in done.stdout + done.stderr
+
+
+# --- a reward model --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def judge(root) -> Path:
+    import transformers
+
+    words = transformers.AutoTokenizer.from_pretrained(root / "model")
+    path = make_classifier(root / "judge", vocab_size=len(words), **{key: SIZES[key] for key in ("hidden_size",)})
+    words.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("layout", ["d2", "p2"])
+def test_a_reward_model_s_score_is_transformers(root, judge, layout):
+    """The score of each sample in samples.jsonl, once more by transformers' own classifier."""
+    import transformers
+
+    name = f"judge-{layout}"
+    found, _ = train(
+        root, name, "algorithm={name: grpo, group_size: 2}", f"reward.model={{path: {judge}, weight: 0.5}}", "trainer.steps=1",
+        f"policy.backend=megatron:{layout}", "trainer.logged_samples_per_step=8",
+    )  # fmt: skip
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    words = transformers.AutoTokenizer.from_pretrained(judge)
+    rows = [json.loads(line) for line in (root / "runs" / name / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) >= 4
+    for row in rows:
+        tokens = torch.tensor([words.encode(row["prompt"].rstrip("\n") + "\n" + row["response"])])
+        with torch.no_grad():
+            score = float(model.model(tokens)[0][0, -1] @ model.score.weight[0])
+        assert row["reward_parts"]["model"] == pytest.approx(score, abs=2e-6)
+        rule = next(value for key, value in row["reward_parts"].items() if key.endswith("digits"))
+        assert row["reward"] == pytest.approx(rule + 0.5 * score, abs=2e-6)
+    assert found[0]["reward/model"] != 0
+
+
+def test_what_is_no_reward_model_is_refused_before_anything_starts(root, judge):
+    def check(*overrides: str) -> str:
+        done = fivefold("check", root / "run.yaml", *overrides)
+        assert done.returncode == 2, done.stdout
+        return done.stdout + done.stderr
+
+    assert "a reward model has one label: got 2" in check(f"reward.model.path={root}/model")
+    assert "reward.model.path: no directory ./nowhere" in check("reward.model.path=./nowhere")
+    assert "critic.path must have the policy's vocabulary" in check(f"critic.path={make_classifier(root / 'wide')}")
+    assert "critic.warmup_steps must be below trainer.steps" in check("critic.warmup_steps=4")
+    assert "group_size must be at least 2" in check("algorithm={name: rloo, group_size: 1}")
+    judged = f"reward.model.path={judge}"
+    assert "did you mean" in check(judged, "reward.model.megatron.transformer={recompute_granularty: full}")
+    assert "critic.optimizer.betas must be two numbers" in check("critic.optimizer.betas=[0.9]")
+    assert "did you mean 'algorithm.surrogate'?" in check("algorithm.surogate=cispo")
+
+
+# --- given responses -------------------------------------------------------------------------------------------------
+
+
+def pairs(root: Path) -> Path:
+    """The sum in the form that is asked for, against the bare one."""
+    rows = [{"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"{a + b}"} for a in range(8) for b in range(8)]
+    path = root / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def dpo(root):
+    return train(root, "dpo", *dpo_options(root))[0]
+
+
+def dpo_options(root: Path) -> list[str]:
+    path = pairs(root)
+    return [
+        "algorithm={name: dpo, updates_per_step: 2}", f"data.train={path}", f"data.val={path}", "trainer.eval_every=2",
+        "trainer.steps=6", "data.prompts_per_step=16", "policy.optimizer.lr=5e-3",
+    ]  # fmt: skip
+
+
+def test_dpo_starts_at_log_2_and_learns_the_pairs(dpo):
+    assert dpo[0]["step"] == 0 and dpo[0]["val/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert dpo[0]["val/accuracy"] <= 0.5 and abs(dpo[0]["val/margin"]) < 1e-5
+    assert dpo[-1]["val/loss"] < 0.69 and dpo[-1]["val/accuracy"] > 0.9 and dpo[-1]["val/margin"] > 0
+    assert {"policy/accuracy", "policy/reward_chosen", "policy/reward_rejected"} <= set(dpo[-1])
+
+
+def test_dpo_against_a_reference_of_its_own(root, llama):
+    """Policy and reference are not one at first, so the loss is not log 2."""
+    found, _ = train(root, "dpo-llama", *dpo_options(root), f"reference.path={llama}", "trainer.steps=1")
+    assert abs(found[0]["val/loss"] - 0.693147) > 1e-4 and abs(found[0]["val/margin"]) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["d2", "c2"])
+def test_a_dpo_run_has_the_same_metrics_on_other_layouts(root, dpo, layout):
+    found, _ = train(root, f"dpo-{layout}", *dpo_options(root), f"policy.backend=megatron:{layout}")
+
+    def comparable(rows):
+        """At first policy and reference are one: the sign of a margin of 0 is rounding."""
+        return [{k: v for k, v in row.items() if row["step"] > 1 or not k.endswith("/accuracy")} for row in rows]
+
+    assert_same(comparable(found), comparable(dpo))
+
+
+def test_sft_learns_the_assistant_s_turns_of_conversations(root):
+    rows = [
+        {"messages": [
+            {"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": f"{a + b}"},
+            {"role": "user", "content": f"+{a}="}, {"role": "assistant", "content": f"{2 * a + b}"},
+        ]}
+        for a in range(6) for b in range(6)
+    ]  # fmt: skip
+    path = root / "talks.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found, _ = train(
+        root, "talks", "algorithm={name: sft}", f"data.train={path}", f"data.val={path}", "trainer.eval_every=4",
+        "trainer.steps=12", "data.prompts_per_step=12", "policy.backend=megatron:d2", "policy.optimizer.lr=1e-2", "reward={}",
+    )  # fmt: skip
+    assert found[0]["val/loss"] > 2 > found[-1]["val/loss"]
+    # No reward is known for these rows, so nothing is sampled.
+    assert not any("accuracy" in name for name in found[0])
+    # Two tokens and an end, twice, at most; the user's turns between them carry no loss.
+    assert found[0]["step"] == 0 and found[1]["response/length_max"] <= 6
+
+
+# --- other methods ---------------------------------------------------------------------------------------------------
+
+
+WHOLE_STEP = {
+    # Greedy responses, and a penalty that is summed over responses and told to all replicas before they are compared.
+    "remax": "kl: {coef: 0.1, place: reward, estimator: k1}",
+    "clip_cov": "cov_fraction: 0.05, cov_low: 0.001",
+    "kl_cov": "cov_fraction: 0.05",
+    "dapo": "",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_STEP)
+def test_a_run_of_a_method_that_looks_at_the_whole_step_is_the_same_on_two_replicas(root, name):
+    """Greedy responses, KL in the reward, tokens chosen among all of the update, refilled groups."""
+    algorithm = f"algorithm={{name: {name}, group_size: 4, updates_per_step: 2, {WHOLE_STEP[name]}}}"
+    runs = [
+        train(root, f"{name}-{layout}", algorithm, "trainer.steps=2", f"policy.backend=megatron:{layout}")[0]
+        for layout in ("d1", "d2")
+    ]
+    assert_same(runs[1], runs[0])
+    if name == "dapo":
+        assert runs[0][0]["dynamic_sampling/rounds"] >= 1
+
+
+def test_stale_and_adaptive_numbers_survive_a_resume(root):
+    """The adaptive coefficient and the place in the data go on where they were."""
+    options = [
+        "algorithm={name: dapo, group_size: 2, kl: {coef: 0.1, target: 0.001, horizon: 64}}",
+        "policy.optimizer.decay_steps=9",
+    ]
+    whole, _ = train(root, "adaptive", *options, "trainer.steps=4", "trainer.save_every=2")
+    for steps in (2, 4):
+        pieces, _ = train(root, "adaptive-pieces", *options, f"trainer.steps={steps}")
+    assert len({row["policy/kl_coef"] for row in whole}) > 2
+    assert_same(pieces, whole)

@@ -1,0 +1,520 @@
+"""Whole runs from the command line: layouts, resume, kills, faults, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fivefold.observability.metrics import undocumented
+from tests.support.commands import LONGEST, Command, fivefold, program, python, wait_for, with_cpu_seconds
+from tests.support.whole_runs import assert_same, make_model, metrics
+from tests.support.zygote import THREADS
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4, warmup_steps: 2}}}}
+algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.1}}}}
+data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+eval: {{samples: 2, max_prompts: 6}}
+trainer: {{run_dir: {root}/runs/base, steps: 5, eval_every: 2, loggers: [console]}}
+launch: {{threads: {threads}}}
+"""
+REWARD = """
+def digits(response):
+    return sum(c.isdigit() for c in response) / 12
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    make_model(root)
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+def train(root: Path, name: str, *overrides: str, run=fivefold) -> subprocess.CompletedProcess[str]:
+    return run("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+
+
+def from_the_shell(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in a fresh interpreter, which starts its ranks as fresh interpreters."""
+    return program("fivefold.cli", *arguments)
+
+
+@pytest.fixture(scope="module")
+def base(root: Path) -> list[dict[str, float]]:
+    """One rank, as a user starts it: whatever forked runs are compared with it shows that forking changes nothing."""
+    done = train(root, "base", "trainer.save_every=2", "trainer.keep=10", run=from_the_shell)
+    assert done.returncode == 0, done.stderr
+    return metrics(root, "base")
+
+
+def test_a_run_writes_what_it_promises(root, base):
+    run = root / "runs/base"
+    assert [row["step"] for row in base] == [0, 1, 2, 3, 4, 5]
+    for name in (
+        "reward/mean", "reward/std", "reward/max", "policy/loss", "policy/kl_reference", "policy/entropy", "policy/ratio_mean",
+        "policy/clip_fraction", "policy/grad_norm", "policy/lr", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
+        "rollout/kl", "response/length_mean", "response/truncated_fraction", "prompt/length_mean", "epoch",
+    ):  # fmt: skip
+        assert name in base[-1], name
+    assert base[0].keys() >= {
+        "val/arithmetic/accuracy",
+        "val/arithmetic/reward",
+        "val/arithmetic/mean@2",
+        "val/arithmetic/pass@2",
+    }
+    assert [row["policy/lr"] for row in base[1:]] == pytest.approx([1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
+    raw = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {
+        "time/rollout",
+        "time/reward",
+        "time/train",
+        "time/weight_sync",
+        "throughput/tokens_per_second",
+        "memory/peak_gb",
+    } <= set(raw[-1])
+    assert base[-1]["rollout/logprob_diff_max"] < 1e-5
+    assert undocumented(name for row in raw for name in row) == []
+    assert (run / "run.yaml").is_file()
+    assert len((run / "samples.jsonl").read_text().splitlines()) >= 20
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-000002", "step-000004", "step-000005"]
+    report = fivefold("report", run, "--plot", "reward/mean")
+    assert report.returncode == 0, report.stderr
+    page = (run / "report.html").read_text()
+    assert "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(("layout", "run"), [("megatron:d2", from_the_shell), ("megatron:c2", fivefold)])
+def test_a_whole_run_has_the_same_metrics_on_other_layouts(root, base, layout, run):
+    """Tensor- and pipeline-parallel ranks take part in the run below that moves; single steps in test_step_equality."""
+    done = train(root, layout.replace(":", "-"), f"policy.backend={layout}", run=run)
+    assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, layout.replace(":", "-")), base)
+
+
+@pytest.fixture(scope="module")
+def moved(root: Path) -> list[dict[str, float]]:
+    """The run of `base` in three pieces, each on another layout."""
+    for steps, layout in [(2, "megatron:t2"), (3, "megatron:p2"), (5, "megatron:d2")]:
+        # The schedule's length must not depend on where this piece of the run stops.
+        done = train(root, "moved", f"policy.backend={layout}", f"trainer.steps={steps}", "policy.optimizer.decay_steps=10")
+        assert done.returncode == 0, done.stderr
+    return metrics(root, "moved")
+
+
+def test_a_run_resumed_on_other_layouts_goes_on_as_if_never_stopped(base, moved):
+    found = {row["step"]: row for row in moved}
+    for row in base[1:]:
+        shared = {k: v for k, v in row.items() if not k.startswith("val/")}
+        assert_same([{k: found[row["step"]][k] for k in shared}], [shared])
+
+
+def exported(root: Path, name: str, step: int, out: str) -> dict[str, torch.Tensor]:
+    done = fivefold("export", root / f"runs/{name}/checkpoints/step-{step:06d}", root / out)
+    assert done.returncode == 0, done.stderr
+    return load_file(root / out / "model.safetensors")
+
+
+def test_parameters_after_resuming_elsewhere_equal_those_of_one_run(root, base, moved):
+    """Moments and Adam's step came along: otherwise the updates after the resume would differ."""
+    one, pieces = exported(root, "base", 5, "out-base"), exported(root, "moved", 5, "out-moved")
+    for name, tensor in one.items():
+        assert torch.allclose(pieces[name], tensor, atol=2e-6), name
+
+
+def test_an_exported_model_loads_in_transformers_with_its_tokenizer(root, base):
+    import transformers
+
+    exported(root, "base", 4, "out-hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "out-hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "out-hf")
+    assert model.config.vocab_size == len(tokenizer)
+    again = fivefold("export", root / "runs/base/checkpoints/step-000004", root / "out-hf")
+    assert again.returncode == 2
+    assert "is not empty" in again.stderr
+
+
+def hang_before_step_4_is_saved():
+    from fivefold.checkpoint.checkpoints import Checkpoints
+
+    write = Checkpoints.write
+
+    def until_step_4(self, state, *arguments):
+        return time.sleep(LONGEST) if state.step == 4 else write(self, state, *arguments)
+
+    Checkpoints.write = until_step_4
+
+
+def hang_while_step_4_is_saved():
+    from fivefold.checkpoint import checkpoints as manager
+
+    digests = manager._digests
+
+    def until_step_4(directory):
+        return time.sleep(LONGEST) if "000004" in directory.name else digests(directory)
+
+    manager._digests = until_step_4
+
+
+@pytest.mark.parametrize(
+    ("hang", "reached"),
+    [(hang_before_step_4_is_saved, "step-000002"), (hang_while_step_4_is_saved, ".step-000004.partial/state.json")],
+)
+def test_a_run_killed_between_or_during_saves_resumes_with_the_same_metrics(root, base, hang, reached):
+    name = hang.__name__
+    overrides = [f"trainer.run_dir={root}/runs/{name}", "trainer.save_every=2", "policy.backend=megatron:d2"]
+    process = Command("train", root / "run.yaml", *overrides, hook=hang)
+    checkpoints = root / "runs" / name / "checkpoints"
+    wait_for((checkpoints / reached).exists, process)
+    wait_for((checkpoints / "latest").exists, process)
+    everyone = children_of(process.pid)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: gone(everyone))
+    done = train(root, name, "trainer.save_every=2", "policy.backend=megatron:d2")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 2" in done.stdout, done.stdout
+    assert_same(metrics(root, name), base)
+
+
+def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(root, base):
+    import shutil
+
+    run = root / "runs/damaged"
+    shutil.copytree(root / "runs/base", run)
+    part = max((run / "checkpoints/step-000005/policy").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(bytes(content))
+    (run / "checkpoints/step-000004/manifest.json").unlink()
+    done = train(root, "damaged")
+    assert done.returncode == 0, done.stderr
+    assert f"{part.parent.name}/{part.name} has other content" in done.stdout
+    assert "step-000004 is damaged and skipped: manifest.json cannot be read" in done.stdout
+    assert "resumed after step 2" in done.stdout
+    assert_same(metrics(root, "damaged"), base)
+    named = train(root, "damaged-2", f"trainer.resume={run}/checkpoints/step-000003")
+    assert named.returncode == 2
+    assert "trainer.resume must be auto, never or a checkpoint directory" in named.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids: list[int]) -> bool:
+    import psutil
+
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+ENDLESS = "trainer.steps=100000"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_ranks_after_a_checkpoint(root, base, number, code):
+    name = f"signal-{number.name}"
+    process = Command(
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", "policy.backend=megatron:d2", ENDLESS
+    )  # fmt: skip
+    path = root / "runs" / name / "metrics.jsonl"
+    wait_for(lambda: path.is_file() and '"step": 2,' in path.read_text(), process)
+    everyone = children_of(process.pid)
+    process.send_signal(number)
+    done = process.finish()
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "saved" in done.stdout
+    last = json.loads(path.read_text().splitlines()[-1])["step"]
+    assert (root / "runs" / name / f"checkpoints/step-{last:06d}/manifest.json").is_file()
+    wait_for(lambda: gone(everyone))
+
+
+def test_an_exception_in_one_rank_ends_the_run_with_its_traceback(root, base, tmp_path):
+    """In fresh interpreters: nothing of the run, only Python's own hook, makes rank 1 fail. Rank 0 would wait for hours."""
+    hook = tmp_path / "sitecustomize.py"
+    hook.write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from fivefold.megatron.model import MegatronModel\n"
+        "    def fail(*a, **k): raise RuntimeError('planted in rank 1')\n"
+        "    MegatronModel.train_step = fail\n"
+    )
+    before = os.environ.get("PYTHONPATH")
+    done = program(
+        "fivefold.cli", "train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", "policy.backend=megatron:d2",
+        "trainer.eval_before_train=false", "launch.timeout_minutes=600",
+        env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *([before] if before else [])])},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr
+    assert "RuntimeError: planted in rank 1" in done.stderr
+    assert (tmp_path / "run/logs/rank-1.error").is_file()
+
+
+def test_killing_the_launcher_leaves_no_process_behind(root, base):
+    """In fresh interpreters: which files a rank inherits decides whether it notices."""
+    arguments = ["train", root / "run.yaml", f"trainer.run_dir={root}/runs/orphans", "policy.backend=megatron:d2", ENDLESS]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fivefold.cli", *map(str, arguments)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    path = root / "runs/orphans/metrics.jsonl"
+    wait_for(lambda: path.is_file() and '"step": 1,' in path.read_text(), process)
+    everyone = children_of(process.pid)
+    assert len(everyone) >= 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: gone(everyone))
+
+
+FROM_PYTHON = """
+from fivefold import Objective, RunConfig, make_objective, train
+
+def digits(response):
+    return sum(c.isdigit() for c in response) / 12
+
+if __name__ == "__main__":
+    config = RunConfig.load("{root}/run.yaml", "trainer.run_dir={root}/runs/python", "trainer.steps=2", "reward.functions={{}}")
+    tree = {{"functions": {{digits: 1.0}}}}
+    from dataclasses import asdict
+    config = RunConfig.of(**{{**asdict(config), "reward": tree}})
+    assert isinstance(make_objective("grpo", clip_high=0.28), Objective)
+    print("ran in", train(config))
+"""
+
+
+def test_a_run_from_python_with_a_function_as_reward_is_the_run_of_the_command_line(root, base):
+    (root / "script.py").write_text(FROM_PYTHON.format(root=root))
+    done = python(root / "script.py")
+    assert done.returncode == 0, done.stderr
+    assert f"ran in {root}/runs/python" in done.stdout
+
+    def own(row):
+        # The reward's part has the name of the file that the function stands in, and the last step evaluates.
+        return {k: v for k, v in row.items() if not k.startswith("val/") and ".py:" not in k}
+
+    assert_same([own(row) for row in metrics(root, "python")], [own(row) for row in base[:3]])
+
+
+def test_torchrun_joins_the_ranks_that_are_there(root, base):
+    done = program(
+        "torch.distributed.run", "--nproc-per-node", 2, "--standalone", "-m", "fivefold.cli",
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/torchrun", "policy.backend=megatron:t2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, "torchrun"), base)
+
+
+def test_an_engine_that_differs_from_the_trainer_stops_the_run_at_the_first_step(root):
+    done = train(root, "gate", "engine.max_logprob_diff=1e-12")
+    assert done.returncode == 1
+    assert "engine's log-probs differ from the trainer's" in done.stderr
+    assert "RoPE" in done.stderr
+    assert not (root / "runs/gate/checkpoints").exists()
+
+
+def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(root, base):
+    before = {root / "runs/base" / name: b"" for name in ("run.yaml", "metrics.jsonl", "samples.jsonl")}
+    before = {path: path.read_bytes() for path in before}
+    done = fivefold(
+        "eval",
+        root / "run.yaml",
+        "--checkpoint",
+        root / "runs/base/checkpoints/step-000004",
+        f"trainer.run_dir={root}/runs/base",
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in before} == before, "evaluating changes nothing of the run"
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    for key in ("val/arithmetic/accuracy", "val/arithmetic/mean@2", "val/arithmetic/reward"):
+        assert found[key] == pytest.approx(base[4][key])
+
+
+def test_profile_writes_a_trace_of_the_steps_and_ranks_that_were_named(root):
+    done = train(
+        root,
+        "profiled",
+        "trainer.steps=2",
+        "policy.backend=megatron:d2",
+        "trainer.profile.steps=[2]",
+        "trainer.profile.ranks=[1]",
+    )
+    assert done.returncode == 0, done.stderr
+    traces = sorted(path.name for path in (root / "runs/profiled/trace").glob("*rank*"))
+    assert traces == ["step-000002-rank-1.json"]
+    assert json.loads((root / "runs/profiled/trace" / traces[0]).read_text())["traceEvents"]
+
+
+def test_bad_input_is_told_before_any_rank_starts(root):
+    """By a process that never imports torch: it costs less than that import alone."""
+    wrong = ["data.train=nowhere.parquet", "policy.backend=megatron:t3"]
+    done, spent = with_cpu_seconds(lambda: train(root, "bad", *wrong, run=from_the_shell))
+    assert done.returncode == 2
+    imported, unit = with_cpu_seconds(lambda: python("-c", "import torch"))
+    assert imported.returncode == 0 and spent < unit
+    assert "no file at nowhere.parquet" in done.stderr
+    assert "attention heads must be divisible by tp" in done.stderr
+    assert not (root / "runs/bad/logs").exists()
+
+
+def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(root):
+    (root / "broken.py").write_text("def broken(response):\n    return len(response) / unknown_name\n")
+    done = train(root, "broken", f"reward.functions={{'{root}/broken.py:broken': 1.0}}", "trainer.eval_before_train=false")
+    assert done.returncode == 1
+    assert "the reward of 32 of 32 samples failed" in done.stderr
+    assert "broken.py" in done.stderr and "NameError: name 'unknown_name' is not defined" in done.stderr
+
+
+def test_resume_never_in_a_directory_with_newer_checkpoints_keeps_what_it_writes(root, base):
+    import shutil
+
+    run = root / "runs/again"
+    shutil.copytree(root / "runs/base", run)
+    done = train(root, "again", "trainer.resume=never", "trainer.steps=3", "trainer.save_every=1", "trainer.keep=2")
+    assert done.returncode == 0, done.stderr
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["latest", "step-000002", "step-000003"]
+    assert (run / "checkpoints/latest").read_text() == "step-000003"
+    assert f"are now in {run}/superseded-1" in done.stdout
+    assert (run / "superseded-1/checkpoints/step-000005/manifest.json").is_file()
+    assert len((run / "superseded-1/metrics.jsonl").read_text().splitlines()) == len(base)
+    assert_same(metrics(root, "again")[:3], base[:3])
+
+
+# --- experts, context parallelism, virtual stages, guards ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sparse(root: Path) -> list[dict[str, float]]:
+    """A run of a model with experts on one rank; the others are compared with it."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "tokenizer")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=64, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / "sparse")
+    tokenizer.save_pretrained(root / "sparse")
+    done = train(root, "sparse", *SPARSE.format(root=root).split())
+    assert done.returncode == 0, done.stderr
+    return metrics(root, "sparse")
+
+
+SPARSE = "model.path={root}/sparse trainer.steps=3 trainer.save_every=2"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("d2e2", "policy.backend=megatron:d2e2"),
+        ("t2c2", "policy.backend=megatron:t2c2e2"),
+    ],
+)
+def test_a_model_with_experts_learns_the_same_on_other_layouts(root, sparse, name, overrides):
+    """Virtual stages take part in the run below that moves."""
+    done = train(root, f"sparse-{name}", *SPARSE.format(root=root).split(), *overrides.split())
+    assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, f"sparse-{name}"), sparse)
+    assert sparse[-1]["moe/load_max"] >= 1.0
+
+
+def test_a_run_with_experts_moves_to_another_layout_and_is_exported(root, sparse):
+    """Step 2 of one rank, step 3 on four with experts cut over two and virtual stages; then a directory for others."""
+    import shutil
+
+    shutil.copytree(root / "runs/sparse", root / "runs/sparse-moved")
+    shutil.rmtree(root / "runs/sparse-moved/checkpoints/step-000003")
+    (root / "runs/sparse-moved/checkpoints/latest").write_text("step-000002")
+    overrides = "policy.backend=megatron:d2p2e2 policy.megatron.pipeline.virtual_pipeline_model_parallel_size=2"
+    done = train(root, "sparse-moved", *SPARSE.format(root=root).split(), *overrides.split())
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 2" in done.stdout + done.stderr
+    assert_same(metrics(root, "sparse-moved"), sparse)
+    done = fivefold("export", root / "runs/sparse-moved/checkpoints/step-000003", root / "sparse-out")
+    assert done.returncode == 0, done.stderr
+    found, first = load_file(root / "sparse-out/model.safetensors"), load_file(root / "sparse/model.safetensors")
+    assert set(found) == set(first) and any(not torch.equal(found[name], first[name]) for name in found)
+
+
+def test_updates_that_are_not_finite_end_the_run_with_the_batch_saved(root, base):
+    done = train(
+        root, "infinite", "algorithm.kl.coef=1e39", "trainer.guard.max_skipped=1", "trainer.eval_before_train=false"
+    )
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert "policy's update skipped: loss nan" in said and "2 updates of the policy in a row" in said
+    saved = load_file(root / "runs/infinite/failed/step-000001/rank-0.safetensors")
+    assert {"token_ids_T", "advantages_T", "loss_weights_T", "lengths_N"} <= set(saved)
+    assert int(saved["lengths_N"].sum()) == len(saved["token_ids_T"])
+
+
+def test_a_deterministic_run_gives_the_same_bits_twice(root, base):
+    for name in ("twice-1", "twice-2"):
+        done = train(
+            root,
+            name,
+            "trainer.deterministic=true",
+            "trainer.steps=3",
+            "trainer.guard.every=1",
+            "policy.backend=megatron:t2",
+        )
+        assert done.returncode == 0, done.stderr
+    assert metrics(root, "twice-1") == metrics(root, "twice-2")
+
+
+def test_the_ratio_of_a_sequence_is_that_of_its_tokens_on_all_context_parallel_ranks(root, base):
+    for name, layout in (("gspo-1", "megatron:d1"), ("gspo-c2", "megatron:c2")):
+        done = train(root, name, "algorithm.name=gspo", "trainer.steps=3", f"policy.backend={layout}")
+        assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, "gspo-c2"), metrics(root, "gspo-1"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["policy.backend=fsdp:d2"], "the one backend that trains: got fsdp:d2t1p1; write megatron:d2t1p1"),
+        (["policy.backend=megatron:d2e2"], "qwen3 has no experts"),
+        (["policy.backend=megatron:p2", "policy.megatron.pipeline.virtual_pipeline_model_parallel_size=2"], "divisible by the virtual"),
+        (["policy.megatron.transformer.recompute_granularty=full"], "did you mean 'recompute_granularity'"),
+        (["policy.recompute=full", "policy.megatron.transformer.recompute_granularity=selective"], "keep one"),
+        (["policy.megatron.optimizer.optimizer_cpu_offload=true"], "needs policy.dtype: bfloat16"),
+        (["policy.megatron.transformer.recompute_modules=[moe]"], "qwen3 has no moe"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_a_process_starts(root, overrides, says):
+    done = fivefold("check", root / "run.yaml", *overrides)
+    assert done.returncode in (1, 2)
+    assert says in done.stdout + done.stderr
+
+
+def test_keys_without_effect_are_reported(root):
+    done = fivefold(
+        "check", root / "run.yaml", "policy.offload.optimizer=true", "trainer.device=cpu",
+        "policy.megatron.ddp.average_in_collective=true", "policy.megatron.transformer.moe_z_loss_coeff=0.1",
+    )  # fmt: skip
+    said = " ".join((done.stdout + done.stderr).split())
+    for key in (
+        "policy.offload.optimizer",
+        "policy.megatron.ddp.average_in_collective",
+        "policy.megatron.transformer.moe_z_loss_coeff",
+    ):
+        assert f"{key} has no effect" in said

@@ -1,0 +1,163 @@
+"""Hugging Face as oracle: log-probs, entropy and export of every family on every kind of cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.types import LossOutput, TokenBatch
+from tests.support.cluster import Together
+from tests.support.tiny_models import MOE_VARIANTS, VARIANTS, VOCAB, load_tensors
+
+PLAIN = MegatronConfig()
+LENGTHS = [9, 17, 5, 30, 12, 2]
+TEMPERATURE = 1.3
+
+
+def sample_batch() -> TokenBatch:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    start = 0
+    for length in LENGTHS:
+        mask[start : start + max(1, length // 3)] = False
+        start += length
+    tokens = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
+    return TokenBatch(tokens, mask, LENGTHS, temperature=TEMPERATURE)
+
+
+def megatron_numbers(mesh, directory: Path, options: MegatronConfig = PLAIN):
+    """(log-probs, entropies, exported weights) of one rank."""
+    from fivefold.megatron.model import MegatronModel
+
+    policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=48, megatron=options)
+    model = MegatronModel(directory, policy, mesh, total_updates=1)
+    batch = sample_batch()
+    logprobs_T = model.forward(batch)
+
+    def record(logprobs_T, entropy_T, micro):
+        return LossOutput(loss=logprobs_T.sum(), sums={"entropy": entropy_T.sum()})
+
+    batch.update_tokens = int(batch.loss_mask_T.sum())
+    report = model.train_step(batch, record)
+    fresh = MegatronModel(directory, replace(policy, tokens_per_micro_batch=16384), mesh)
+    weights = {name: tensor.clone() for name, tensor in fresh.weights()}
+    return logprobs_T, report.metrics["entropy"] / mesh.layout.dp, weights
+
+
+@cache
+def hf_numbers(directory: Path):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
+    batch = sample_batch()
+    logprobs_T = torch.zeros(len(batch.token_ids_T))
+    entropy = 0.0
+    start = 0
+    for length in LENGTHS:
+        tokens = batch.token_ids_T[start : start + length]
+        with torch.no_grad():
+            logp = torch.log_softmax(model(tokens[None]).logits[0].float() / TEMPERATURE, -1)
+        own = logp[:-1].gather(1, tokens[1:, None])[:, 0]
+        mask = batch.loss_mask_T[start + 1 : start + length]
+        logprobs_T[start + 1 : start + length] = own * mask
+        entropy += float((-(logp.exp() * logp).sum(-1)[:-1] * mask).sum())
+        start += length
+    return logprobs_T, entropy, load_tensors(directory)
+
+
+LAYOUTS = ["d1", "t2", "p2", "t2p2"]
+MOE_LAYOUTS = {
+    "d2e2": {},
+    "(attn:t2|ffn:t2)": {},
+    "t2e2": {},
+    "d2p2e2": {},
+    "p2": {"virtual_pipeline_model_parallel_size": 2},
+    "t2c2e2": {},
+}
+MOE_NAMES = [name for name in MOE_VARIANTS if "collapsed" not in name]
+
+
+@pytest.fixture(scope="module")
+def numbers(cluster, models):
+    """Results by (model, layout)."""
+    calls = {
+        (name, layout): (f"megatron:{layout}", megatron_numbers, models(name), MegatronConfig(pipeline=pipeline))
+        for names, layouts in ((VARIANTS, {layout: {} for layout in LAYOUTS}), (MOE_NAMES, MOE_LAYOUTS))
+        for name in names
+        for layout, pipeline in layouts.items()
+    }
+    return Together(cluster, calls)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_logprobs_and_export_equal_hugging_face(numbers, models, name, layout):
+    expected_T, expected_entropy, state = hf_numbers(models(name))
+    for logprobs_T, entropy, weights in numbers[name, layout]:
+        assert (logprobs_T - expected_T).abs().max() <= 2e-5
+        assert entropy == pytest.approx(expected_entropy, rel=1e-5)
+        tied = {"lm_head.weight"} if "tied" in name else set()
+        assert set(weights) == set(state) - tied
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, state[key]), key
+
+
+@pytest.mark.parametrize("layout", list(MOE_LAYOUTS))
+@pytest.mark.parametrize("name", MOE_NAMES)
+def test_logprobs_and_export_of_models_with_experts_equal_hugging_face(numbers, models, name, layout):
+    expected_T, expected_entropy, state = hf_numbers(models(name))
+    for logprobs_T, entropy, weights in numbers[name, layout]:
+        assert (logprobs_T - expected_T).abs().max() <= 2e-5
+        assert entropy == pytest.approx(expected_entropy, rel=1e-5)
+        assert set(weights) == set(state)
+        for key, tensor in weights.items():
+            assert tensor.dtype == state[key].dtype and torch.equal(tensor, state[key]), key
+
+
+def through_mbridge(mesh, directory: Path):
+    from fivefold.megatron.model import MegatronModel
+
+    policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=48, megatron=MegatronConfig(bridge_type="mbridge"))
+    model = MegatronModel(directory, policy, mesh)
+    return model.forward(sample_batch()), {name: tensor.clone() for name, tensor in model.weights()}
+
+
+@pytest.mark.parametrize("layout", ["d1", "t2p2"])
+@pytest.mark.parametrize("name", ["llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3"])
+def test_mbridge_loads_and_streams_the_same_weights(cluster, models, name, layout):
+    """Each model in processes of its own: mbridge keeps the names of a tied model for the next one."""
+    expected_T, _, state = hf_numbers(models(name))
+    for logprobs_T, weights in cluster.run(through_mbridge, f"megatron:{layout}", models(name)):
+        assert (logprobs_T - expected_T).abs().max() <= 2e-5
+        assert set(state) - set(weights) <= {"lm_head.weight"}
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, state[key]), key
+
+
+def through_megatron_bridge(mesh, directory: Path):
+    from fivefold.megatron.model import MegatronModel
+
+    MegatronModel(directory, PolicyConfig(dtype="float32", megatron=MegatronConfig(bridge_type="megatron-bridge")), mesh)
+
+
+def test_a_bridge_that_is_not_installed_is_named_with_what_it_lacks(cluster, models):
+    with pytest.raises(RuntimeError, match=r"megatron-bridge needs the packages .*transformer_engine.* use native"):
+        cluster.run(through_megatron_bridge, "megatron:d1", models("qwen3"))
+
+
+def with_transformer_engine(mesh, directory: Path):
+    from fivefold.megatron.model import MegatronModel
+
+    MegatronModel(
+        directory, PolicyConfig(dtype="float32", megatron=MegatronConfig(transformer_impl="transformer_engine")), mesh
+    )
+
+
+def test_transformer_engine_is_asked_for_by_name_where_it_cannot_be_had(cluster, models):
+    with pytest.raises(RuntimeError, match=r"transformer_engine needs the package transformer_engine.*use torch"):
+        cluster.run(with_transformer_engine, "megatron:d1", models("qwen3"))

@@ -1,0 +1,175 @@
+"""The gradient of every surrogate, ratio and aggregation: the same for every cut into micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.algo import Objective, make_objective
+from fivefold.config import methods
+from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.distributed.balance import balance, plan_micro_batches
+from tests.support import loops
+from tests.support.cluster import Together
+from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, as_lists
+from tests.support.two_steps import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
+
+CUTTABLE = [each for each in COMBINATIONS if methods.LEGACY_AGGREGATE not in each]
+CUTS = [("d1", 2), ("d1", 5), *[(layout, count) for layout in ("d2", "t2", "p2", "c2") for count in (1, 2, 5)]]
+"""Layout and micro-batches of each replica."""
+RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
+
+
+@cache
+def choices() -> list:
+    """Every combination, with KL, entropy and a sequence-level correction; and DPO."""
+    extra = {"kl": methods.KLConfig(estimator="k3+", coef=0.1), "entropy_coef": 0.05}
+    extra["rollout_correction"] = methods.CorrectionConfig(
+        name="sequence_tis", reject="geometric", reject_low=0.8, reject_high=1.25
+    )
+    found = []
+    for surrogate, ratio, aggregate in CUTTABLE:
+        own = {} if surrogate in WITHOUT_RATIO else {"importance_sampling_level": ratio}
+        found.append(("cispo", methods.Choices(surrogate=surrogate, aggregate=aggregate, **own, **extra)))
+    found.append(("dpo", methods.Choices(beta=0.5)))
+    return [methods.resolve(name, given) for name, given in found]
+
+
+def objectives() -> list[Objective]:
+    return [Objective.of(chosen) for chosen in choices()]
+
+
+def batch_for(objective, base_T: torch.Tensor):
+    """The batch of the step's tests, on which the old, the reference's and the engine's log-probs differ from the policy's."""
+    batch = whole_batch()
+    noise = torch.randn(3, sum(LENGTHS), generator=torch.Generator().manual_seed(9)) * torch.tensor([[0.3], [0.3], [0.1]])
+    mask = batch.loss_mask_T
+    return replace(
+        batch,
+        per_micro_batch=objective.per_micro_batch,
+        samples_per_comparison=2 if objective.ratio_reference == "reference" else 1,
+        loss_weights_T=batch.expand_to_tokens(objective.loss_weights(RESPONSES, MAX_RESPONSE)),
+        old_logprobs_T=base_T + noise[0] * mask,
+        ref_logprobs_T=base_T + noise[1] * mask,
+        rollout_logprobs_T=base_T + (noise[0] + noise[2]) * mask,
+        selected_T=mask & (torch.arange(len(mask)) % 3 == 0),
+    )
+
+
+def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
+    """([objectives, parameters] gradients, losses) on rank 0: what a step leaves before the optimizer."""
+    from fivefold.megatron import step
+    from fivefold.megatron.bridge import WeightStream
+    from fivefold.megatron.construct import named_weights
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, policy, mesh, total_updates=1)
+    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS) // 2))
+    mine = [sample for pair in mine for sample in (2 * pair, 2 * pair + 1)]
+    base_T = torch.zeros(sum(LENGTHS))
+    index = whole_batch().token_index(mine)
+    base_T[index] = model.forward(whole_batch().select(mine))
+    torch.distributed.all_reduce(base_T, group=mesh.ranks.dp)
+    stream = WeightStream(
+        lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
+    )
+    step.micro_batches_needed = lambda sizes, budget: count
+    step.plan_micro_batches = lambda sizes, count, budget: balance(sizes, count)
+    rows, losses = [], []
+    for objective in objectives():
+        for ddp in model._models:
+            ddp.train()
+            ddp.zero_grad_buffer()
+        part = batch_for(objective, base_T).select(mine)
+        found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._batching, [])
+        row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
+        rows.append(row.clone() if mesh.ranks.rank == 0 else None)
+        assert found.micro_batches == count
+        losses.append(found.loss)
+    return (torch.stack(rows), losses) if mesh.ranks.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def found(cluster, models):
+    """Results of all ranks by (layout, count)."""
+    # With the distributed optimizer each replica would keep a part of the sums only.
+    policy = replace(POLICY, megatron=MegatronConfig(ddp={"use_distributed_optimizer": False}))
+    calls = {
+        (layout, count): (f"megatron:{layout}", gradients, models("qwen3"), policy, count)
+        for layout, count in [("d1", 1), *CUTS]
+    }
+    return Together(cluster, calls)
+
+
+@pytest.mark.parametrize(("layout", "count"), CUTS)
+def test_every_objective_has_the_same_gradient_for_every_cut(found, layout, count):
+    """Relative to each objective's gradient norm: sums in another order differ by float32's rounding and no more."""
+    expected, gradient = found["d1", 1][0][0], found[layout, count][0][0]
+    norms = expected.norm(dim=1)
+    assert norms.min() > 1e-3
+    # Different objectives have different gradients: the comparison is not of zeros or of one number.
+    assert len({round(float(row.norm() / 1e-3)) for row in expected}) > len(COMBINATIONS) // 2
+    assert ((gradient - expected).norm(dim=1) / norms).max() <= 1e-6
+
+
+def test_every_objective_s_loss_on_megatron_core_equals_the_loop(found, models):
+    """Log-probs and entropies by transformers, the loss by tests/support/loops.py."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(models("qwen3")).float()
+    batch, logprobs, entropies, start = whole_batch(), [], [], 0
+    with torch.no_grad():
+        for length in LENGTHS:
+            tokens = batch.token_ids_T[start : start + length]
+            logp = torch.log_softmax(model(tokens[None]).logits[0] / batch.temperature, -1)[:-1]
+            logprobs += [torch.zeros(1), logp.gather(1, tokens[1:, None])[:, 0]]
+            entropies += [torch.zeros(1), -(logp.exp() * logp).sum(1)]
+            start += length
+    now, entropy = torch.cat(logprobs) * batch.loss_mask_T, torch.cat(entropies)
+    losses = found["d2", 2][0][1]
+    for chosen, objective, loss in zip(choices(), objectives(), losses, strict=True):
+        expected = loops.loss(chosen, as_lists(batch_for(objective, now), now.double(), entropy), MAX_RESPONSE)
+        assert loss == pytest.approx(float(expected), rel=2e-5, abs=1e-6), chosen
+    assert len({round(loss, 4) for loss in losses}) > len(losses) // 2
+
+
+def legacy_loss(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Tensor):
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, policy, mesh, total_updates=1)
+    objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0), aggregate=methods.LEGACY_AGGREGATE)
+    mine = mesh.ranks.shard_of_replica(range(len(LENGTHS)))
+    batch = batch_for(objective, base_T).select(mine)
+    return model.train_step(batch, objective.loss).loss, mine
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_the_legacy_aggregation_is_the_mean_over_micro_batches_of_all_replicas(cluster, models, layout):
+    budget = 60 if layout == "d1" else 32
+    policy = replace(POLICY, tokens_per_micro_batch=budget)
+    base_T = -torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2)) * whole_batch().loss_mask_T
+    results = cluster.run(legacy_loss, f"megatron:{layout}", models("qwen3"), policy, base_T)
+    assert len({loss for loss, _ in results}) == 1
+    # The same by hand, from the log-probs of one process.
+    (logprobs,) = cluster.run(own_logprobs, "megatron:d1", models("qwen3"))
+    batch = batch_for(make_objective("grpo"), base_T)
+    means = []
+    for _, mine in results:
+        lengths = [LENGTHS[i] for i in mine]
+        for samples in plan_micro_batches(lengths, 2, budget):
+            index = batch.token_index([mine[i] for i in samples])
+            index = index[batch.loss_mask_T[index]]
+            ratio = (logprobs[index] - batch.old_logprobs_T[index]).exp()
+            advantage = batch.advantages_T[index]
+            means.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean().item())
+    assert results[0][0] == pytest.approx(sum(means) / len(means), rel=1e-5)
+
+
+def own_logprobs(mesh, directory: Path):
+    from fivefold.megatron.model import MegatronModel
+
+    return MegatronModel(directory, POLICY, mesh).forward(whole_batch())

@@ -1,0 +1,101 @@
+"""The learning rate of each optimizer step, as the optimizer used it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.config.schema import OptimizerConfig, PolicyConfig
+from tests.support.two_steps import OBJECTIVE, whole_batch
+
+LR, MIN = 1e-3, 1e-4
+
+
+def rates(mesh, directory: Path, optimizer: OptimizerConfig, steps: int):
+    """(learning rate told, largest change of a weight) of each step; SGD-like Adam moves a weight by about the rate."""
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, PolicyConfig(dtype="float32", optimizer=optimizer), mesh, total_updates=steps)
+    batch = whole_batch()
+    batch = replace(batch, old_logprobs_T=None, ref_logprobs_T=model.forward(batch) + batch.ref_logprobs_T)
+    found, before = [], {name: tensor.clone() for name, tensor in model.weights()}
+    for _ in range(steps):
+        report = model.train_step(batch, OBJECTIVE.loss)
+        after = {name: tensor.clone() for name, tensor in model.weights()}
+        found.append((report.lr, max(float((after[name] - before[name]).abs().max()) for name in after)))
+        before = after
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", lambda k: LR * min(1, k / 2)),
+        ("linear", lambda k: LR * k / 2 if k <= 2 else MIN + (LR - MIN) * (1 - (k - 2) / 6)),
+        ("cosine", lambda k: LR * k / 2 if k <= 2 else MIN + (LR - MIN) * (1 + math.cos(math.pi * (k - 2) / 6)) / 2),
+    ],
+)
+def test_every_optimizer_step_uses_the_rate_of_its_schedule(cluster, models, schedule, expected):
+    # With betas of 0 Adam moves each weight by lr * g / (|g| + eps): the largest change is the rate itself.
+    optimizer = OptimizerConfig(lr=LR, min_lr=MIN if schedule != "constant" else 0.0, warmup_steps=2, schedule=schedule)
+    optimizer = replace(optimizer, betas=[0.0, 0.0], weight_decay=0.0)
+    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, 8)[0]
+    assert [lr for lr, _ in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-6)
+    assert [change for _, change in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-3)
+
+
+def unclipped(mesh, directory: Path):
+    from fivefold.megatron.model import MegatronModel
+
+    norms = []
+    for clip in (0.0, 1.0):
+        policy = PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=LR, clip_grad=clip, eps=1.0, weight_decay=0.0))
+        model = MegatronModel(directory, policy, mesh, total_updates=1)
+        before = {name: tensor.clone() for name, tensor in model.weights()}
+        batch = whole_batch()
+        batch = replace(batch, old_logprobs_T=None, ref_logprobs_T=model.forward(batch) + batch.ref_logprobs_T)
+        report = model.train_step(batch, OBJECTIVE.loss)
+        moved = torch.stack([(tensor - before[name]).norm() for name, tensor in model.weights()]).norm()
+        norms.append((report.grad_norm, float(moved)))
+    return norms
+
+
+def test_clip_grad_0_reports_the_norm_and_clips_nothing(cluster, models):
+    (free_norm, free_move), (norm, clipped_move) = cluster.run(unclipped, "megatron:d1", models("qwen3"))[0]
+    assert free_norm == pytest.approx(norm)
+    assert norm > 2
+    # With eps = 1 and one step Adam moves a weight by about lr * g: clipping divides that by the norm.
+    assert free_move / clipped_move == pytest.approx(norm, rel=0.1)
+
+
+def save_and_load(mesh, directory: Path, path: Path, second: OptimizerConfig):
+    """A step, a save, and a step of a model that loaded it under another configuration: (rate, settings of its Adam)."""
+    from fivefold.megatron.model import MegatronModel
+
+    batch = whole_batch()
+    first = OptimizerConfig(lr=LR, warmup_steps=0)
+    model = MegatronModel(directory, PolicyConfig(dtype="float32", optimizer=first), mesh, total_updates=4)
+    batch = replace(batch, old_logprobs_T=None, ref_logprobs_T=model.forward(batch) + batch.ref_logprobs_T)
+    model.train_step(batch, OBJECTIVE.loss)
+    path.mkdir()
+    model.save(path)
+    other = MegatronModel(directory, PolicyConfig(dtype="float32", optimizer=second), mesh, total_updates=10)
+    other.load(path)
+    rate = other.train_step(batch, OBJECTIVE.loss).lr
+    adam = other._trainer.optimizer.chained_optimizers[0].optimizer
+    steps = {float(state["step"]) for state in adam.state.values()}
+    return rate, [(group["betas"], group["eps"], group["weight_decay"]) for group in adam.param_groups], steps, other.version
+
+
+def test_a_resumed_run_obeys_its_own_configuration_and_keeps_its_count(cluster, models, tmp_path):
+    second = OptimizerConfig(lr=LR / 2, betas=[0.7, 0.8], eps=1e-6, weight_decay=0.3, schedule="linear")
+    rate, groups, steps, version = cluster.run(save_and_load, "megatron:d1", models("qwen3"), tmp_path / "c", second)[0]
+    assert rate == pytest.approx(LR / 2 * (1 - 2 / 10))
+    assert {(tuple(betas), eps) for betas, eps, _ in groups} == {((0.7, 0.8), 1e-6)}
+    assert sorted(decay for *_, decay in groups) == pytest.approx([0.0, 0.3])
+    assert steps == {2.0}, "one step before, one after: torch's Adam counted every parameter once"
+    assert version == 2

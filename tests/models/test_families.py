@@ -1,0 +1,145 @@
+"""config.json -> ModelSpec -> parameters, family by family, against what transformers reads and writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fivefold.layout import ParallelLayout
+from fivefold.models import families
+from fivefold.models.families import FAMILIES, load_spec, parameters_of, spec_from_config
+from tests.support.tiny_models import MOE_VARIANTS, VARIANTS, load_tensors
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+}
+
+
+ALL = list(VARIANTS | MOE_VARIANTS)
+
+
+def test_the_families_are_the_files():
+    folder = Path(families.__file__).parent
+    assert set(FAMILIES) == {file.stem for file in folder.glob("*.py")} - {"__init__"}
+
+
+def test_every_family_has_a_test_model():
+    import transformers
+
+    made = {getattr(transformers, f"{prefix}Config").model_type for prefix, _ in (VARIANTS | MOE_VARIANTS).values()}
+    assert made == set(FAMILIES)
+
+
+NEW_FAMILY = """
+from dataclasses import replace
+from fivefold.models.config_json import read_decoder
+from fivefold.models.family import Family
+from fivefold.models.parameters import decoder
+
+FAMILY = Family("toy_family", lambda config: replace(read_decoder(config), qkv_bias=True), decoder)
+"""
+
+
+def test_a_new_family_is_one_file(models, tmp_path, monkeypatch):
+    """Qwen2's tensors under a name of their own: bridge and engine read the file, and nothing else changes."""
+    import transformers
+
+    from fivefold.engines.transformers import parameter_map
+    from fivefold.megatron.bridge import SafetensorsSource
+    from fivefold.megatron.bridge.hf_weights import check_names
+
+    (tmp_path / "toy_family.py").write_text(NEW_FAMILY)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    monkeypatch.setattr(families, "FAMILIES", families.find_families())
+    directory = models("qwen2")
+    config = json.loads((directory / "config.json").read_text())
+    spec = spec_from_config(config | {"model_type": "toy_family"})
+    assert spec == replace(load_spec(directory), family="toy_family")
+    check_names(SafetensorsSource(directory), spec, directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    assert set(parameter_map(model, spec)) == set(load_tensors(directory))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_table_names_every_tensor_of_the_files_once(models, name):
+    spec, files = load_spec(models(name)), load_tensors(models(name))
+    named = [name for parameter in parameters_of(spec) for name in parameter.hf]
+    assert sorted(named) == sorted(files)
+    value_head = load_spec(models(name), value_head=True)
+    named = [name for parameter in parameters_of(value_head) for name in parameter.hf]
+    assert sorted(named) == sorted({*files, "score.weight"} - {"lm_head.weight"})
+
+
+def test_every_kind_of_sharding_is_implemented():
+    from fivefold.megatron.bridge.sharding import SHARDERS
+    from fivefold.models.parameters import Sharding
+
+    assert set(SHARDERS) == set(Sharding)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_are_counted_as_transformers_counts_them(models, name):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(models(name))
+    assert load_spec(models(name)).parameters == model.num_parameters()
+
+
+def test_both_spellings_of_rope_are_read():
+    old = spec_from_config(QWEN3 | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    new = spec_from_config(QWEN3 | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}})
+    assert old == new
+    assert (old.rope_theta, old.rope_linear_factor) == (5e5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "gpt2"}, "unknown model family 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias: true is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE variant 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE variant 'dynamic' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
+            "low_freq_factor=1 only: got 2.0",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "mixture of attention kinds"),
+        ({"num_key_value_heads": None}, "must have num_key_value_heads"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, says):
+    with pytest.raises(ValueError, match=says):
+        spec_from_config(QWEN3 | change)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("megatron:t16", "attention heads must be divisible by tp"),
+        ("megatron:t8", "key/value heads must be divisible by tp"),
+        ("megatron:p3", "layers must be divisible by pp"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, says):
+    with pytest.raises(ValueError, match=says):
+        spec_from_config(QWEN3).check_layout(ParallelLayout.parse(layout))
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.json in"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        load_spec(tmp_path)

@@ -1,0 +1,193 @@
+"""A RolloutSource is all that a step needs: any of twenty lines trains, with groups of any size, on any owners."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.algo import make_objective
+from fivefold.config import methods
+from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.rollout.packing import pack
+from fivefold.rollout.sources import DynamicSampling
+from fivefold.rollout.stats import BatchPlan, gather_stats
+from fivefold.types import Group, Prompt, Sample
+from tests.support.tiny_models import VOCAB as MODEL_VOCAB
+from tests.support.toy import CHOICES, LENGTH, ToyModel, target, toy_parts, toy_prompts, toy_run
+
+
+class InMemory:
+    """Responses drawn from a policy at hand, without an engine or a reward process: a whole RolloutSource."""
+
+    def __init__(self, ranks, policy: ToyModel) -> None:
+        self._ranks, self._policy, self._calls = ranks, policy, 0
+
+    def next(self, step: int) -> list[Group]:
+        self._calls += 1
+        draw = torch.Generator().manual_seed(self._calls)
+        logprobs = torch.log_softmax(self._policy.table.detach(), -1)
+        groups = []
+        for index, prompt in enumerate(toy_prompts()):
+            tokens = [torch.multinomial(logprobs[prompt.id, :LENGTH].exp(), 8, True, generator=draw)[:, i] for i in range(8)]
+            picked = [[float(logprobs[prompt.id, place, t]) for place, t in enumerate(one)] for one in tokens]
+            rewards = [float((one == target(prompt.id)).float().mean()) for one in tokens]
+            samples = [
+                Sample(one.tolist(), p, "", True, step, reward=r) for one, p, r in zip(tokens, picked, rewards, strict=True)
+            ]
+            groups.append(Group(prompt, samples, index=index))
+        return self._ranks.shard(groups)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self._calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._calls = state["calls"]
+
+
+def with_memory(mesh, run_dir: Path):
+    policy = ToyModel()
+    rows, before, after, _ = toy_run(
+        mesh, run_dir, "grpo", methods.Choices(), steps=40, policy=policy, source=InMemory(mesh.ranks, policy)
+    )
+    return rows, before, after
+
+
+def test_a_rollout_source_in_memory_trains(cluster, tmp_path):
+    ((rows, before, after),) = cluster.run(with_memory, "megatron:d1", tmp_path)
+    assert before < 0.3 and after > 0.8, (before, after)
+    assert rows[-1]["rollout/logprob_diff_mean"] < 1e-6
+
+
+def filtered(mesh, run_dir: Path):
+    """Dynamic sampling asks whatever source it is given again."""
+    policy = ToyModel()
+    policy.table.data[:4, :, :] = -30.0
+    for prompt in range(4):
+        policy.table.data[prompt, :, target(prompt)] = 30.0
+    run = toy_parts(mesh, run_dir, "dapo", methods.Choices(), policy, 1)
+    source = DynamicSampling(InMemory(mesh.ranks, policy), mesh.ranks, run.logger, groups_per_step=8, max_rounds=5)
+    groups = source.next(0)
+    return [(group.index, group.prompt.id) for group in groups], source.state_dict()
+
+
+def test_dynamic_sampling_wraps_any_source(cluster, tmp_path):
+    ((groups, state),) = cluster.run(filtered, "megatron:d1", tmp_path)
+    assert [index for index, _ in groups] == list(range(8))
+    assert {prompt for _, prompt in groups} <= {4, 5, 6, 7}, "the others are always right"
+    assert 2 <= state["calls"] <= 5
+
+
+class Unequal:
+    """Another source's groups with some samples left out: eight, seven, six, five of them."""
+
+    def __init__(self, source) -> None:
+        self._source = source
+
+    def next(self, step: int) -> list[Group]:
+        return [replace(group, samples=group.samples[: 8 - group.index % 4]) for group in self._source.next(step)]
+
+    def state_dict(self):
+        return self._source.state_dict()
+
+
+def unequal_runs(mesh, run_dir: Path):
+    """The mean reward of each step, for every method that samples."""
+    from fivefold.trainer.train import train
+
+    found = {}
+    for name in sorted(name for name, method in methods.METHODS.items() if not method.offline):
+        run = toy_parts(mesh, run_dir / name, name, CHOICES.get(name, methods.Choices()), ToyModel(), 40)
+        run.trainer.rollouts = Unequal(run.rollouts)
+        train(replace(run, rollouts=run.trainer.rollouts))
+        lines = (run_dir / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line)["reward/mean"] for line in lines]
+    return found
+
+
+def test_unequal_groups_train_with_every_objective(cluster, tmp_path):
+    (found,) = cluster.run(unequal_runs, "megatron:d1", tmp_path)
+    assert len(found) == 16
+    for name, rewards in found.items():
+        assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.5, (name, rewards)
+
+
+# --- owners on Megatron-Core -----------------------------------------------------------------------------------------
+
+POLICY = PolicyConfig(
+    dtype="float32", tokens_per_micro_batch=64,
+    # With the distributed optimizer each replica would keep a part of the gradient only.
+    megatron=MegatronConfig(ddp={"use_distributed_optimizer": False}),
+)  # fmt: skip
+
+
+def model_groups() -> list[Group]:
+    draw = torch.Generator().manual_seed(11)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return torch.randint(0, MODEL_VOCAB, (int(torch.randint(low, high, (), generator=draw)),), generator=draw).tolist()
+
+    groups = []
+    for index, size in enumerate([4, 2, 3, 4]):
+        responses = [tokens(1, 20) for _ in range(size)]
+        samples = [
+            Sample(one, [0.0] * len(one), "", True, 0, reward=float(torch.rand((), generator=draw))) for one in responses
+        ]
+        groups.append(Group(Prompt(index, tokens(1, 9), "s", "", ""), samples, index=index))
+    return groups
+
+
+def gradients(mesh, directory: Path, dealings: int):
+    """(owners, gradient) on rank 0 of the step's two optimizer steps, with samples dealt in several ways."""
+    from fivefold.megatron import step
+    from fivefold.megatron.bridge import WeightStream
+    from fivefold.megatron.construct import named_weights
+    from fivefold.megatron.model import MegatronModel
+    from fivefold.trainer.minibatches import MiniBatches
+
+    model = MegatronModel(directory, POLICY, mesh, total_updates=1)
+    # For PPO's ratio to matter the old log-probs are not the policy's own.
+    objective = make_objective("grpo", kl=methods.KLConfig(coef=0.0))
+    stream = WeightStream(
+        lambda: {name: tensor.main_grad for name, tensor in named_weights(model._chunks).items()}, model.spec, mesh, 64
+    )
+    found = []
+    for number in range(dealings):
+        weight = torch.rand(13, generator=torch.Generator().manual_seed(number)).double()
+        plan = BatchPlan(2, max_response_tokens=20, work=(lambda n: n.double()) if number == 0 else (lambda n, w=weight: w))
+        groups = mesh.ranks.shard(model_groups())
+        stats = gather_stats(groups, mesh.ranks, plan)
+        batch = pack(groups, stats, mesh.ranks, plan)
+        batch.old_logprobs_T = model.forward(batch) + 0.1 * torch.sin(batch.token_ids_T.float()) * batch.loss_mask_T
+        batch.rollout_logprobs_T = None
+        objective.assign_advantages(batch, stats, mesh.ranks)
+        for mini in MiniBatches(objective)(batch, stats):
+            for ddp in model._models:
+                ddp.train()
+                ddp.zero_grad_buffer()
+            done = step.forward_backward(model._models, model._finalize, mini.batch, objective.loss, model._batching, [])
+            row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())]).clone()
+            found.append((stats.owner_N.tolist(), done.loss, row if mesh.ranks.is_main else None))
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(cluster, models):
+    return cluster.run(gradients, "megatron:d1", models("qwen3"), 1)[0]
+
+
+@pytest.mark.parametrize("layout", ["d2", "d4", "t2", "c2", "p2"])
+def test_samples_that_changed_owners_give_the_same_gradient(cluster, models, one_rank, layout):
+    """Relative to the gradient's norm: sums in another order differ by float32's rounding and no more."""
+    found = cluster.run(gradients, f"megatron:{layout}", models("qwen3"), 3)[0]
+    owners = [owner for owner, *_ in found[::2]]
+    if layout.startswith("d"):
+        assert owners[0] != owners[1] != owners[2]
+    for number, (_, loss, gradient) in enumerate(found):
+        _, expected_loss, expected = one_rank[number % 2]
+        assert loss == pytest.approx(expected_loss, abs=1e-6)
+        assert expected.norm() > 1e-2
+        assert (gradient - expected).norm() <= 1e-6 * expected.norm()

@@ -1,0 +1,154 @@
+"""Ranks for tests, forked from a process that paid for the imports: nothing leaks from one start of ranks into another."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+import traceback
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from fivefold.distributed.ports import free_port
+from fivefold.layout import ParallelLayout
+from tests.support.zygote import THREADS, close_all_but, end_all, fork, receive, send, zygote
+
+Call = tuple[Any, ...]
+"""A function at the top of a test module, and its arguments behind the mesh."""
+LONGEST = 600.0
+"""Seconds without an answer after which ranks are taken to hang: many times what the longest call needs on a busy machine."""
+
+
+def _rank(calls: Sequence[Call], layout: ParallelLayout, rank: int, port: int, answers: socket.socket) -> None:
+    try:
+        import torch
+
+        from fivefold.distributed.ranks import Ranks
+        from fivefold.megatron import mesh as megatron_mesh
+
+        torch.set_num_threads(THREADS)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        device = torch.device("cpu")
+        megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
+        mesh = megatron_mesh.build_mesh(Ranks(layout), device, seed=0, timeout_minutes=LONGEST / 60)
+        for function, *arguments in calls:
+            send(answers, (True, function(mesh, *arguments)))
+    except BaseException:
+        send(answers, (False, traceback.format_exc()))
+    # A rank that ends takes away what others may still be reading: all of them wait until they are ended together.
+    answers.recv(1)
+
+
+def _lead(calls: Sequence[Call], layout: ParallelLayout, seconds: float, files: list[int]) -> None:
+    """Start the ranks of a layout and send, call by call, all ranks' results or (kind of error, text), which is the last."""
+    result = socket.socket(fileno=files[0])
+    port = free_port()
+    pids: list[int] = []
+    ranks: list[socket.socket] = []
+    for rank in range(layout.world_size):
+        ours, theirs = socket.socketpair()
+
+        def body(rank: int = rank, theirs: socket.socket = theirs) -> None:
+            close_all_but([theirs.fileno()])
+            _rank(calls, layout, rank, port, theirs)
+
+        pids.append(fork(body))
+        theirs.close()
+        ranks.append(ours)
+    answers: list[list[Any]] = [[] for _ in ranks]
+    failure: tuple[type[Exception], str] | None = None
+    told = 0
+    deadline = time.monotonic() + seconds
+    while told < len(calls) and failure is None:
+        waiting = [pipe for pipe, got in zip(ranks, answers, strict=True) if len(got) < len(calls)]
+        ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank for rank, got in enumerate(answers) if len(got) == told]
+            failure = (TimeoutError, f"ranks {late} of {layout} gave no result in {seconds} s")
+        for pipe in ready:
+            rank = ranks.index(pipe)
+            try:
+                (good, value), _ = receive(pipe)
+            except (EOFError, ConnectionResetError):
+                good, value = False, "it ended without a result"
+            if good:
+                answers[rank].append(value)
+            elif failure is None:
+                failure = (RuntimeError, f"rank {rank} of {layout} failed:\n{value}")
+        while told < len(calls) and all(len(got) > told for got in answers):
+            send(result, [got[told] for got in answers])
+            told += 1
+            deadline = time.monotonic() + seconds
+    for pid in pids:
+        end_all(pid)
+        os.waitpid(pid, 0)
+    if failure is not None:
+        send(result, failure)
+
+
+class Cluster:
+    """Runs `function(mesh, *arguments)` on every rank of a layout; functions live at the top of a test module."""
+
+    def run(self, function: Callable[..., Any], layout: str, *arguments: Any, seconds: float = LONGEST) -> list[Any]:
+        """The results of all ranks, in order."""
+        (outcome,) = self.run_all(layout, [(function, *arguments)], seconds)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def run_all(self, layout: str, calls: Sequence[Call], seconds: float = LONGEST) -> list[list[Any] | Exception]:
+        """The results of several calls, one after another on the same ranks, in place of each what ended it.
+
+        A call that fails ends its ranks, and those behind it get new ones.
+        """
+        found: list[list[Any] | Exception] = []
+        while len(found) < len(calls):
+            found += self._start(calls[len(found) :], ParallelLayout.parse(layout), seconds)
+        return found
+
+    def _start(self, calls: Sequence[Call], layout: ParallelLayout, seconds: float) -> list[list[Any] | Exception]:
+        """The results up to the first failure."""
+        for last in (False, False, False, False, True):
+            ours, theirs = socket.socketpair()
+            with ours:
+                pid = zygote.fork(_lead, (calls, layout, seconds), [theirs.fileno()])
+                theirs.close()
+                found: list[list[Any] | Exception] = []
+                while len(found) < len(calls):
+                    try:
+                        answer, _ = receive(ours)
+                    except EOFError:
+                        answer = (RuntimeError, f"what started the ranks of {layout} ended without a result")
+                    found.append(answer[0](answer[1]) if isinstance(answer, tuple) else answer)
+                    if isinstance(answer, tuple):
+                        break
+            zygote.reap(pid, seconds)
+            # Another process may take the port between the moment it was found free and the moment it is used.
+            if last or not (isinstance(found[-1], Exception) and "EADDRINUSE" in str(found[-1])):
+                break
+        return found
+
+
+class Together:
+    """Calls of many tests by name, `(layout, function, *arguments)` each: all of a layout run in one start of its ranks.
+
+    They run when the first of them is asked for; one that fails raises where it is asked for and spares the others.
+    """
+
+    def __init__(self, cluster: Cluster, calls: Mapping[Hashable, Call]) -> None:
+        self._cluster, self._calls = cluster, calls
+        self._results: dict[Hashable, list[Any] | Exception] = {}
+
+    def __getitem__(self, name: Hashable) -> list[Any]:
+        """The results of all ranks, in order."""
+        if name not in self._results:
+            layout = self._calls[name][0]
+            names = [other for other, call in self._calls.items() if call[0] == layout]
+            found = self._cluster.run_all(layout, [self._calls[other][1:] for other in names])
+            self._results |= zip(names, found, strict=True)
+        result = self._results[name]
+        if isinstance(result, Exception):
+            raise result
+        return result

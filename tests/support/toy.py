@@ -1,0 +1,202 @@
+"""The interfaces in a few lines: a table of logits that learns, an engine that draws from it, and a run made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.config import methods
+from fivefold.engines.sampling import request_seed, sample_token, uniform
+from fivefold.types import DatasetResponse, Group, LossFn, Prompt, Sample, Sampling, StepReport, TokenBatch
+
+PROMPTS, LENGTH, VOCAB = 8, 3, 12
+
+
+class ToyModel:
+    """Log-probs (or values) of a response token by its prompt and place: nothing but a table."""
+
+    def __init__(self, value_head: bool = False, lr: float = 0.1) -> None:
+        self.table = torch.zeros(PROMPTS, LENGTH + 1, 1 if value_head else VOCAB, requires_grad=True)
+        self.version, self._value_head = 0, value_head
+        self._adam = torch.optim.Adam([self.table], lr=lr)
+
+    def _output(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """(log-probs or values, entropies) of every token; prompts are one token, their number."""
+        place_T = batch.positions_T
+        prompt_T = batch.token_ids_T[torch.arange(len(place_T)) - place_T]
+        if self._value_head:
+            return self.table[prompt_T, place_T, 0], torch.zeros(len(place_T))
+        logp_TV = torch.log_softmax(self.table[prompt_T, (place_T - 1).clamp(min=0)] / batch.temperature, -1)
+        own_T = logp_TV.gather(1, batch.token_ids_T[:, None])[:, 0]
+        return own_T * batch.loss_mask_T, -(logp_TV.exp() * logp_TV).sum(-1) * batch.loss_mask_T
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        return self._output(batch)[0].detach()
+
+    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
+        """Two micro-batches, one step."""
+        self._adam.zero_grad()
+        sums: dict[str, float] = {}
+        loss, half = 0.0, len(batch.lengths_N) // 2
+        for samples in (range(half), range(half, len(batch.lengths_N))):
+            part = batch.select(list(samples))
+            found = loss_fn(*self._output(part), part)
+            found.loss.backward()
+            loss += float(found.loss)
+            for name, value in [*found.sums.items(), *found.maxima.items()]:
+                sums[name] = sums.get(name, 0.0) + float(value)
+        norm = float(self.table.grad.norm())
+        self._adam.step()
+        self.version += 1
+        return StepReport(loss, norm, 0.1, sums, 2, len(batch.token_ids_T), len(batch.lengths_N))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "table", self.table.detach()
+
+    def verify(self) -> None: ...
+    def offload(self) -> dict[str, int]:
+        return {}
+
+    def onload(self) -> None: ...
+    def save(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None: ...
+
+
+class ToyEngine:
+    """Draws LENGTH tokens from the table."""
+
+    def __init__(self) -> None:
+        self.version = -1
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        ((_, table),) = weights
+        self.table, self.version = table.clone(), version
+
+    def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
+        return [Group(p, [self._sample(p, i, sampling) for i in range(group_size)]) for p in prompts]
+
+    def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
+        key = torch.tensor([request_seed([sampling.seed, sampling.step, prompt.id, index])])
+        tokens, logprobs = [], []
+        for place in range(LENGTH):
+            logits = self.table[prompt.token_ids[0], place][None]
+            token, logprob = sample_token(logits, uniform(key, place), sampling.temperature, 1.0, 0)
+            tokens.append(int(token))
+            logprobs.append(float(logprob))
+        return Sample(tokens, logprobs, str(tokens), True, self.version)
+
+
+class ToyScorer:
+    """The share of tokens that are the prompt's own."""
+
+    first_error = None
+
+    def score(self, groups: list[Group]) -> None:
+        for group in groups:
+            for sample in group.samples:
+                sample.reward = sum(token == target(group.prompt.id) for token in sample.token_ids) / LENGTH
+                sample.reward_parts = {"own": sample.reward}
+                sample.correct = sample.reward >= 1
+
+    def close(self) -> None: ...
+
+
+def target(prompt: int) -> int:
+    return (5 * prompt + 1) % VOCAB
+
+
+def toy_prompts() -> list[Prompt]:
+    """With a right and a wrong response to learn from."""
+    found = []
+    for i in range(PROMPTS):
+        given = [DatasetResponse([token] * LENGTH, [True] * LENGTH, "") for token in (target(i), (target(i) + 1) % VOCAB)]
+        found.append(Prompt(i, [i], "toy", str(i), "", responses=given))
+    return found
+
+
+def toy_parts(
+    mesh: Any, run_dir: Path, name: str, choices: methods.Choices, policy: ToyModel, steps: int, source: Any = None, *,
+    updates_per_step: int = 2, ppo_epochs: int = 1, critic_warmup: int = 0, group_size: int = 8, groups_per_step: int = 8,
+    max_rounds: int = 3, **trainer: Any,
+) -> Any:  # fmt: skip
+    """A run of the real parts around the toy model; `source` takes the place of the method's own rollouts."""
+    from fivefold.algo import Objective
+    from fivefold.algo.values import ValueLoss
+    from fivefold.config.schema import GuardConfig, TrainerConfig
+    from fivefold.data import PromptLoader
+    from fivefold.observability.run_logger import RunLogger
+    from fivefold.reward.manager import RewardManager
+    from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
+    from fivefold.rollout.stats import BatchPlan
+    from fivefold.trainer.checks import LogprobGate, SkipGuard
+    from fivefold.trainer.minibatches import MiniBatches
+    from fivefold.trainer.models import Models
+    from fivefold.trainer.run import Run
+    from fivefold.trainer.trainer import Trainer
+
+    ranks, chosen = mesh.ranks, methods.resolve(name, choices)
+    method = methods.METHODS[name]
+    objective, offline, pairs = Objective.of(chosen), method.offline, method.samples_per_comparison == 2
+    prompts = toy_prompts()
+    if offline:
+        prompts = [replace(prompt, responses=prompt.responses[: 2 if pairs else 1]) for prompt in prompts]
+    logger = RunLogger(run_dir, [], is_main=True, steps=steps)
+    queue = PromptQueue(PromptLoader(prompts, groups_per_step, seed=1, shuffle=True), logger)
+    rewards, engine = RewardManager(ToyScorer(), ranks), None if offline else ToyEngine()
+    if source is None and offline:
+        source = DatasetRollouts(queue, ranks, groups_per_step)
+    elif source is None:
+        source = EngineRollouts(
+            engine, queue, rewards, ranks, logger, Sampling(max_tokens=5, seed=3), group_size=group_size,
+            prompts_per_call=groups_per_step, with_greedy=objective.needs_greedy,
+        )  # fmt: skip
+        if chosen.dynamic_sampling:
+            source = DynamicSampling(source, ranks, logger, groups_per_step=groups_per_step, max_rounds=max_rounds)
+    models = Models(
+        policy, ToyModel() if objective.needs_reference else None, ToyModel(value_head=True) if objective.needs_critic else None,
+        objective, ValueLoss(), ranks, SkipGuard(ranks, 0, run_dir, print), seed=3, critic_warmup=critic_warmup,
+    )  # fmt: skip
+    settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
+    config = TrainerConfig(run_dir=str(run_dir), seed=3, **(settings | trainer))
+    return Run(
+        ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
+        plan=BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5),
+        minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, is_open=offline),
+        trainer=Trainer(
+            config, steps, ranks, logger, models, source, None, flops=lambda tokens, length: 1.0,
+            stop_requested=lambda: False, resolved_config="",
+        ),
+    )  # fmt: skip
+
+
+def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, steps: int = 60, policy: ToyModel | None = None,
+            source=None, **changes: Any):  # fmt: skip
+    """(rewards of each step, of the policy before and after) of a run with the toy model and the real loop."""
+    from fivefold.trainer.train import train
+
+    policy = policy or ToyModel()
+    run = toy_parts(mesh, run_dir, name, choices, policy, steps, source, **changes)
+
+    def sampled() -> float:
+        engine = ToyEngine()
+        engine.update_weights(policy.weights(), 0)
+        groups = engine.generate(toy_prompts(), 32, Sampling(max_tokens=5, seed=99))
+        ToyScorer().score(groups)
+        return sum(sample.reward for group in groups for sample in group.samples) / 32 / len(groups)
+
+    before = sampled()
+    train(run)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return rows, before, sampled(), run
+
+
+CHOICES = {
+    # Its bounds are made for long responses of large models, which move by less than a toy does.
+    "gspo": methods.Choices(clip_low=0.1, clip_high=0.1),
+}

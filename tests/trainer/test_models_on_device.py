@@ -1,0 +1,63 @@
+"""Models take turns on the device: whoever's turn it is not has left, as far as its configuration says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fivefold.config import methods
+from tests.support.toy import ToyModel, toy_parts
+
+
+class Recorded(ToyModel):
+    """A toy that writes down who is on the device whenever it computes."""
+
+    def __init__(self, name: str, present: set[str], log: list[tuple[str, str, tuple[str, ...]]], **options) -> None:
+        super().__init__(**options)
+        self._name, self._present, self._log = name, present, log
+
+    def _note(self, what: str) -> None:
+        self._present.add(self._name)
+        self._log.append((self._name, what, tuple(sorted(self._present))))
+
+    def forward(self, batch):
+        self._note("forward")
+        return super().forward(batch)
+
+    def train_step(self, batch, loss_fn):
+        self._note("train")
+        return super().train_step(batch, loss_fn)
+
+    def offload(self):
+        self._present.discard(self._name)
+        return {}
+
+
+def turns(mesh, run_dir: Path):
+    from dataclasses import replace
+
+    from fivefold.trainer.train import train
+
+    present, log = set(), []
+    choices = methods.Choices(kl=methods.KLConfig(coef=0.1, place="reward", estimator="k1"))
+    run = toy_parts(mesh, run_dir, "ppo", choices, ToyModel(), 2)
+    models = replace(
+        run.models,
+        policy=Recorded("policy", present, log),
+        reference=Recorded("reference", present, log),
+        critic=Recorded("critic", present, log, value_head=True),
+    )
+    run.trainer.models = models
+    at_rollout = []
+    generate = run.engine.generate
+    run.engine.generate = lambda *arguments: (at_rollout.append(tuple(present)), generate(*arguments))[1]
+    train(replace(run, models=models))
+    return log, at_rollout
+
+
+def test_only_the_model_whose_turn_it_is_is_on_the_device(cluster, tmp_path):
+    ((log, at_rollout),) = cluster.run(turns, "megatron:d1", tmp_path)
+    assert {(name, what) for name, what, _ in log} == {
+        ("policy", "forward"), ("reference", "forward"), ("critic", "forward"), ("critic", "train"), ("policy", "train"),
+    }  # fmt: skip
+    assert all(present == (name,) for name, _, present in log), log
+    assert at_rollout == [(), ()], "responses are sampled with none of them there"
