@@ -21,9 +21,9 @@ from fivefold.data.tokenizer import load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.transformers import TransformersEngine
 from fivefold.interfaces import Engine, RolloutSource
-from fivefold.megatron.construct import DTYPES
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
+from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.observability.run_logger import RunLogger

@@ -34,10 +34,10 @@ def policy_of(case: Case):
 
 def optimizer_by_name(model, mesh) -> dict[str, torch.Tensor]:
     """Float32 parameter, moments and step of every parameter by name, gathered over the optimizer's replicas."""
-    from fivefold.megatron.construct import _whole_name
+    from fivefold.megatron.chunks import _whole_name
 
     found: dict[str, torch.Tensor] = {}
-    for outer in model._trainer.optimizer.chained_optimizers:
+    for outer in model._updater.optimizer.chained_optimizers:
         for buffers in outer.per_model_buffers.values():
             for buffer in buffers:
                 for bucket in buffer.buckets:
@@ -71,7 +71,7 @@ def whole_state(model, mesh) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for index, field in enumerate(FIELDS):
         for chunk in model._chunks:
-            from fivefold.megatron.construct import _whole_name
+            from fivefold.megatron.chunks import _whole_name
 
             for name, parameter in chunk.named_parameters():
                 values = states[_whole_name(name, chunk)][:-1].view(3, *parameter.shape)[index]

@@ -338,19 +338,19 @@ def built_with(mesh, directory: Path, policy):
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=2)
-    trainer = model._trainer
+    updater = model._updater
     batch = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     model.train_step(batch, OBJECTIVE.loss)
-    adam = trainer.optimizer.chained_optimizers[0].optimizer
+    adam = updater.optimizer.chained_optimizers[0].optimizer
     state = next(iter(adam.state.values()))
     return {
-        "outer": type(trainer.optimizer.chained_optimizers[0]).__name__,
+        "outer": type(updater.optimizer.chained_optimizers[0]).__name__,
         "inner": type(adam).__name__,
-        "buckets": len(trainer.ddps[0].buffers[0].buckets),
-        "grads": str(trainer.ddps[0].buffers[0].grad_dtype),
-        "hooks": len(trainer.ddps[0].remove_forward_pre_hook_handles),
+        "buckets": len(updater.ddps[0].buffers[0].buckets),
+        "grads": str(updater.ddps[0].buffers[0].grad_dtype),
+        "hooks": len(updater.ddps[0].remove_forward_pre_hook_handles),
         "dtypes": {name: str(value.dtype) for name, value in state.items() if name != "step"},
-        "rates": sorted({group["lr"] for group in trainer.optimizer.param_groups}),
+        "rates": sorted({group["lr"] for group in updater.optimizer.param_groups}),
     }
 
 

@@ -24,7 +24,7 @@ def model_and_batch(mesh, directory: Path, policy=POLICY):
 
 def verify_after_harm(mesh, directory: Path, part: str, rank: int):
     """The guard's message after one bit of one rank's copy changed, and before."""
-    from fivefold.megatron.construct import named_weights
+    from fivefold.megatron.chunks import named_weights
 
     model, _ = model_and_batch(mesh, directory)
     model.verify()

@@ -64,7 +64,7 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
     """([objectives, parameters] gradients, losses) on rank 0: what a step leaves before the optimizer."""
     from fivefold.megatron import step
     from fivefold.megatron.bridge import WeightStream
-    from fivefold.megatron.construct import named_weights
+    from fivefold.megatron.chunks import named_weights
     from fivefold.megatron.model import MegatronModel
 
     model = MegatronModel(directory, policy, mesh, total_updates=1)

@@ -86,7 +86,7 @@ def save_and_load(mesh, directory: Path, path: Path, second: OptimizerConfig):
     other = MegatronModel(directory, PolicyConfig(dtype="float32", optimizer=second), mesh, total_updates=10)
     other.load(path)
     rate = other.train_step(batch, OBJECTIVE.loss).lr
-    adam = other._trainer.optimizer.chained_optimizers[0].optimizer
+    adam = other._updater.optimizer.chained_optimizers[0].optimizer
     steps = {float(state["step"]) for state in adam.state.values()}
     return rate, [(group["betas"], group["eps"], group["weight_decay"]) for group in adam.param_groups], steps, other.version
 

@@ -144,7 +144,7 @@ def gradients(mesh, directory: Path, dealings: int):
     """(owners, gradient) on rank 0 of the step's two optimizer steps, with samples dealt in several ways."""
     from fivefold.megatron import step
     from fivefold.megatron.bridge import WeightStream
-    from fivefold.megatron.construct import named_weights
+    from fivefold.megatron.chunks import named_weights
     from fivefold.megatron.model import MegatronModel
     from fivefold.trainer.minibatches import MiniBatches
 

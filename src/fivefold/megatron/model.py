@@ -17,10 +17,12 @@ from fivefold.megatron import dist_checkpoint, step
 from fivefold.megatron.bridge import SafetensorsSource, WeightStream, load_parameters
 from fivefold.megatron.bridge.external import external_bridge
 from fivefold.megatron.bridge.hf_weights import check_names
-from fivefold.megatron.construct import build_chunks, build_trainer, named_weights, routers, transformer_config
+from fivefold.megatron.chunks import build_chunks, named_weights, routers
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.offload import Offload
+from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
+from fivefold.megatron.transformer_config import transformer_config
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.types import LossFn, StepReport, TokenBatch
@@ -78,23 +80,23 @@ class MegatronModel:
             load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
         stream = WeightStream(lambda: named_weights(self._chunks), self.spec, mesh, bucket_mb)
         self._stream = stream if external is None else external.weights
-        self._trainer = None
+        self._updater = None
         self._finalize = step.FinalizeOnce()
         if total_updates is None:
             for chunk in self._chunks:
                 chunk.requires_grad_(False)
             self._models: list[Any] = list(self._chunks)
         else:
-            self._trainer = build_trainer(self._chunks, config, policy, total_updates)
-            self._models = list(self._trainer.ddps)
+            self._updater = build_updater(self._chunks, config, policy, total_updates)
+            self._models = list(self._updater.ddps)
             config.finalize_model_grads_func = self._finalize
-            config.grad_scale_func = self._trainer.optimizer.scale_loss
-        self._offload = Offload(policy.offload, mesh.device, self._chunks, self._trainer)
+            config.grad_scale_func = self._updater.optimizer.scale_loss
+        self._offload = Offload(policy.offload, mesh.device, self._chunks, self._updater)
 
     @property
     def version(self) -> int:
         """Optimizer steps taken."""
-        return 0 if self._trainer is None else int(self._trainer.schedule.num_steps)
+        return 0 if self._updater is None else int(self._updater.schedule.num_steps)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
@@ -105,13 +107,13 @@ class MegatronModel:
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
         """One optimizer step over the whole batch; skipped on all ranks where loss or gradients are not finite."""
-        assert self._trainer is not None, "a model built without total_updates does not train"
+        assert self._updater is not None, "a model built without total_updates does not train"
         self.onload()
-        trainer = self._trainer
-        for ddp in trainer.ddps:
+        updater = self._updater
+        for ddp in updater.ddps:
             ddp.train()
             ddp.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        updater.optimizer.zero_grad()
         biases = [None if router.expert_bias is None else router.expert_bias.clone() for router in self._routers.values()]
         for router in self._routers.values():
             router.load_E.zero_()
@@ -120,8 +122,8 @@ class MegatronModel:
             self._models, self._finalize, batch, loss_fn, self._batching, list(self._routers.values())
         )
         metrics = gradients.metrics | self._expert_metrics(gradients.tokens)
-        trainer.optimizer.prepare_grads()
-        grad_norm = float(trainer.optimizer.get_grad_norm())
+        updater.optimizer.prepare_grads()
+        grad_norm = float(updater.optimizer.get_grad_norm())
         skipped = not (math.isfinite(gradients.loss) and math.isfinite(grad_norm))
         lr = 0.0
         if skipped:
@@ -129,8 +131,8 @@ class MegatronModel:
                 if bias is not None:
                     router.expert_bias.copy_(bias)
         else:
-            trainer.schedule.step(1)
-            lr = max(group["lr"] for group in trainer.optimizer.param_groups)
+            updater.schedule.step(1)
+            lr = max(group["lr"] for group in updater.optimizer.param_groups)
             self._update(grad_norm)
         return StepReport(
             loss=gradients.loss,
@@ -145,13 +147,13 @@ class MegatronModel:
 
     def _update(self, grad_norm: float) -> None:
         """Clip and step with gradients that are known to be finite."""
-        assert self._trainer is not None
-        for part in self._trainer.optimizer.chained_optimizers:
+        assert self._updater is not None
+        for part in self._updater.optimizer.chained_optimizers:
             parameters = part.get_parameters()
             if parameters:
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, use_decoupled_grad=decoupled)
-        updated = self._trainer.optimizer.step_with_ready_grads()
+        updated = self._updater.optimizer.step_with_ready_grads()
         assert updated, "the optimizer refused its gradients"
 
     @torch.no_grad()
@@ -179,8 +181,8 @@ class MegatronModel:
         """Make parameters whole on every rank: with overlap_param_gather the last update's come with the next forward."""
         # Without a step there is no need for gradients and optimizer: they stay where they are.
         self._offload.onload("parameters")
-        if self._trainer is not None:
-            for ddp in self._trainer.ddps:
+        if self._updater is not None:
+            for ddp in self._updater.ddps:
                 groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
                 if ddp.ddp_config.overlap_param_gather and not all(group.param_gather_dispatched for group in groups):
                     ddp.start_param_sync(force_sync=True)
@@ -209,9 +211,9 @@ class MegatronModel:
         """Write a layout-free checkpoint into the directory `path`; collective."""
         self.onload()
         self._settle()
-        dist_checkpoint.save(path, self._chunks, self._trainer, self._mesh)
+        dist_checkpoint.save(path, self._chunks, self._updater, self._mesh)
 
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""
         self.onload()
-        dist_checkpoint.load(path, self._chunks, self._trainer, self._mesh)
+        dist_checkpoint.load(path, self._chunks, self._updater, self._mesh)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fivefold.config.schema import OffloadConfig
-from fivefold.megatron.construct import Trainer
 from fivefold.megatron.layers.layer_spec import PolicyModel
+from fivefold.megatron.optim.updater import Updater
 
 
 class HostCopy:
@@ -90,9 +90,9 @@ class Offload:
     """What `policy.offload` names of one model."""
 
     def __init__(
-        self, settings: OffloadConfig, device: torch.device, chunks: list[PolicyModel], trainer: Trainer | None
+        self, settings: OffloadConfig, device: torch.device, chunks: list[PolicyModel], updater: Updater | None
     ) -> None:
-        self._settings, self._chunks, self._trainer = settings, chunks, trainer
+        self._settings, self._chunks, self._updater = settings, chunks, updater
         self._parts = {
             "parameters": HostCopy(device, settings.bucket_mb),
             "optimizer": HostCopy(device, settings.bucket_mb),
@@ -124,15 +124,15 @@ class Offload:
         parameters = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         if name == "parameters":
             return parameters
-        if self._trainer is None:
+        if self._updater is None:
             return []
         if name == "gradients":
-            ddps = self._trainer.ddps
+            ddps = self._updater.ddps
             return [buffer.grad_data for ddp in ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         # Parameters that are float32 themselves have no copy in the optimizer: its shards are views of them.
         shared = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         found = []
-        for outer in self._trainer.optimizer.chained_optimizers:
+        for outer in self._updater.optimizer.chained_optimizers:
             if outer.optimizer is None:
                 continue
             for group in outer.optimizer.param_groups:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fivefold.megatron.construct import FUSED_NAMES
+from fivefold.megatron.chunks import FUSED_NAMES
 from fivefold.models.spec import VOCABULARY_MULTIPLE, ModelSpec
 
 PACKAGES = {"mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}

@@ -1,0 +1,92 @@
+"""This rank's parts of the model, one a virtual stage, and their weights by the names that they have in the whole."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from fivefold.config.schema import PolicyConfig
+from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec
+from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
+from fivefold.megatron.mesh import Mesh
+from fivefold.megatron.patches.quiet import quiet
+from fivefold.models.spec import ModelSpec
+
+FUSED_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine's layers keep a norm's weight in the product that follows it."""
+
+
+def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
+    """This rank's parts of the model, one a virtual stage, on its device, weights not yet set."""
+    stages = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)[mesh.pp.rank()]
+    virtual = config.virtual_pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+    chunks: list[PolicyModel] = []
+    for number, layers in enumerate(stages):
+        stage = number if virtual else None
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        assert not layers or first == layers[0], f"Megatron-Core starts chunk {number} at layer {first}, not {layers[0]}"
+        # It warns of every layer whose mixture of experts is not its own class.
+        with quiet("megatron.core.transformer.transformer_layer"):
+            chunk = PolicyModel(
+                config=config,
+                transformer_layer_spec=block_spec(config, layers),
+                vocab_size=spec.padded_vocab,
+                max_sequence_length=spec.max_positions,
+                pre_process=mesh.is_first_stage and number == 0,
+                post_process=mesh.is_last_stage and number == len(stages) - 1,
+                share_embeddings_and_output_weights=spec.tied,
+                position_embedding_type="rope",
+                rotary_base=spec.rope_theta,
+                rotary_percent=spec.rotary_fraction,
+                rope_scaling=spec.rope_llama3_factor is not None,
+                rope_scaling_factor=spec.rope_llama3_factor or 1.0,
+                seq_len_interpolation_factor=spec.rope_linear_factor,
+                vp_stage=stage,
+                value_head=spec.value_head,
+            ).to(mesh.device)
+        assert len(chunk.decoder.layers) == len(layers)
+        chunk.layers_of_model = layers
+        chunks.append(chunk)
+    return chunks
+
+
+def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
+    """Parameters and router biases by name, layers and experts counted over the whole model instead of this rank.
+
+    The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`: views, so ask again after anything
+    that moves parameters.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, GroupedExperts):
+                found.update((_whole_name(f"{name}.{part}", chunk), weight) for part, weight in module.by_expert())
+            elif isinstance(module, Router) and module.expert_bias is not None:
+                found[_whole_name(f"{name}.expert_bias", chunk)] = module.expert_bias
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." not in name:
+                found[_whole_name(name, chunk)] = parameter
+    return found
+
+
+def _whole_name(name: str, chunk: PolicyModel) -> str:
+    if not name.startswith("decoder.layers."):
+        return name
+    _, _, layer, rest = name.split(".", 3)
+    return f"decoder.layers.{chunk.layers_of_model[int(layer)]}.{FUSED_NAMES.get(rest, rest)}"
+
+
+def routers(chunks: list[PolicyModel]) -> dict[int, Router]:
+    """The routers of this rank by layer, counted over the whole model."""
+    return {
+        chunk.layers_of_model[index]: layer.mlp.router
+        for chunk in chunks
+        for index, layer in enumerate(chunk.decoder.layers)
+        if isinstance(layer.mlp, MoE)
+    }

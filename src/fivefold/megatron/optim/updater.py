@@ -1,0 +1,100 @@
+"""Data-parallel wrappers, optimizer and schedule of a model's chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fivefold.config.mcore_options import DTYPE_NAMES
+from fivefold.config.schema import OptimizerConfig, PolicyConfig
+from fivefold.megatron.layers.layer_spec import PolicyModel
+from fivefold.megatron.optim.adam import PrecisionAwareConfig, precision_aware_adam
+
+
+@dataclass(frozen=True)
+class Updater:
+    """What turns gradients into new weights."""
+
+    ddps: list[DistributedDataParallel]
+    """One a virtual stage."""
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+
+def build_updater(chunks: list[PolicyModel], config: TransformerConfig, policy: PolicyConfig, total_updates: int) -> Updater:
+    """Wrap the chunks for data parallelism and give them Megatron-Core's optimizer and schedule."""
+    options = policy.megatron.options
+    ddp_config = DistributedDataParallelConfig(
+        **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **options.effective("ddp")}
+    )
+    ddps = [
+        DistributedDataParallel(
+            config,
+            ddp_config,
+            chunk,
+            # Only the first chunk's gradients are needed last: the others' need no buckets to overlap with.
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    settings = policy.optimizer
+    raw = {
+        name: getattr(torch, DTYPE_NAMES[value]) if name.endswith("_dtype") else value
+        for name, value in options.effective("optimizer").items()
+    }
+    if raw.get("optimizer_cpu_offload", False) and next(chunks[0].parameters()).device.type == "cpu":
+        raise ValueError("policy.megatron.optimizer.optimizer_cpu_offload needs a GPU: leave it out on the CPU")
+    aware = raw.get("use_precision_aware_optimizer", False)
+    with precision_aware_adam(aware):
+        optimizer = get_megatron_optimizer(
+            (PrecisionAwareConfig if aware else MegatronOptimizerConfig)(
+                optimizer="adam",
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
+                adam_eps=settings.eps,
+                # Without a bound the norm is still wanted: nothing is larger than infinity.
+                clip_grad=settings.clip_grad or math.inf,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+                overlap_param_gather=ddp_config.overlap_param_gather,
+                **raw,
+            ),
+            ddps,
+            use_gloo_process_groups=False,
+        )
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
+    if ddp_config.overlap_param_gather:
+        config.param_sync_func = [ddp.start_param_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].start_param_sync
+    return Updater(ddps, optimizer, build_schedule(optimizer, settings, total_updates))
+
+
+def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int) -> OptimizerParamScheduler:
+    """Learning rate over optimizer steps: update k of w warm-up steps uses k/w of `lr`."""
+    decay_steps = total_updates if settings.decay_steps is None else settings.decay_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,156 @@
+"""ModelSpec, layout and settings -> Megatron-Core's configuration of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from fivefold.config.schema import PolicyConfig
+from fivefold.megatron.layers.layer_spec import use_transformer_engine
+from fivefold.megatron.mesh import Mesh
+from fivefold.megatron.patches.quiet import quiet
+from fivefold.models.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> TransformerConfig:
+    """Megatron-Core's configuration of this model."""
+    layout, dtype = mesh.layout, DTYPES[policy.dtype]
+    fused = use_transformer_engine(policy.megatron.transformer_impl, mesh.device)
+    if fused and (spec.moe is not None or spec.mla is not None):
+        raise ValueError(
+            f"megatron.transformer_impl: transformer_engine has dense models without latent attention only: got "
+            f"{spec.family}; use torch"
+        )
+    settings: dict[str, Any] = {
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "ffn_hidden_size": spec.ffn,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.kv_heads,
+        "kv_channels": spec.head_dim,
+        "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.norm_eps,
+        "qk_layernorm": spec.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": spec.qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": policy.sequence_parallel and layout.tp > 1,
+        # Micro-batches are packed to different lengths.
+        "variable_seq_lengths": layout.pp > 1,
+        # Over Gloo a sent tensor must stay: interleaved stages would send what took its place, and nothing would say so.
+        "deallocate_pipeline_outputs": layout.pp > 1 and mesh.device.type == "cuda",
+        "moe_token_dispatcher_type": "alltoall",
+        "transformer_impl": "transformer_engine" if fused else "local",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # The loss is a sum of shares: step.py divides it.
+        "calculate_per_token_loss": True,
+        # Weights are loaded, so nothing is drawn; but only initialisation marks a parameter as sharded over
+        # the tensor-parallel ranks, and without the mark the gradient norm leaves out all ranks but the first.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+        "use_cpu_initialization": mesh.device.type == "cpu",
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": mesh.device.type == "cuda",
+        **_RECOMPUTE[policy.recompute],
+        **_moe_settings(spec),
+        **_mla_settings(spec),
+        **policy.megatron.options.effective("transformer"),
+        **policy.megatron.options.effective("pipeline"),
+    }
+    if settings["moe_token_dispatcher_type"] == "allgather":
+        # Megatron-Core wants to know sizes beforehand where ranks gather each other's tokens.
+        settings["variable_seq_lengths"] = False
+    if (virtual := policy.megatron.pipeline_split.virtual_stages(layout)) > 1:
+        # With batched messages between two stages, forward and backward would cross and the loss go wrong unnoticed.
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        settings["virtual_pipeline_model_parallel_size"] = virtual
+    else:
+        settings["virtual_pipeline_model_parallel_size"] = None
+    kind = TransformerConfig if spec.mla is None else MLATransformerConfig
+    with quiet("megatron.core"):
+        return kind(**settings)
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _moe_settings(spec: ModelSpec) -> dict[str, Any]:
+    part = spec.moe
+    if part is None:
+        return {}
+    return {
+        "num_moe_experts": part.num_experts,
+        "moe_router_topk": part.top_k,
+        "moe_ffn_hidden_size": part.ffn,
+        "moe_layer_freq": [int(present) for present in part.layers],
+        "moe_shared_expert_intermediate_size": part.shared_ffn or None,
+        "moe_shared_expert_gate": part.shared_gate,
+        "moe_router_score_function": "sigmoid" if part.sigmoid else "softmax",
+        # A softmax over all experts before the choice leaves the chosen weights unnormalised.
+        "moe_router_pre_softmax": not part.sigmoid and not part.normalize,
+        "moe_router_enable_expert_bias": part.sigmoid,
+        "moe_router_num_groups": part.n_group if part.n_group > 1 else None,
+        "moe_router_group_topk": part.topk_group if part.n_group > 1 else None,
+        "moe_router_topk_scaling_factor": None if part.routed_scaling_factor == 1.0 else part.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": True,
+        # In RL the sampler routes as the trainer did: what pulls the router towards balance is off unless asked for.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def _mla_settings(spec: ModelSpec) -> dict[str, Any]:
+    part, yarn = spec.mla, spec.yarn
+    if part is None:
+        return {}
+    found = {
+        "multi_latent_attention": True,
+        "q_lora_rank": part.q_rank,
+        "kv_lora_rank": part.kv_rank,
+        "qk_head_dim": part.qk_nope,
+        "qk_pos_emb_head_dim": part.qk_rope,
+        "v_head_dim": part.v_dim,
+        "rotary_base": spec.rope_theta,
+        "rope_type": "rope" if yarn is None else "yarn",
+        # Without scaling the factor must be 1, or Megatron-Core would still scale the softmax.
+        "rotary_scaling_factor": 1.0 if yarn is None else yarn.factor,
+        "mscale": 1.0 if yarn is None else yarn.mscale,
+        "mscale_all_dim": 0.0 if yarn is None else yarn.mscale_all_dim,
+    }
+    if yarn is not None:
+        found |= {
+            "original_max_position_embeddings": yarn.original_positions,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+        }
+    return found
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """Initialise nothing."""
+    return weight
