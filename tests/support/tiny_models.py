@@ -82,13 +82,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str, directory: Path) -> Path:
+def make_model(name: str, directory: Path, **sizes: Any) -> Path:
     """Write the variant `name` into `directory`, with weights large enough that every part matters."""
     import torch
     import transformers
 
     prefix, changes = (VARIANTS | MOE_VARIANTS)[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes})
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
