@@ -20,7 +20,7 @@ from fivefold.data.prompts import encode_conversation
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.transformers import TransformersEngine
-from fivefold.interfaces import Engine, RolloutSource
+from fivefold.interfaces import Engine, EngineReplica, RolloutSource
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
 from fivefold.megatron.transformer_config import DTYPES
@@ -33,10 +33,11 @@ from fivefold.reward.choose import choose_rewards
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import RewardPool
 from fivefold.reward.reward_model import ModelReward
+from fivefold.rollout.generation import Generator
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
 from fivefold.rollout.stats import BatchPlan
 from fivefold.trainer.checks import LogprobGate, SkipGuard
-from fivefold.trainer.evaluation import EVALUATION_STREAM, Evaluation, EvaluationSet
+from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 from fivefold.trainer.minibatches import MiniBatches
 from fivefold.trainer.models import Models
 from fivefold.trainer.run import Run
@@ -99,18 +100,19 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     logger.log(describe(config, spec, steps=steps, **sizes))
     models = build_models(config, directory, mesh, objective, steps, logger)
-    engine = reward_model = None
-    if not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate):
-        if config.reward.model.path:
-            reward_model = build_reward_model(config, fetch_model(config.reward.model.path, ranks), mesh)
-        dtype, most = DTYPES[config.policy.dtype], config.engine.max_num_seqs
-        engine = TransformersEngine(directory, tokenizer, device, dtype, most, logger.advance)
+    engine = generator = reward_model = None
+    generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
+    if generates and config.reward.model.path:
+        reward_model = build_reward_model(config, fetch_model(config.reward.model.path, ranks), mesh)
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
+    if generates:
+        engine = build_engine(config, directory, tokenizer, ranks, device)
+        generator = Generator(engine, tokenizer, rewards, logger)
     plan = build_plan(config, spec)
-    rollouts = build_rollouts(config, loader, engine, rewards, ranks, logger, objective)
+    rollouts = build_rollouts(config, loader, generator, ranks, logger, objective)
     evaluation = None
     if evaluation_set is not None:
-        evaluation = Evaluation(evaluation_set, engine, rewards, objective, ranks, logger, plan)
+        evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
     max_diff = config.engine.max_logprob_diff or MAX_LOGPROB_DIFF[config.policy.dtype]
     return Run(
         ranks=ranks,
@@ -187,11 +189,16 @@ def build_models(
     )
 
 
+def build_engine(config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device) -> Engine:
+    """What samples, on this rank."""
+    replica = EngineReplica(ranks.turn, ranks.layout.world_size)
+    return TransformersEngine(directory, tokenizer, device, DTYPES[config.policy.dtype], config.engine.max_num_seqs, replica)
+
+
 def build_rollouts(
     config: RunConfig,
     loader: PromptLoader[Prompt],
-    engine: Engine | None,
-    rewards: RewardManager,
+    generator: Generator | None,
     ranks: Ranks,
     logger: RunLogger,
     objective: Objective,
@@ -200,16 +207,15 @@ def build_rollouts(
     algorithm, prompts = config.algorithm, PromptQueue(loader, logger)
     if algorithm.offline:
         return DatasetRollouts(prompts, ranks, config.data.prompts_per_step)
-    assert engine is not None
+    assert generator is not None
     is_dynamic = bool(algorithm.resolved.dynamic_sampling)
     per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     rollouts = EngineRollouts(
-        engine,
+        generator,
         prompts,
-        rewards,
-        ranks,
         logger,
         _sampling(config),
+        seed=config.trainer.seed,
         group_size=algorithm.group_size,
         prompts_per_call=per_call,
         with_greedy=objective.needs_greedy,
@@ -253,7 +259,6 @@ def _sampling(config: RunConfig) -> Sampling:
         top_p=drawn.top_p,
         top_k=drawn.top_k,
         stop=tuple(drawn.stop),
-        seed=config.trainer.seed,
     )
 
 
@@ -289,7 +294,7 @@ def _prompts(
 
 def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
     sampling = _sampling(config)
-    seeded = replace(sampling, seed=config.trainer.seed ^ EVALUATION_STREAM, top_k=0)
+    plain = replace(sampling, top_k=0)
     generate = config.eval.generate
     if generate is None:
         generate = config.may_generate and _rewards_are_known(config, validation)
@@ -302,8 +307,9 @@ def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
     return EvaluationSet(
         validation.prompts,
         config.eval.samples,
-        greedy=replace(seeded, temperature=0.0, top_p=1.0),
-        sampled=replace(seeded, temperature=config.eval.temperature, top_p=config.eval.top_p),
+        greedy=replace(plain, temperature=0.0, top_p=1.0),
+        sampled=replace(plain, temperature=config.eval.temperature, top_p=config.eval.top_p),
+        seed=config.trainer.seed,
         generate=generate,
         offline=offline,
     )

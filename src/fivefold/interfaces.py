@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from fivefold.types import Group, LossFn, Prompt, Sampling, StepReport, TokenBatch
+from fivefold.types import Completion, Group, LossFn, Request, StepReport, TokenBatch
 
 
 class Model(Protocol):
@@ -57,20 +58,49 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class EngineReplica:
+    """Which of an engine's replicas this rank belongs to; every rank of one is asked for the same requests."""
+
+    index: int
+    count: int
+    leads: bool = True
+    """This rank hands over what its replica samples: one rank of each does."""
+
+
 class Engine(Protocol):
-    """Samples responses."""
+    """Samples responses, at the level of tokens. Every method is called on all ranks."""
+
+    @property
+    def replica(self) -> EngineReplica: ...
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken by the weights that sample now; below 0 before the first weights came."""
+        """Optimizer steps taken by the weights that sample now; below 0 before the first weights came, and after `sleep`."""
         ...
 
-    def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
-        """`group_size` responses to each prompt, in the order of the prompts."""
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """A completion of each request, as they finish."""
+        ...
+
+    def abort(self) -> None:
+        """End the requests in flight: `generate` gives what they have so far."""
         ...
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights by Hugging Face name."""
+        """Take new weights by Hugging Face name; raises RuntimeError where they are not the whole model."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave the device, where there is one to leave: weights and cache are dropped."""
+        ...
+
+    def wake(self) -> None:
+        """Take memory for the weights again; what is needed to sample follows with `generate`."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine has started."""
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -151,16 +151,68 @@ class RolloutStats:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine draws tokens; temperature 0 takes the most likely one."""
+    """How an engine draws tokens; temperature 0 takes the most likely one.
+
+    The order is vLLM's: logit bias, `min_tokens`, repetition penalty, temperature, min-p, top-k, top-p.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    """Tokens less likely than this share of the most likely one are not drawn."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that prompt or response have already (1909.05858)."""
+    min_tokens: int = 0
+    """No token that ends the response is drawn before so many."""
+    ignore_eos: bool = False
+    """Only `max_tokens` and stop strings end a response."""
     stop: tuple[str, ...] = ()
-    seed: int = 0
-    step: int = 0
-    """Round of sampling: with seed, prompt id, sample index and position it fixes every draw."""
+    stop_token_ids: tuple[int, ...] = ()
+    """They end a response besides the model's own end tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, number added to its logit)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Tokens are drawn from the model's whole distribution at the temperature: its log-probs are the trainer's."""
+        return self == replace(Sampling(self.max_tokens, self.temperature), **{n: getattr(self, n) for n in _STOPS})
+
+
+_STOPS = ("ignore_eos", "stop", "stop_token_ids")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that an engine is asked for.
+
+    Example: the second response to a prompt of three tokens:
+    `Request(id=1, prompt_ids=[12, 4, 9], sampling=Sampling(max_tokens=64), seed=request_seed((0, 20, 7, 1)))`.
+    """
+
+    id: int
+    """Names it among the requests in flight."""
+    prompt_ids: list[int]
+    sampling: Sampling
+    seed: int
+    """Key of its random draws, a signed number of 64 bits: the same key draws the same response from the same weights."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine gives for a request."""
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of each token under the distribution that it was drawn from; at temperature 0 under the model's own."""
+    finish_reason: Literal["stop", "length", "abort"]
+    """An end token or stop string, the limit of tokens, or `Engine.abort`."""
+    policy_version: int
+    """Optimizer steps taken by the weights that sampled its first token."""
+    token_versions: list[int] | None = None
+    """The same per token, where the weights changed within the response."""
 
 
 @dataclass

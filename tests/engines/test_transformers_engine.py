@@ -12,7 +12,7 @@ from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.engines.sampling import request_seed, sample_token, uniform
 from fivefold.engines.transformers import TransformersEngine, parameter_map
 from fivefold.models.families import load_spec
-from fivefold.types import Prompt, Sampling
+from fivefold.types import Completion, Request, Sampling
 from tests.support.tiny_models import MOE_VARIANTS, VARIANTS, load_tensors
 
 
@@ -38,50 +38,90 @@ def make_engine(model: Path, tokenizer, max_num_seqs: int = 64, change: float = 
     return engine
 
 
-PROMPTS = [Prompt(i, list(range(5, 5 + n)), "s", "p", "t") for i, n in enumerate([3, 9, 1, 5])]
-SAMPLING = Sampling(max_tokens=24, temperature=0.7, seed=5, step=2)
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 9, 1, 5)]
+SAMPLING = Sampling(max_tokens=24, temperature=0.7)
 
 
-def test_logprobs_equal_a_forward_of_transformers(model, tokenizer):
+def requests(count: int, sampling: Sampling = SAMPLING, prompts=PROMPTS, draw=(5, 2)) -> list[Request]:
+    """`count` to each prompt, numbered prompt by prompt."""
+    return [
+        Request(i * count + k, prompt, sampling, request_seed((*draw, i, k)))
+        for i, prompt in enumerate(prompts)
+        for k in range(count)
+    ]
+
+
+def complete(engine: TransformersEngine, asked: list[Request]) -> list[Completion]:
+    """In the order of the requests."""
+    found = {completion.request_id: completion for completion in engine.generate(asked)}
+    assert len(found) == len(asked)
+    return [found[request.id] for request in asked]
+
+
+def own_logits(model: Path, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+    """Those that each token of the response was drawn from, by one forward of transformers."""
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
-    for group in make_engine(model, tokenizer).generate(PROMPTS, 3, SAMPLING):
-        for sample in group.samples:
-            tokens = torch.tensor(group.prompt.token_ids + sample.token_ids)
-            with torch.no_grad():
-                logp = torch.log_softmax(reference(tokens[None]).logits[0] / 0.7, -1)
-            own = logp[len(group.prompt.token_ids) - 1 : -1].gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-            assert torch.allclose(torch.tensor(sample.logprobs), own, atol=2e-5)
-            assert sample.policy_version == 3
-            ended = sample.token_ids[-1] == tokenizer.eos_token_id
-            assert sample.finished == ended
-            assert ended or len(sample.token_ids) == 24
-            assert tokenizer.eos_token_id not in sample.token_ids[:-1]
+    with torch.no_grad():
+        return reference(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+
+
+def test_logprobs_equal_a_forward_of_transformers(model, tokenizer):
+    asked = requests(3)
+    for request, found in zip(asked, complete(make_engine(model, tokenizer), asked), strict=True):
+        logp = torch.log_softmax(own_logits(model, request.prompt_ids, found.token_ids) / 0.7, -1)
+        own = logp.gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(found.logprobs), own, atol=2e-5)
+        assert found.policy_version == 3
+        ended = found.token_ids[-1] == tokenizer.eos_token_id
+        assert found.finish_reason == ("stop" if ended else "length")
+        assert ended or len(found.token_ids) == 24
+        assert tokenizer.eos_token_id not in found.token_ids[:-1]
 
 
 def test_samples_do_not_depend_on_how_the_batch_is_cut_or_ordered(model, tokenizer):
-    whole = make_engine(model, tokenizer).generate(PROMPTS, 4, SAMPLING)
-    cut = make_engine(model, tokenizer, max_num_seqs=3).generate(PROMPTS[::-1], 4, SAMPLING)[::-1]
-    assert [[s.token_ids for s in g.samples] for g in whole] == [[s.token_ids for s in g.samples] for g in cut]
-    assert len({tuple(s.token_ids) for g in whole for s in g.samples}) == 16
+    asked = requests(4)
+    whole = complete(make_engine(model, tokenizer), asked)
+    cut = complete(make_engine(model, tokenizer, max_num_seqs=3), asked[::-1])[::-1]
+    assert [found.token_ids for found in whole] == [found.token_ids for found in cut]
+    assert len({tuple(found.token_ids) for found in whole}) == 16
 
 
-def test_another_step_seed_or_prompt_draws_other_samples(model, tokenizer):
+def test_a_completion_comes_as_soon_as_it_ends(model, tokenizer):
+    """The shortest first, not in the order of the requests."""
+    lengths = [len(found.token_ids) for found in make_engine(model, tokenizer).generate(requests(8))]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1] == 24
+
+
+def test_abort_gives_what_was_sampled_so_far(model, tokenizer):
+    engine, whole = make_engine(model, tokenizer), complete(make_engine(model, tokenizer), requests(8))
+    found = []
+    for completion in engine.generate(requests(8)):
+        found.append(completion)
+        engine.abort()
+    stopped = [one for one in found if one.finish_reason == "abort"]
+    assert len(found) == 32 and len(stopped) > 16
+    for one in stopped:
+        assert 0 < len(one.token_ids) < len(whole[one.request_id].token_ids)
+        assert one.token_ids == whole[one.request_id].token_ids[: len(one.token_ids)]
+    assert complete(engine, requests(8)) == whole
+
+
+def test_another_key_draws_another_sample(model, tokenizer):
     engine = make_engine(model, tokenizer)
-    first = engine.generate(PROMPTS[:1], 2, SAMPLING)[0].samples[0].token_ids
-    for other in (Sampling(24, 0.7, seed=6, step=2), Sampling(24, 0.7, seed=5, step=3)):
-        assert engine.generate(PROMPTS[:1], 2, other)[0].samples[0].token_ids != first
-    renumbered = Prompt(9, PROMPTS[0].token_ids, "s", "p", "t")
-    assert engine.generate([renumbered], 2, SAMPLING)[0].samples[0].token_ids != first
+    first = complete(engine, requests(1, prompts=PROMPTS[:1]))[0].token_ids
+    for draw in ((6, 2), (5, 3)):
+        assert complete(engine, requests(1, prompts=PROMPTS[:1], draw=draw))[0].token_ids != first
 
 
 def test_greedy_equals_transformers_generate(model, tokenizer):
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
-    for group in make_engine(model, tokenizer).generate(PROMPTS, 1, Sampling(max_tokens=12, temperature=0)):
-        prompt = torch.tensor([group.prompt.token_ids])
+    asked = requests(1, Sampling(max_tokens=12, temperature=0))
+    for request, found in zip(asked, complete(make_engine(model, tokenizer), asked), strict=True):
+        prompt = torch.tensor([request.prompt_ids])
         out = reference.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -90,26 +130,87 @@ def test_greedy_equals_transformers_generate(model, tokenizer):
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=0,
         )
-        assert group.samples[0].token_ids == out[0, prompt.shape[1] :].tolist()
+        assert found.token_ids == out[0, prompt.shape[1] :].tolist()
+
+
+OPTIONS = {
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.3},
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "logit_bias": {"logit_bias": ((7, 4.0), (9, -100.0))},
+    "min_tokens": {"min_tokens": 20, "logit_bias": ((1, 6.0),)},
+    "all": {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.5, "logit_bias": ((7, 2.0),), "min_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(model, tokenizer, name):
+    """Every option once more, token by token, by transformers' own processors where it has one."""
+    from transformers.generation import logits_process as theirs
+
+    given = OPTIONS[name]
+    asked = requests(3, replace(SAMPLING, **given))
+    engine, eos = make_engine(model, tokenizer, max_num_seqs=5), tokenizer.eos_token_id
+    plain = complete(engine, requests(3))
+    for request, found in zip(asked, complete(engine, asked), strict=True):
+        raw = own_logits(model, request.prompt_ids, found.token_ids)
+        for place, token in enumerate(found.token_ids):
+            before = torch.tensor([request.prompt_ids + found.token_ids[:place]])
+            scores = raw[place][None].clone()
+            for biased, bias in given.get("logit_bias", ()):
+                scores[0, biased] += bias
+            if place < given.get("min_tokens", 0):
+                scores[0, eos] = -torch.inf
+            if "repetition_penalty" in given:
+                scores = theirs.RepetitionPenaltyLogitsProcessor(given["repetition_penalty"])(before, scores)
+            scores = scores / 0.7
+            if "min_p" in given:
+                scores = theirs.MinPLogitsWarper(given["min_p"])(before, scores)
+            if "top_k" in given:
+                scores = theirs.TopKLogitsWarper(given["top_k"])(before, scores)
+            if "top_p" in given:
+                scores = theirs.TopPLogitsWarper(given["top_p"])(before, scores)
+            assert found.logprobs[place] == pytest.approx(float(torch.log_softmax(scores, -1)[0, token]), abs=5e-5)
+        assert found.finish_reason == "length" or len(found.token_ids) > given.get("min_tokens", 0)
+    assert [found.token_ids for found in plain] != [found.token_ids for found in complete(engine, asked)]
+
+
+def test_ignore_eos_samples_to_the_limit_and_stop_token_ids_end_a_response(model, tokenizer):
+    engine, eos = make_engine(model, tokenizer), tokenizer.eos_token_id
+    likely = replace(SAMPLING, logit_bias=((eos, 5.0), (8, 2.0)))
+    assert {found.finish_reason for found in complete(engine, requests(4, likely))} == {"stop"}
+    for found in complete(engine, requests(4, replace(likely, ignore_eos=True))):
+        assert found.finish_reason == "length" and len(found.token_ids) == 24
+    for found in complete(engine, requests(4, replace(likely, ignore_eos=True, stop_token_ids=(8,)))):
+        assert (found.token_ids[-1] == 8) == (found.finish_reason == "stop") and 8 not in found.token_ids[:-1]
 
 
 def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(model, tokenizer):
     engine = make_engine(model, tokenizer)
-    free = engine.generate(PROMPTS[:1], 1, SAMPLING)[0].samples[0]
+    (free,) = complete(engine, requests(1, prompts=PROMPTS[:1]))
     stop = tokenizer.decode(free.token_ids[3:5])
-    stopped = engine.generate(PROMPTS[:1], 1, Sampling(24, 0.7, stop=(stop,), seed=5, step=2))[0].samples[0]
+    (stopped,) = complete(engine, requests(1, replace(SAMPLING, stop=(stop,)), prompts=PROMPTS[:1]))
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
-    assert stopped.finished
+    assert stopped.finish_reason == "stop"
     assert tokenizer.decode(stopped.token_ids).endswith(stop)
     assert stop not in tokenizer.decode(stopped.token_ids[:-1])
 
 
 def test_new_weights_change_what_is_sampled_and_half_of_them_are_refused(model, tokenizer):
-    old = make_engine(model, tokenizer).generate(PROMPTS, 1, SAMPLING)
+    old = complete(make_engine(model, tokenizer), requests(1))
     engine = make_engine(model, tokenizer, change=0.05)
-    assert engine.generate(PROMPTS, 1, SAMPLING) != old
+    assert complete(engine, requests(1)) != old
     with pytest.raises(RuntimeError, match="no new weights for"):
         engine.update_weights(iter([("model.norm.weight", torch.ones(64))]), 4)
+
+
+def test_the_engine_reads_no_checkpoint_that_the_first_weights_overwrite(models, tokenizer, tmp_path):
+    for name in ("config.json",):
+        (tmp_path / name).write_text((models("qwen3") / name).read_text())
+    engine = TransformersEngine(tmp_path, tokenizer, torch.device("cpu"), torch.float32, 8)
+    engine.update_weights(iter(load_tensors(models("qwen3")).items()), version=3)
+    assert complete(engine, requests(2)) == complete(make_engine(models("qwen3"), tokenizer), requests(2))
 
 
 def test_uniform_numbers_are_uniform_and_independent_of_the_batch():
@@ -132,23 +233,24 @@ def test_draws_follow_the_distribution():
     u = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for temperature, top_p, top_k in [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 2), (1.3, 0.9, 3)]:
         p = torch.softmax(logits / temperature, 0)
-        order = p.argsort(descending=True)
-        kept, total = [], 0.0
-        for rank, token in enumerate(order.tolist()):
-            if (rank and total >= top_p) or (top_k and rank >= top_k):
+        order = p.argsort(descending=True)[: top_k or None].tolist()
+        among, total, kept = float(p[order].sum()), 0.0, []
+        for token in order:
+            if kept and total >= top_p * among:
                 break
             kept.append(token)
             total += float(p[token])
         expected = torch.zeros(5)
         expected[kept] = p[kept] / p[kept].sum()
-        tokens, logprobs = sample_token(logits.expand(count, 5), u, temperature, top_p, top_k)
+        sampling = Sampling(1, temperature, top_p, top_k)
+        tokens, logprobs = sample_token(logits.expand(count, 5), u, sampling)
         assert torch.allclose(torch.bincount(tokens, minlength=5) / count, expected, atol=2e-4)
-        assert torch.allclose(logprobs, torch.log_softmax(logits / temperature, 0)[tokens])
+        assert torch.allclose(logprobs, expected.log()[tokens])
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]] * 3)
-    tokens, _ = sample_token(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), 1.0, 1.0, 0)
+    tokens, _ = sample_token(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), Sampling(1))
     assert tokens.tolist() == [1, 1, 1]
 
 

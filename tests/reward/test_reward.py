@@ -8,10 +8,11 @@ import pytest
 
 from fivefold.config.findings import Findings
 from fivefold.config.schema import RewardConfig, RewardModelConfig
+from fivefold.interfaces import EngineReplica
 from fivefold.reward import rules
 from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards
 from fivefold.reward.pool import RewardPool
-from fivefold.types import Group, Prompt, Sample
+from fivefold.types import Completion, Group, Prompt, Sample
 from tests.support.commands import LONGEST
 
 GSM8K = [
@@ -91,6 +92,13 @@ def group(*texts: str) -> Group:
     return Group(prompt, [Sample([1], [0.0], text, True, 0) for text in texts])
 
 
+def score(pool: RewardPool, *groups: Group) -> None:
+    for scored in groups:
+        for sample in scored.samples:
+            pool.submit(scored.prompt, sample)
+    pool.wait()
+
+
 @pytest.fixture
 def user_file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
@@ -102,7 +110,7 @@ def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(us
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 2.0}, timeout_seconds=5.0, workers=2))
     # One hangs for ever; the others need a thousandth of the time limit, also where the machine is busy.
     scored = group("ok", "hang", "raise", "exit", "memory", "nan", "infinite", "fine")
-    pool.score([scored])
+    score(pool, scored)
     pool.close()
     assert [sample.reward for sample in scored.samples] == [1.0, 0, 0, 0, 0, 0, 0, 2.0]
     assert [sample.reward_failed for sample in scored.samples] == [False, True, True, True, True, True, True, False]
@@ -110,12 +118,12 @@ def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(us
 
 def test_the_first_error_is_kept_with_the_function_s_traceback(user_file):
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}))
-    pool.score([group("ok", "raise", "nan")])
+    score(pool, group("ok", "raise", "nan"))
     assert "Traceback" in pool.first_error and "mine.py" in pool.first_error
     assert "RuntimeError: as asked" in pool.first_error
-    pool.score([group("ok", "nan")])
+    score(pool, group("ok", "nan"))
     assert "must be finite" in pool.first_error
-    pool.score([group("ok")])
+    score(pool, group("ok"))
     assert pool.first_error is None
     pool.close()
 
@@ -130,7 +138,7 @@ def test_an_exception_in_a_scoring_thread_is_raised(user_file, monkeypatch, work
 
     monkeypatch.setattr("fivefold.reward.pool._Worker.ask", fail)
     with pytest.raises(OSError, match="Too many open files"):
-        pool.score([group("ok", "fine")])
+        score(pool, group("ok", "fine"))
     pool.close()
 
 
@@ -141,7 +149,10 @@ def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]
     pool = RewardPool(RewardConfig(functions=functions))
     try:
         groups = [group(*texts[mesh.ranks.rank])]
-        RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append).score(groups)
+        manager = RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append)
+        for sample in groups[0].samples:
+            manager.submit(groups[0].prompt, sample)
+        manager.finish(groups)
     except RuntimeError as error:
         return str(error), said
     finally:
@@ -167,7 +178,7 @@ def test_few_failures_are_shown_and_the_run_goes_on(cluster, user_file):
 def test_several_rewards_are_weighted_and_verl_s_signature_is_understood(user_file):
     pool = RewardPool(RewardConfig(by_source={"mine": {f"{user_file}:like_verl": 1.0, "format": 0.5}}))
     scored = group("#### 1", "nothing")
-    pool.score([scored])
+    score(pool, scored)
     pool.close()
     assert [sample.reward for sample in scored.samples] == [1.5, 1.0]
     assert scored.samples[0].reward_parts == {f"{user_file}:like_verl": 1.0, "format": 1.0}
@@ -175,7 +186,7 @@ def test_several_rewards_are_weighted_and_verl_s_signature_is_understood(user_fi
 
 def test_reward_processes_end_when_the_trainer_is_gone(user_file):
     pool = RewardPool(RewardConfig(functions={"gsm8k": 1.0}))
-    pool.score([group("#### 1")])
+    score(pool, group("#### 1"))
     process = pool._workers[0]._process
     process.stdin.close()
     assert process.wait(timeout=LONGEST) == 0
@@ -207,7 +218,7 @@ def test_with_a_reward_model_no_function_is_chosen_by_itself():
     assert both == ChosenRewards({"gsm8k": 0.0}, "gsm8k")
     groups = [group("#### 18")]
     pool = RewardPool(judged)
-    pool.score(groups)
+    score(pool, *groups)
     pool.close()
     (sample,) = groups[0].samples
     assert (sample.reward, sample.reward_parts, sample.reward_failed) == (0.0, {}, False)
@@ -270,12 +281,17 @@ def test_an_accuracy_that_no_source_uses_is_refused():
 
 
 class Says:
-    """An engine with one response to every prompt."""
+    """An engine and its tokenizer with one response to every prompt."""
 
-    version = 0
+    version, replica = 0, EngineReplica(0, 1)
 
-    def generate(self, prompts, group_size, sampling):
-        return [Group(p, [Sample([1], [0.0], r"\boxed{4}", True, 0) for _ in range(group_size)]) for p in prompts]
+    def generate(self, requests):
+        return iter([Completion(request.id, [1], [0.0], "stop", 0) for request in requests])
+
+    def decode(self, token_ids, skip_special_tokens):
+        return r"\boxed{4}"
+
+    def sleep(self): ...
 
 
 def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, float]:
@@ -283,6 +299,7 @@ def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, flo
     from fivefold.algo.values import ValueLoss
     from fivefold.observability.run_logger import RunLogger
     from fivefold.reward.manager import RewardManager
+    from fivefold.rollout.generation import Generator
     from fivefold.rollout.stats import BatchPlan
     from fivefold.trainer.checks import SkipGuard
     from fivefold.trainer.evaluation import Evaluation, EvaluationSet
@@ -297,7 +314,8 @@ def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, flo
     guard = SkipGuard(mesh.ranks, 0, run_dir, print)
     models = Models(ToyModel(), None, None, objective, ValueLoss(0.5), mesh.ranks, guard)
     try:
-        return Evaluation(chosen, Says(), rewards, objective, mesh.ranks, logger, BatchPlan()).measure(models)[0]
+        generator = Generator(Says(), Says(), rewards, logger)
+        return Evaluation(chosen, generator, objective, mesh.ranks, logger, BatchPlan()).measure(models)[0]
     finally:
         pool.close()
 

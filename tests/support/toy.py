@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fivefold.config import methods
 from fivefold.engines.sampling import request_seed, sample_token, uniform
-from fivefold.types import DatasetResponse, Group, LossFn, Prompt, Sample, Sampling, StepReport, TokenBatch
+from fivefold.interfaces import EngineReplica
+from fivefold.types import Completion, DatasetResponse, LossFn, Prompt, Request, Sample, Sampling, StepReport, TokenBatch
 
 PROMPTS, LENGTH, VOCAB = 8, 3, 12
 
@@ -71,25 +72,33 @@ class ToyModel:
 class ToyEngine:
     """Draws LENGTH tokens from the table."""
 
-    def __init__(self) -> None:
-        self.version = -1
+    def __init__(self, replica: EngineReplica | None = None) -> None:
+        self.replica, self.version = replica or EngineReplica(0, 1), -1
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         ((_, table),) = weights
         self.table, self.version = table.clone(), version
 
-    def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
-        return [Group(p, [self._sample(p, i, sampling) for i in range(group_size)]) for p in prompts]
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """The last request first: what comes back goes by its number."""
+        for request in reversed(requests):
+            tokens, logprobs = [], []
+            for place in range(LENGTH):
+                logits = self.table[request.prompt_ids[0], place][None]
+                token, logprob = sample_token(logits, uniform(torch.tensor([request.seed]), place), request.sampling)
+                tokens.append(int(token))
+                logprobs.append(float(logprob))
+            yield Completion(request.id, tokens, logprobs, "stop", self.version)
 
-    def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        key = torch.tensor([request_seed([sampling.seed, sampling.step, prompt.id, index])])
-        tokens, logprobs = [], []
-        for place in range(LENGTH):
-            logits = self.table[prompt.token_ids[0], place][None]
-            token, logprob = sample_token(logits, uniform(key, place), sampling.temperature, 1.0, 0)
-            tokens.append(int(token))
-            logprobs.append(float(logprob))
-        return Sample(tokens, logprobs, str(tokens), True, self.version)
+    def abort(self) -> None: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class ToyTokenizer:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(token_ids)
 
 
 class ToyScorer:
@@ -97,13 +106,12 @@ class ToyScorer:
 
     first_error = None
 
-    def score(self, groups: list[Group]) -> None:
-        for group in groups:
-            for sample in group.samples:
-                sample.reward = sum(token == target(group.prompt.id) for token in sample.token_ids) / LENGTH
-                sample.reward_parts = {"own": sample.reward}
-                sample.correct = sample.reward >= 1
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        sample.reward = sum(token == target(prompt.id) for token in sample.token_ids) / LENGTH
+        sample.reward_parts = {"own": sample.reward}
+        sample.correct = sample.reward >= 1
 
+    def wait(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -132,6 +140,7 @@ def toy_parts(
     from fivefold.data import PromptLoader
     from fivefold.observability.run_logger import RunLogger
     from fivefold.reward.manager import RewardManager
+    from fivefold.rollout.generation import Generator
     from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
     from fivefold.rollout.stats import BatchPlan
     from fivefold.trainer.checks import LogprobGate, SkipGuard
@@ -148,13 +157,14 @@ def toy_parts(
         prompts = [replace(prompt, responses=prompt.responses[: 2 if pairs else 1]) for prompt in prompts]
     logger = RunLogger(run_dir, [], is_main=True, steps=steps)
     queue = PromptQueue(PromptLoader(prompts, groups_per_step, seed=1, shuffle=True), logger)
-    rewards, engine = RewardManager(ToyScorer(), ranks), None if offline else ToyEngine()
+    rewards = RewardManager(ToyScorer(), ranks)
+    engine = None if offline else ToyEngine(EngineReplica(ranks.turn, ranks.layout.world_size))
     if source is None and offline:
         source = DatasetRollouts(queue, ranks, groups_per_step)
     elif source is None:
         source = EngineRollouts(
-            engine, queue, rewards, ranks, logger, Sampling(max_tokens=5, seed=3), group_size=group_size,
-            prompts_per_call=groups_per_step, with_greedy=objective.needs_greedy,
+            Generator(engine, ToyTokenizer(), rewards, logger), queue, logger, Sampling(max_tokens=5), seed=3,
+            group_size=group_size, prompts_per_call=groups_per_step, with_greedy=objective.needs_greedy,
         )  # fmt: skip
         if chosen.dynamic_sampling:
             source = DynamicSampling(source, ranks, logger, groups_per_step=groups_per_step, max_rounds=max_rounds)
@@ -184,11 +194,16 @@ def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, steps: int
     run = toy_parts(mesh, run_dir, name, choices, policy, steps, source, **changes)
 
     def sampled() -> float:
-        engine = ToyEngine()
+        engine, total = ToyEngine(), 0.0
         engine.update_weights(policy.weights(), 0)
-        groups = engine.generate(toy_prompts(), 32, Sampling(max_tokens=5, seed=99))
-        ToyScorer().score(groups)
-        return sum(sample.reward for group in groups for sample in group.samples) / 32 / len(groups)
+        requests = [
+            Request(32 * prompt.id + k, prompt.token_ids, Sampling(max_tokens=5), request_seed((99, 0, prompt.id, k)))
+            for prompt in toy_prompts()
+            for k in range(32)
+        ]
+        for found in engine.generate(requests):
+            total += sum(token == target(found.request_id // 32) for token in found.token_ids) / LENGTH
+        return total / len(requests)
 
     before = sampled()
     train(run)

@@ -151,7 +151,7 @@ def validation_losses(mesh, run_dir: Path):
         own = run_dir / f"{aggregate}-{mesh.ranks.rank}"
         run = toy_parts(mesh, own, "sft", methods.Choices(aggregate=aggregate), ToyModel(), 1)
         chosen = EvaluationSet(prompts, 0, Sampling(5), Sampling(5), generate=False, offline=prompts)
-        evaluation = Evaluation(chosen, None, run.rewards, run.objective, run.ranks, run.logger, run.plan)
+        evaluation = Evaluation(chosen, None, run.objective, run.ranks, run.logger, run.plan)
         found.append(evaluation.measure(run.models)[0]["val/loss"])
     return found
 

@@ -40,6 +40,11 @@ class Ranks:
         """The rank that writes the run's files and the terminal."""
         return self.rank == 0
 
+    @property
+    def turn(self) -> int:
+        """Place of this rank in the order in which a list is dealt: replica by replica, then the ranks of each."""
+        return self.coords.dp + self.layout.dp * self.replica.rank()
+
     # --- sharding of a list that every rank has ----------------------------------------------------------------------
 
     def shard_of_replica(self, items: Sequence[T]) -> list[T]:
@@ -48,7 +53,7 @@ class Ranks:
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """This rank's own part of `items`: that of its replica, dealt to the ranks of the replica in turn."""
-        return self.shard_of_replica(items)[self.replica.rank() :: self.layout.replica_size]
+        return list(items[self.turn :: self.layout.world_size])
 
     # --- numbers and tensors -----------------------------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from fivefold.types import Sampling
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -45,31 +47,76 @@ def _shift(z: Tensor, by: int) -> Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
-def sample_token(
-    logits_NV: Tensor, uniform_N: Tensor, temperature: float, top_p: float, top_k: int
-) -> tuple[Tensor, Tensor]:
+class LogitsProcessor:
+    """What a `Sampling` does to the logits of rows that are decoded together, before tokens are drawn from them."""
+
+    def __init__(
+        self, sampling: Sampling, ends: Iterable[int], prompts: Sequence[Sequence[int]], vocab: int, device: torch.device
+    ):
+        """`ends`: tokens that end a response, which `min_tokens` masks; `prompts`: those of the rows, for the penalty."""
+        self._sampling = sampling
+        self._ends = torch.tensor(sorted(ends), dtype=torch.long, device=device)
+        self._biased = torch.tensor([token for token, _ in sampling.logit_bias], dtype=torch.long, device=device)
+        self._biases = torch.tensor([bias for _, bias in sampling.logit_bias], device=device)
+        self._seen_NV: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(prompts), vocab, dtype=torch.bool)
+            for row, tokens in zip(seen, prompts, strict=True):
+                row[list(tokens)] = True
+            self._seen_NV = seen.to(device)
+
+    def __call__(self, logits_NV: Tensor, position: int) -> Tensor:
+        """The logits that the response's token at `position` is drawn from, before the temperature."""
+        logits_NV = logits_NV.float()
+        sampling = self._sampling
+        if sampling.logit_bias:
+            logits_NV = logits_NV.index_add(1, self._biased, self._biases.expand(len(logits_NV), -1))
+        if position < sampling.min_tokens and len(self._ends):
+            logits_NV = logits_NV.index_fill(1, self._ends, float("-inf"))
+        if self._seen_NV is not None:
+            penalty = sampling.repetition_penalty
+            weakened_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
+            logits_NV = torch.where(self._seen_NV, weakened_NV, logits_NV)
+        return logits_NV
+
+    def add(self, token_N: Tensor) -> None:
+        """Tokens that the rows have drawn."""
+        if self._seen_NV is not None:
+            self._seen_NV.scatter_(1, token_N[:, None], True)
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        if self._seen_NV is not None:
+            self._seen_NV = self._seen_NV[rows]
+
+
+def sample_token(logits_NV: Tensor, uniform_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """(token, its log-prob) of each row; temperature 0 takes the most likely token.
 
-    The log-prob is that of the whole distribution at this temperature, before top-p and top-k cut it, because that is
-    what the trainer computes.
+    The log-prob is that of the distribution that the token was drawn from, after min-p, top-k and top-p in this order; at
+    temperature 0 that of the logits themselves.
     """
-    scaled = logits_NV.float()
-    if temperature > 0:
-        scaled = scaled / temperature
-    logprobs_NV = torch.log_softmax(scaled, -1)
-    if temperature == 0:
+    logits_NV = logits_NV.float()
+    if sampling.temperature == 0:
+        logprobs_NV = torch.log_softmax(logits_NV, -1)
         token_N = logprobs_NV.argmax(-1)
-    elif top_p >= 1 and not 0 < top_k < logits_NV.shape[1]:
+        return token_N, logprobs_NV.gather(1, token_N[:, None])[:, 0]
+    logprobs_NV = torch.log_softmax(logits_NV / sampling.temperature, -1)
+    is_cut = sampling.top_p < 1 or sampling.min_p > 0 or 0 < sampling.top_k < logits_NV.shape[1]
+    if not is_cut:
         token_N = inverse_cdf(logprobs_NV.exp(), uniform_N)
-    else:
-        p_NV, order_NV = torch.sort(logprobs_NV.exp(), dim=-1, descending=True, stable=True)
-        before_NV = p_NV.double().cumsum(-1) - p_NV
-        keep_NV = before_NV < top_p
-        keep_NV[:, 0] = True
-        if top_k > 0:
-            keep_NV[:, top_k:] = False
-        token_N = order_NV.gather(1, inverse_cdf(p_NV * keep_NV, uniform_N)[:, None])[:, 0]
-    return token_N, logprobs_NV.gather(1, token_N[:, None])[:, 0]
+        return token_N, logprobs_NV.gather(1, token_N[:, None])[:, 0]
+    p_NV, order_NV = torch.sort(logprobs_NV.exp(), dim=-1, descending=True, stable=True)
+    p_NV = p_NV.double()
+    p_NV = p_NV * (p_NV >= sampling.min_p * p_NV[:, :1])
+    if sampling.top_k > 0:
+        p_NV[:, sampling.top_k :] = 0
+    before_NV = p_NV.cumsum(-1) - p_NV
+    # The most likely token stays whatever top_p is: nothing is before it.
+    p_NV = p_NV * (before_NV < sampling.top_p * p_NV.sum(-1, keepdim=True))
+    place_N = inverse_cdf(p_NV, uniform_N)[:, None]
+    logprob_N = (p_NV.gather(1, place_N)[:, 0] / p_NV.sum(-1)).log().float()
+    return order_NV.gather(1, place_N)[:, 0], logprob_N
 
 
 def inverse_cdf(p_NV: Tensor, uniform_N: Tensor) -> Tensor:

@@ -1,28 +1,25 @@
-"""The embedded engine: a transformers model on every rank, decoding in batches with a KV cache."""
+"""The engine that needs nothing more installed: a transformers model on every rank, decoding in batches with a KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from torch import Tensor
 
-from fivefold.engines.sampling import request_seed, sample_token, uniform
+from fivefold.engines.sampling import LogitsProcessor, sample_token, uniform
+from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.models.parameters import OUTPUT
 from fivefold.models.spec import ModelSpec
-from fivefold.types import Group, Prompt, Sample, Sampling
-
-Progress = Callable[[int, int], None]
-"""Called with (sequences that have ended, all sequences)."""
+from fivefold.types import Completion, Request, Sampling
 
 
 class TransformersEngine:
-    """Samples with transformers; the prompt's prefill is shared by its group, finished sequences leave the batch."""
+    """Samples with transformers; a prompt's prefill is shared by its requests, finished sequences leave the batch."""
 
     def __init__(
         self,
@@ -31,18 +28,23 @@ class TransformersEngine:
         device: torch.device,
         dtype: torch.dtype,
         max_num_seqs: int,
-        progress: Progress | None = None,
+        replica: EngineReplica | None = None,
     ) -> None:
-        """The model in `directory`; the weights that sample come with the first `update_weights`."""
-        with _quiet_transformers():
-            model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
-        self._model = model.to(device).eval().requires_grad_(False)
-        self._parameters = parameter_map(self._model, load_spec(directory))
-        self._tokenizer, self._device, self._max_num_seqs, self._progress = tokenizer, device, max_num_seqs, progress
-        self._ends = stop_token_ids(directory, model.config, tokenizer)
+        """The model in `directory`, without its weights: they come with the first `update_weights`."""
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with transformers.initialization.no_init_weights(), torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.tie_weights()
+        self._spec = load_spec(directory)
+        self._model = model.eval().requires_grad_(False)
+        self._parameters = parameter_map(self._model, self._spec)
+        self._tokenizer, self._device, self._max_num_seqs = tokenizer, device, max_num_seqs
+        self._ends = stop_token_ids(directory, config, tokenizer)
         # Asking a GPU whether a sequence has ended makes it wait: ask now and then, throw away what came after the end.
         self._check_every = 1 if device.type == "cpu" else 16
+        self.replica = replica or EngineReplica(0, 1)
         self.version = -1
+        self._is_aborted = False
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights in, by their names in Hugging Face files; raises RuntimeError if they are not the whole model."""
@@ -57,71 +59,93 @@ class TransformersEngine:
             )
         self.version = version
 
-    @torch.inference_mode()
-    def generate(self, prompts: list[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
-        """`group_size` responses to each prompt, in the order of the prompts."""
-        assert self.version >= 0, "the engine has no weights yet"
-        groups = [Group(prompt, []) for prompt in prompts]
-        rows = [
-            (group, index) for group in sorted(groups, key=lambda g: len(g.prompt.token_ids)) for index in range(group_size)
-        ]
-        done = 0
-        for begin in range(0, len(rows), self._max_num_seqs):
-            chunk = rows[begin : begin + self._max_num_seqs]
-            for (group, _), sample in zip(chunk, self._decode(chunk, sampling, done, len(rows)), strict=True):
-                group.samples.append(sample)
-            done += len(chunk)
-        return groups
+    def sleep(self) -> None:
+        """Give the GPU's memory back; on a CPU there is nothing to be gained."""
+        if self._device.type == "cpu":
+            return
+        for tensor in self._model.parameters():
+            tensor.untyped_storage().resize_(0)
+        self.version = -1
+        torch.cuda.empty_cache()
 
-    def _decode(self, rows: list[tuple[Group, int]], sampling: Sampling, done: int, total: int) -> list[Sample]:
-        prompts = list({id(group): group.prompt for group, _ in rows}.values())
-        counts = torch.tensor([sum(group.prompt is prompt for group, _ in rows) for prompt in prompts])
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            tokens[i, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            mask[i, longest - len(prompt.token_ids) :] = 1
-        tokens, mask = tokens.to(self._device), mask.to(self._device)
-        output = self._model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=True,
-            logits_to_keep=1,
+    def wake(self) -> None:
+        for tensor in self._model.parameters():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def close(self) -> None: ...
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """A completion of each request, as they finish."""
+        assert self.version >= 0, "the engine has no weights yet"
+        self._is_aborted = False
+        for sampling in dict.fromkeys(request.sampling for request in requests):
+            rows = [request for request in requests if request.sampling == sampling]
+            rows.sort(key=lambda request: len(request.prompt_ids))
+            while rows:
+                count = self._fitting(rows)
+                yield from _Batch(self, rows[:count], sampling).decode()
+                rows = rows[count:]
+
+    def _fitting(self, rows: Sequence[Request]) -> int:
+        """How many of the requests are decoded together: `max_num_seqs`, or what the GPU's free memory holds."""
+        if self._device.type == "cpu":
+            return self._max_num_seqs
+        free, _ = torch.cuda.mem_get_info(self._device)
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        size = next(self._model.parameters()).element_size()
+        longest = len(rows[-1].prompt_ids) + rows[-1].sampling.max_tokens
+        # The cache grows by copies: old and new lie side by side for one layer; logits are taken apart in float32.
+        each = 1.2 * self._spec.kv_numbers_per_token * size * longest + 24 * self._spec.vocab
+        return max(1, min(self._max_num_seqs, int(0.8 * free / each)))
+
+
+class _Batch:
+    """Requests that are decoded together."""
+
+    def __init__(self, engine: TransformersEngine, rows: Sequence[Request], sampling: Sampling) -> None:
+        self._engine, self._rows, self._sampling = engine, rows, sampling
+        self._ends = {*sampling.stop_token_ids} if sampling.ignore_eos else engine._ends | {*sampling.stop_token_ids}
+        self._ids: list[list[int]] = [[] for _ in rows]
+        self._logprobs: list[list[float]] = [[] for _ in rows]
+
+    def decode(self) -> Iterator[Completion]:
+        """Prefill each prompt once, then one token of every row at a time."""
+        engine, sampling, device = self._engine, self._sampling, self._engine._device
+        logits_NV, cache, mask = self._prefill()
+        keys_N = torch.tensor([request.seed for request in self._rows], device=device)
+        process = LogitsProcessor(
+            sampling, self._ends, [request.prompt_ids for request in self._rows], logits_NV.shape[1], device
         )
-        owner = torch.repeat_interleave(torch.arange(len(prompts)), counts).to(self._device)
-        cache = output.past_key_values
-        cache.batch_select_indices(owner)
-        logits_NV, mask = output.logits[owner, -1], mask[owner]
-        keys = [request_seed((sampling.seed, sampling.step, group.prompt.id, index)) for group, index in rows]
-        keys_N = torch.tensor(keys, device=self._device)
-        alive = torch.arange(len(rows), device=self._device)
-        token_columns: list[Tensor] = []
-        logprob_columns: list[Tensor] = []
-        ids: list[list[int]] = [[] for _ in rows]
-        logprobs: list[list[float]] = [[] for _ in rows]
-        finished = [False] * len(rows)
+        alive = torch.arange(len(self._rows), device=device)
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
         for position in range(sampling.max_tokens):
-            token_N, logprob_N = sample_token(
-                logits_NV, uniform(keys_N, position), sampling.temperature, sampling.top_p, sampling.top_k
-            )
-            token_columns.append(token_N)
-            logprob_columns.append(logprob_N)
-            last = position + 1 == sampling.max_tokens
-            if last or (position + 1) % self._check_every == 0:
-                keep = self._collect(alive, token_columns, logprob_columns, ids, logprobs, finished, sampling.stop)
-                token_columns, logprob_columns = [], []
-                if self._progress is not None:
-                    self._progress(done + sum(finished), total)
-                if last or not keep:
-                    break
+            token_N, logprob_N = sample_token(process(logits_NV, position), uniform(keys_N, position), sampling)
+            process.add(token_N)
+            tokens.append(token_N)
+            logprobs.append(logprob_N)
+            is_last = position + 1 == sampling.max_tokens
+            if is_last or (position + 1) % engine._check_every == 0:
+                keep, ended = self._collect(alive, tokens, logprobs)
+                tokens, logprobs = [], []
+                yield from (self._completion(row, "stop") for row in ended)
+                if is_last or engine._is_aborted:
+                    rest = alive[keep].tolist()
+                    yield from (self._completion(row, "length" if is_last else "abort") for row in rest)
+                    return
+                if not keep:
+                    return
                 if len(keep) < len(alive):
-                    kept = torch.tensor(keep, device=self._device)
+                    kept = torch.tensor(keep, device=device)
                     cache.batch_select_indices(kept)
+                    process.select(kept)
                     alive, token_N, keys_N, mask = (x[kept] for x in (alive, token_N, keys_N, mask))
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            output = self._model(
+            output = engine._model(
                 input_ids=token_N[:, None],
                 attention_mask=mask,
                 position_ids=mask.sum(1, keepdim=True) - 1,
@@ -129,46 +153,57 @@ class TransformersEngine:
                 use_cache=True,
             )
             cache, logits_NV = output.past_key_values, output.logits[:, -1]
-        return [
-            Sample(
-                token_ids=ids[i],
-                logprobs=logprobs[i],
-                text=self._tokenizer.decode(ids[i], skip_special_tokens=True),
-                finished=finished[i],
-                policy_version=self.version,
-            )
-            for i in range(len(rows))
-        ]
+
+    def _prefill(self) -> tuple[Tensor, Any, Tensor]:
+        """(logits behind each row's prompt, cache, mask); a prompt that several rows have is read once."""
+        device = self._engine._device
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(row.prompt_ids) for row in self._rows))}
+        longest = max(map(len, number))
+        tokens = torch.zeros(len(number), longest, dtype=torch.long)
+        mask = torch.zeros(len(number), longest, dtype=torch.long)
+        for prompt, i in number.items():
+            tokens[i, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[i, longest - len(prompt) :] = 1
+        tokens, mask = tokens.to(device), mask.to(device)
+        output = self._engine._model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        owner = torch.tensor([number[tuple(row.prompt_ids)] for row in self._rows], device=device)
+        output.past_key_values.batch_select_indices(owner)
+        return output.logits[owner, -1], output.past_key_values, mask[owner]
 
     def _collect(
-        self,
-        alive: Tensor,
-        token_columns: list[Tensor],
-        logprob_columns: list[Tensor],
-        ids: list[list[int]],
-        logprobs: list[list[float]],
-        finished: list[bool],
-        stop: tuple[str, ...],
-    ) -> list[int]:
-        """Move new tokens to the host, end sequences where they end; positions in `alive` of those that go on."""
+        self, alive: Tensor, token_columns: list[Tensor], logprob_columns: list[Tensor]
+    ) -> tuple[list[int], list[int]]:
+        """Move new tokens to the host: (positions in `alive` of rows that go on, rows that have ended)."""
         tokens = torch.stack(token_columns, 1).tolist()
         values = torch.stack(logprob_columns, 1).tolist()
-        keep = []
+        keep, ended = [], []
         for place, row in enumerate(alive.tolist()):
             for token, logprob in zip(tokens[place], values[place], strict=True):
-                ids[row].append(token)
-                logprobs[row].append(logprob)
-                if token in self._ends or (stop and self._stops(ids[row], stop)):
-                    finished[row] = True
+                self._ids[row].append(token)
+                self._logprobs[row].append(logprob)
+                if token in self._ends or self._is_stopped(self._ids[row]):
+                    ended.append(row)
                     break
             else:
                 keep.append(place)
-        return keep
+        return keep, ended
 
-    def _stops(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+    def _is_stopped(self, ids: list[int]) -> bool:
         """Whether the newest token completes a stop string; a token gives at least one character in the end."""
-        tail = self._tokenizer.decode(ids[-2 * max(map(len, stop)) - 4 :])
+        stop = self._sampling.stop
+        if not stop or len(ids) < self._sampling.min_tokens:
+            return False
+        tail = self._engine._tokenizer.decode(ids[-2 * max(map(len, stop)) - 4 :])
         return any(text in tail for text in stop)
+
+    def _completion(self, row: int, reason: Literal["stop", "length", "abort"]) -> Completion:
+        return Completion(self._rows[row].id, self._ids[row], self._logprobs[row], reason, self._engine.version)
 
 
 def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
@@ -202,15 +237,3 @@ def stop_token_ids(directory: Path, config: Any, tokenizer: Any) -> set[int]:
     for source in sources:
         found |= set(source) if isinstance(source, (list, tuple)) else {source}
     return {int(token) for token in found if token is not None}
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without the progress bar of every rank."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()

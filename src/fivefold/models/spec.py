@@ -97,6 +97,14 @@ class ModelSpec:
         return -(-self.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     @property
+    def kv_numbers_per_token(self) -> int:
+        """Numbers that keys and values of all layers take in a cache, latent ones expanded."""
+        part = self.mla
+        if part is not None:
+            return self.layers * self.heads * (part.qk_nope + part.qk_rope + part.v_dim)
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention and its two norms."""
         norms = 2 * self.hidden

@@ -153,7 +153,7 @@ def estimate_memory(
     stages = stages or PipelineSplit()
     size = 2 if dtype == "bfloat16" else 4
     logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * spec.padded_vocab // (layout.tp * layout.cp))
-    cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * size * max_sequence_tokens
+    cache = spec.kv_numbers_per_token * size * max_sequence_tokens
     critic_state = _states(*critic, layout, size) if critic is not None else {}
     others = {
         "critic": sum(critic_state.values()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fivefold.distributed.ranks import Ranks
-from fivefold.types import Group
+from fivefold.types import Group, Prompt, Sample
 
 
 class Scorer(Protocol):
@@ -15,10 +15,16 @@ class Scorer(Protocol):
 
     @property
     def first_error(self) -> str | None:
-        """Why the first sample of the last call failed, if one did."""
+        """Why the first sample failed that did, of those up to the last `wait`."""
         ...
 
-    def score(self, groups: list[Group]) -> None: ...
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        """Begin to score a sample."""
+        ...
+
+    def wait(self) -> None:
+        """Until every sample that was submitted has its reward."""
+        ...
 
     def close(self) -> None: ...
 
@@ -40,9 +46,14 @@ class RewardManager:
     """Largest share of samples, over all ranks, whose reward may fail."""
     log: Callable[[str], None] = print
 
-    def score(self, groups: list[Group]) -> None:
-        """Set the rewards of this rank's groups; raises RuntimeError on all ranks where too many fail. Collective."""
-        self.pool.score(groups)
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        """Begin to score a sample while others are still being sampled."""
+        self.pool.submit(prompt, sample)
+
+    def finish(self, groups: list[Group]) -> None:
+        """Wait for the rewards of this rank's groups, whose samples were submitted, and add a reward model's; raises
+        RuntimeError on all ranks where too many fail. Collective."""
+        self.pool.wait()
         self._check_failures(groups)
         if self.reward_model is not None:
             self.reward_model.score(groups)

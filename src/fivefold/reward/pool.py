@@ -9,15 +9,15 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import RewardConfig
 from fivefold.reward.choose import ChosenRewards, choose_rewards
 
 if TYPE_CHECKING:
-    from fivefold.types import Group, Prompt, Sample
+    from fivefold.types import Prompt, Sample
 
 
 _START_SECONDS = 60.0
@@ -30,8 +30,13 @@ class RewardPool:
         self._config = config
         self._chosen: dict[str, ChosenRewards] = {}
         self._workers = [_Worker(config.memory_mb, config.timeout_seconds) for _ in range(config.workers)]
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: list[Future[None]] = []
         self.first_error: str | None = None
-        """Of the last call of `score`: the first sample's error, a traceback where the function raised."""
+        """The first sample's that failed since the last `wait`: a traceback where the function raised."""
 
     def weights(self, source: str) -> dict[str, float]:
         """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
@@ -42,24 +47,34 @@ class RewardPool:
             self._chosen[source] = choose_rewards(self._config, source)
         return self._chosen[source]
 
-    def score(self, groups: list[Group]) -> None:
-        """Set reward, reward_parts, correct and reward_failed of every sample; an error of the pool itself is raised."""
-        self.first_error = None
-        # Shared by the workers: each takes the next one when it is free.
-        tasks = iter([(group.prompt, sample) for group in groups for sample in group.samples])
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        """Set reward, reward_parts, correct and reward_failed of a sample, in the time until `wait` returns."""
+        if self._threads is None:
+            self._threads, self.first_error = ThreadPoolExecutor(len(self._workers)), None
+        self._running.append(self._threads.submit(self._with_a_worker, prompt, sample))
 
-        def work(worker: _Worker, tasks: Iterator[tuple[Prompt, Sample]]) -> None:
-            for prompt, sample in tasks:
-                self._score_one(worker, prompt, sample)
-
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            # An exception in a thread would otherwise leave its samples unscored and nobody the wiser.
-            for done in [threads.submit(work, worker, tasks) for worker in self._workers]:
-                done.result()
+    def wait(self) -> None:
+        """Until every sample that was submitted is scored; an error of the pool itself is raised."""
+        if self._threads is None:
+            self.first_error = None
+            return
+        running, self._running = self._running, []
+        self._threads.shutdown()
+        self._threads = None
+        for done in running:
+            # An exception in a thread would otherwise leave its sample unscored and nobody the wiser.
+            done.result()
 
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
+
+    def _with_a_worker(self, prompt: Prompt, sample: Sample) -> None:
+        worker = self._idle.get()
+        try:
+            self._score_one(worker, prompt, sample)
+        finally:
+            self._idle.put(worker)
 
     def _score_one(self, worker: _Worker, prompt: Prompt, sample: Sample) -> None:
         chosen = self._rewards(prompt.source)

@@ -13,9 +13,9 @@ import torch
 
 from fivefold.data import PromptLoader
 from fivefold.distributed.ranks import Ranks
-from fivefold.interfaces import Engine, RolloutSource
+from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
-from fivefold.reward.manager import RewardManager
+from fivefold.rollout.generation import Generator
 from fivefold.types import Group, Prompt, Sample, Sampling
 
 
@@ -44,20 +44,19 @@ class EngineRollouts:
 
     def __init__(
         self,
-        engine: Engine,
+        generator: Generator,
         prompts: PromptQueue,
-        rewards: RewardManager,
-        ranks: Ranks,
         log: RunLogger,
         sampling: Sampling,
         *,
+        seed: int,
         group_size: int,
         prompts_per_call: int,
         with_greedy: bool = False,
     ) -> None:
         """`with_greedy`: the method compares with the reward of the most likely response."""
-        self._engine, self._prompts, self._rewards, self._ranks, self._log = engine, prompts, rewards, ranks, log
-        self._sampling, self._group_size, self._count = sampling, group_size, prompts_per_call
+        self._generator, self._prompts, self._log = generator, prompts, log
+        self._sampling, self._seed, self._group_size, self._count = sampling, seed, group_size, prompts_per_call
         self._with_greedy = with_greedy
         self._step, self._round = -1, 0
 
@@ -67,15 +66,12 @@ class EngineRollouts:
         self._step = step
         prompts = self._prompts.take(self._count)
         # A prompt that comes again in a later round of the same step draws other responses.
-        sampling = replace(self._sampling, step=step + (self._round << 32))
-        groups = generate(self._engine, self._ranks, prompts, self._group_size, sampling)
-        with self._log.stage("reward"):
-            self._rewards.score(groups)
+        draw = (self._seed, step + (self._round << 32))
+        groups = self._generator.sample(prompts, self._group_size, self._sampling, draw)
         if self._with_greedy:
             with self._log.stage("greedy"):
-                greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-                most_likely = generate(self._engine, self._ranks, prompts, 1, greedy)
-                self._rewards.score(most_likely)
+                greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+                most_likely = self._generator.sample(prompts, 1, greedy, draw)
             for group, other in zip(groups, most_likely, strict=True):
                 group.greedy_reward = other.samples[0].reward
         return groups
@@ -159,13 +155,6 @@ class DynamicSampling:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._source.load_state_dict(state)
-
-
-def generate(engine: Engine, ranks: Ranks, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Group]:
-    """Groups of this rank's part of the prompts, numbered by the place of their prompt."""
-    own = ranks.shard(range(len(prompts)))
-    groups = engine.generate([prompts[place] for place in own], group_size, sampling) if own else []
-    return [replace(group, index=place) for place, group in zip(own, groups, strict=True)]
 
 
 def groups_from_dataset(prompts: Sequence[Prompt]) -> list[Group]:

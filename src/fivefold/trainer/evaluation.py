@@ -12,12 +12,11 @@ from fivefold.algo import Objective
 from fivefold.algo.aggregate import token_mean
 from fivefold.distributed.balance import deal
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.weight_sync import weight_sync
-from fivefold.interfaces import Engine
+from fivefold.engines.weight_sync import sleeping_after, weight_sync
 from fivefold.observability.run_logger import RunLogger
-from fivefold.reward.manager import RewardManager
+from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack_dataset
-from fivefold.rollout.sources import generate, groups_from_dataset
+from fivefold.rollout.sources import groups_from_dataset
 from fivefold.rollout.stats import BatchPlan
 from fivefold.trainer.models import Models
 from fivefold.types import Group, Prompt, Sampling
@@ -34,6 +33,8 @@ class EvaluationSet:
     samples: int
     greedy: Sampling
     sampled: Sampling
+    seed: int = 0
+    """Of the random draws, the same in every evaluation."""
     generate: bool = True
     """Sample responses and score them."""
     offline: list[Prompt] = field(default_factory=list)
@@ -45,8 +46,7 @@ class Evaluation:
     """Measures a policy on an evaluation set."""
 
     evaluation_set: EvaluationSet
-    engine: Engine | None
-    rewards: RewardManager
+    generator: Generator | None
     objective: Objective
     ranks: Ranks
     logger: RunLogger
@@ -60,9 +60,10 @@ class Evaluation:
             with self.logger.stage("eval"):
                 metrics |= self._losses(models)
         if self.evaluation_set.generate:
-            with self.logger.stage("weight_sync"):
-                weight_sync(models.policy, self.engine)
-            with self.logger.stage("eval"), models.on_device():
+            assert self.generator is not None
+            with self.logger.stage("weight_sync"), models.on_device():
+                weight_sync(models.policy, self.generator.engine)
+            with self.logger.stage("eval"), models.on_device(), sleeping_after(self.generator.engine):
                 found, groups = self._responses()
             metrics |= found
         return metrics, groups
@@ -95,23 +96,20 @@ class Evaluation:
         """(`val/<source>/...`, this rank's greedy groups)."""
         chosen = self.evaluation_set
         metrics: dict[str, float] = {}
-        greedy = self._groups(1, chosen.greedy)
+        assert self.generator is not None
+        draw = (chosen.seed ^ EVALUATION_STREAM, 0)
+        greedy = self.generator.sample(chosen.prompts, 1, chosen.greedy, draw)
         for source, rows in self._by_source(greedy).items():
             metrics[f"val/{source}/accuracy"] = float(rows.correct.mean())
             metrics[f"val/{source}/reward"] = float(rows.rewards.mean())
             metrics[f"val/{source}/length_mean"] = float(rows.lengths.mean())
         if chosen.samples:
             k = chosen.samples
-            for source, rows in self._by_source(self._groups(k, chosen.sampled)).items():
+            sampled = self.generator.sample(chosen.prompts, k, chosen.sampled, draw)
+            for source, rows in self._by_source(sampled).items():
                 metrics[f"val/{source}/mean@{k}"] = float(rows.correct.mean())
                 metrics[f"val/{source}/pass@{k}"] = float((rows.correct.view(-1, k).sum(1) > 0).double().mean())
         return metrics, greedy
-
-    def _groups(self, size: int, sampling: Sampling) -> list[Group]:
-        assert self.engine is not None
-        groups = generate(self.engine, self.ranks, self.evaluation_set.prompts, size, sampling)
-        self.rewards.score(groups)
-        return groups
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
         """The numbers of all ranks' samples, in the order of the prompts."""

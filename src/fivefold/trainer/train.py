@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.engines.weight_sync import weight_sync
+from fivefold.engines.weight_sync import sleeping_after, weight_sync
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
 from fivefold.trainer.run import Run
@@ -14,9 +14,9 @@ def train(run: Run) -> None:
     objective, minibatches, gate, stage = run.objective, run.minibatches, run.gate, run.logger.stage
 
     for step in trainer.steps():
-        with stage("weight_sync"):
+        with stage("weight_sync"), models.on_device():
             weight_sync(models.policy, engine)
-        with stage("rollout"), models.on_device():
+        with stage("rollout"), models.on_device(), sleeping_after(engine):
             groups = rollouts.next(step)
         with stage("pack"):
             stats = gather_stats(groups, ranks, plan)

@@ -1,0 +1,71 @@
+"""Prompts -> groups: requests of an engine, whose completions are scored as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fivefold.engines.sampling import request_seed
+from fivefold.interfaces import Engine
+from fivefold.observability.run_logger import RunLogger
+from fivefold.reward.manager import RewardManager
+from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns tokens into text."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Samples responses to prompts and scores them."""
+
+    engine: Engine
+    tokenizer: Decoder
+    rewards: RewardManager
+    logger: RunLogger
+
+    def sample(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...]) -> list[Group]:
+        """This rank's groups of `group_size` scored responses, by the place of their prompt; every rank names all prompts.
+
+        `draw` (seed, step, ...) with a prompt's id and the number of the response fixes what is drawn. Collective.
+        """
+        replica = self.engine.replica
+        own = range(replica.index, len(prompts), replica.count)
+        requests = [
+            Request(
+                place * group_size + number,
+                prompts[place].token_ids,
+                sampling,
+                request_seed((*draw, prompts[place].id, number)),
+            )
+            for place in own
+            for number in range(group_size)
+        ]
+        found: dict[int, Sample] = {}
+        for completion in self.engine.generate(requests) if requests else ():
+            if replica.leads:
+                sample = self._sample(completion)
+                found[completion.request_id] = sample
+                self.rewards.submit(prompts[completion.request_id // group_size], sample)
+            self.logger.advance(len(found), len(requests))
+        groups = [
+            Group(prompts[place], [found[place * group_size + number] for number in range(group_size)], index=place)
+            for place in (own if replica.leads else ())
+        ]
+        with self.logger.stage("reward"):
+            self.rewards.finish(groups)
+        return groups
+
+    def _sample(self, completion: Completion) -> Sample:
+        return Sample(
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            finished=completion.finish_reason == "stop",
+            policy_version=completion.policy_version,
+            token_versions=completion.token_versions,
+        )
