@@ -48,6 +48,10 @@ MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
 """Engine and trainer compute the same log-probs up to rounding: about 1e-6 a token in float32, 1e-2 in bfloat16."""
 
 
+CPU_CACHE = 1 << 30
+"""Bytes of vLLM's cache on a CPU, where its share of the memory would be that of the whole machine."""
+
+
 def fetch_model(path: str, ranks: Ranks) -> Path:
     """A local model directory, or the hub's: the first rank of each node downloads, the others wait."""
     if Path(path).is_dir():
@@ -124,7 +128,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         plan=plan,
         objective=objective,
         minibatches=MiniBatches(objective, config.algorithm.ppo_epochs),
-        gate=LogprobGate(ranks, max_diff, is_open=config.algorithm.offline),
+        gate=LogprobGate(ranks, max_diff, is_open=config.algorithm.offline or config.engine.sampling.is_changed),
         trainer=Trainer(
             config.trainer,
             steps,
@@ -191,8 +195,38 @@ def build_models(
 
 def build_engine(config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device) -> Engine:
     """What samples, on this rank."""
+    settings, layout = config.engine, config.engine.layout
+    if layout is not None:
+        from fivefold.engines.vllm.engine import VLLMEngine
+
+        is_cpu = device.type == "cpu"
+        arguments: dict[str, Any] = {
+            "dtype": settings.dtype or config.policy.dtype,
+            "max_model_len": settings.max_model_len or config.max_sequence_tokens,
+            "max_num_seqs": settings.max_num_seqs,
+            "seed": config.trainer.seed,
+            # A tokenizer is needed only to see stop strings.
+            "skip_tokenizer_init": not settings.sampling.stop,
+            "tokenizer": config.model.tokenizer or str(directory),
+        }
+        if "kv_cache_memory_bytes" not in settings.vllm:
+            arguments |= (
+                {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
+            )
+        return VLLMEngine(
+            directory,
+            tokenizer,
+            layout,
+            ranks.rank,
+            device,
+            arguments | settings.vllm,
+            verify_every=settings.verify_weights_every,
+            can_sleep=settings.sleep and not is_cpu,
+        )
     replica = EngineReplica(ranks.turn, ranks.layout.world_size)
-    return TransformersEngine(directory, tokenizer, device, DTYPES[config.policy.dtype], config.engine.max_num_seqs, replica)
+    return TransformersEngine(
+        directory, tokenizer, device, DTYPES[settings.dtype or config.policy.dtype], settings.max_num_seqs, replica
+    )
 
 
 def build_rollouts(
@@ -258,7 +292,13 @@ def _sampling(config: RunConfig) -> Sampling:
         temperature=1.0 if config.algorithm.offline else drawn.temperature,
         top_p=drawn.top_p,
         top_k=drawn.top_k,
+        min_p=drawn.min_p,
+        repetition_penalty=drawn.repetition_penalty,
+        min_tokens=drawn.min_tokens,
+        ignore_eos=drawn.ignore_eos,
         stop=tuple(drawn.stop),
+        stop_token_ids=tuple(drawn.stop_token_ids),
+        logit_bias=tuple(sorted(drawn.logit_bias.items())),
     )
 
 
@@ -293,8 +333,11 @@ def _prompts(
 
 
 def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
-    sampling = _sampling(config)
-    plain = replace(sampling, top_k=0)
+    training = _sampling(config)
+    # Evaluation draws in its own way and ends where training does.
+    plain = Sampling(
+        training.max_tokens, stop=training.stop, stop_token_ids=training.stop_token_ids, ignore_eos=training.ignore_eos
+    )
     generate = config.eval.generate
     if generate is None:
         generate = config.may_generate and _rewards_are_known(config, validation)
@@ -307,7 +350,7 @@ def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
     return EvaluationSet(
         validation.prompts,
         config.eval.samples,
-        greedy=replace(plain, temperature=0.0, top_p=1.0),
+        greedy=replace(plain, temperature=0.0),
         sampled=replace(plain, temperature=config.eval.temperature, top_p=config.eval.top_p),
         seed=config.trainer.seed,
         generate=generate,

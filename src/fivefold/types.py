@@ -174,14 +174,6 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, number added to its logit)."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Tokens are drawn from the model's whole distribution at the temperature: its log-probs are the trainer's."""
-        return self == replace(Sampling(self.max_tokens, self.temperature), **{n: getattr(self, n) for n in _STOPS})
-
-
-_STOPS = ("ignore_eos", "stop", "stop_token_ids")
-
 
 @dataclass(frozen=True)
 class Request:

@@ -151,21 +151,58 @@ class SamplingConfig:
     """Share of the probability that is sampled from; 1 turns it off."""
     top_k: Annotated[int, at_least(0)] = 0
     """0 turns it off."""
+    min_p: Annotated[float, within("[0, 1)")] = 0.0
+    """Tokens less likely than this share of the most likely one are not drawn; 0 turns it off."""
+    repetition_penalty: Annotated[float, above(0)] = 1.0
+    """Makes tokens of the prompt and of the response so far less likely (1909.05858); 1 turns it off."""
+    min_tokens: Annotated[int, at_least(0)] = 0
+    """No end of the response before so many tokens."""
+    ignore_eos: bool = False
+    """Sample on behind the model's own end tokens."""
     stop: list[str] = field(default_factory=list)
     """A response ends with the token that completes one of these strings."""
+    stop_token_ids: list[Annotated[int, at_least(0)]] = field(default_factory=list)
+    """Tokens that end a response, besides the model's own."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Token id -> number added to its logit."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Tokens are not drawn from the whole distribution of the model at the temperature."""
+        cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return cut or self.repetition_penalty != 1 or self.min_tokens > 0 or bool(self.logit_bias)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    backend: Literal["transformers"] = "transformers"
-    """What samples: a transformers model on every rank, in the trainer's process."""
+    backend: str = "transformers"
+    """What samples: `transformers`, a model on every rank of the policy, or vLLM on the same ranks by its layout:
+    `vllm:d4t2` is four replicas of two tensor-parallel ranks, `vllm:d4t2e2` divides experts over the two instead of cutting
+    each."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the engine's weights; the policy's when left out."""
+    memory_fraction: Annotated[float, within("(0, 1)")] = 0.5
+    """Share of a GPU's memory for the engine's weights, cache and graphs (vLLM's gpu_memory_utilization)."""
     max_num_seqs: Annotated[int, above(0)] = 256
-    """Most sequences decoded at once on one rank."""
+    """Most sequences decoded at once by one replica."""
+    max_model_len: Annotated[int, above(0)] | None = None
+    """Longest sequence that the engine makes room for; the longest prompt and response together when left out."""
+    sleep: bool = True
+    """The engine leaves the GPU between rollouts; on a CPU there is nothing to leave."""
+    verify_weights_every: Annotated[int, at_least(0)] = 20
+    """Weight syncs between comparisons of what the engine holds with what the trainer sent, from the first on; 0: never."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """vLLM's own arguments by its names: enforce_eager, max_num_batched_tokens, enable_prefix_caching, ..."""
     max_logprob_diff: Annotated[float, above(0)] | None = None
     """Largest mean difference of rollout and trainer log-probs at the first step; by dtype when left out."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sync_bucket_mb: Annotated[int, above(0)] = 256
     """Weights move from trainer to engine in buckets of about this size."""
+
+    @property
+    def layout(self) -> ParallelLayout | None:
+        """How an engine with a layout of its own is laid out; raises ValueError where it is none."""
+        return None if self.backend == "transformers" else ParallelLayout.parse(self.backend)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def validate(config: RunConfig) -> Findings:
         return findings
     algorithm = config.algorithm
     _check_layout(findings, config)
+    _check_engine(findings, config)
     check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates)
     _check_batch(findings, config)
     _check_models(findings, config)
@@ -43,6 +44,44 @@ def _check_layout(findings: Findings, config: RunConfig) -> None:
             findings.require(other == layout, "reference.backend", message)
     except ValueError as error:
         findings.error("policy.backend or reference.backend", f": {error}")
+
+
+def _check_engine(findings: Findings, config: RunConfig) -> None:
+    engine, longest = config.engine, config.max_sequence_tokens
+    if findings.errors:
+        return
+    try:
+        layout, policy = engine.layout, config.layout
+    except ValueError as error:
+        findings.error("engine.backend", f": {error}")
+        return
+    findings.require(
+        engine.max_model_len is None or engine.max_model_len >= longest,
+        "engine.max_model_len",
+        f"must hold the longest prompt and response, {longest} tokens: got {engine.max_model_len}",
+    )
+    findings.require(
+        engine.sampling.min_tokens <= config.data.max_response_tokens,
+        "engine.sampling.min_tokens",
+        f"must be at most data.max_response_tokens = {config.data.max_response_tokens}: got {engine.sampling.min_tokens}",
+    )
+    if layout is None:
+        return
+    if layout.backend != "vllm":
+        findings.error("engine.backend", f"must be transformers or a layout of vllm: got {engine.backend}")
+        return
+    findings.require(
+        layout.world_size == policy.world_size,
+        "engine.backend",
+        f"shares the policy's ranks, so it must have as many: {layout} has {layout.world_size} and {policy} "
+        f"{policy.world_size}",
+    )
+    findings.require(layout.pp == 1, "engine.backend", f"must have p1: tensor parallelism shards vLLM here; got {layout}")
+    findings.require(
+        layout.ep in (1, layout.tp),
+        "engine.backend",
+        f"must have e1 or e{layout.tp}: vLLM divides experts over all {layout.tp} ranks of a replica or none; got {layout}",
+    )
 
 
 def _check_batch(findings: Findings, config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from fivefold.engines.sampling import LogitsProcessor, sample_token, uniform
 from fivefold.interfaces import EngineReplica
@@ -32,14 +33,14 @@ class TransformersEngine:
     ) -> None:
         """The model in `directory`, without its weights: they come with the first `update_weights`."""
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        with transformers.initialization.no_init_weights(), torch.device(device):
+        with no_init_weights(), torch.device(device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
         self._spec = load_spec(directory)
         self._model = model.eval().requires_grad_(False)
         self._parameters = parameter_map(self._model, self._spec)
         self._tokenizer, self._device, self._max_num_seqs = tokenizer, device, max_num_seqs
-        self._ends = stop_token_ids(directory, config, tokenizer)
+        self._ends = stop_token_ids(directory, tokenizer)
         # Asking a GPU whether a sequence has ended makes it wait: ask now and then, throw away what came after the end.
         self._check_every = 1 if device.type == "cpu" else 16
         self.replica = replica or EngineReplica(0, 1)
@@ -227,10 +228,11 @@ def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
     return found
 
 
-def stop_token_ids(directory: Path, config: Any, tokenizer: Any) -> set[int]:
+def stop_token_ids(directory: Path, tokenizer: Any) -> set[int]:
     """Tokens that end a response: those of the generation configuration, the model's and the tokenizer's."""
     found: set[int] = set()
     generation = directory / "generation_config.json"
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     sources = [config.eos_token_id, tokenizer.eos_token_id]
     if generation.is_file():
         sources.append(transformers.GenerationConfig.from_pretrained(directory).eos_token_id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 TRAINERS = ("megatron", "fsdp")
 ENGINES = ("vllm", "sglang")
 DIMENSIONS = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
-_ATTENTION, _EXPERTS, _ENGINE = "dtpc", "dtpe", "dtp"
+_ATTENTION, _EXPERTS, _ENGINE = "dtpc", "dtpe", "dtpe"
 _EXAMPLE = "write for example 'megatron:d2t2p1' or 'megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)'"
 _HEAD = re.compile(r"(?P<backend>[^:\[\]]*)(?:\[(?P<name>[^\]]*)\])?:(?P<sizes>.*)", re.DOTALL)
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")

@@ -19,6 +19,8 @@ from fivefold.config.schema import (
     SamplingConfig,
 )
 from fivefold.config.validate import validate
+from fivefold.engines.vllm.arguments import check_vllm, installed_version
+from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
@@ -69,6 +71,8 @@ def check(config: RunConfig) -> Findings:
     _check_files(findings, config)
     check_rewards(findings.at("reward"), config.reward)
     _check_devices(findings, config)
+    if config.may_generate:
+        _check_engine(findings, config, specs.get("policy"))
     _report_ignored(findings, config, specs)
     return findings
 
@@ -91,6 +95,50 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         findings.error(part.key, f": no directory {part.path}")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
+
+
+def _check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> None:
+    """Whether what is to sample is installed, takes its arguments and can be laid out so."""
+    engine, section = config.engine, findings.at("engine")
+    try:
+        layout = engine.layout
+    except ValueError:
+        return
+    if layout is not None and layout.backend == "vllm":
+        check_vllm(section, engine.vllm)
+        if spec is not None:
+            _check_engine_layout(section, layout, spec)
+        # Seen with 0.32: its kernel for experts on CPUs reads past the end where they are divided.
+        section.require(
+            layout.ep == 1 or _on_gpus(config),
+            "backend",
+            f": vLLM divides experts on GPUs only; leave the e of {layout} out",
+        )
+    if layout is None and not config.algorithm.offline and installed_version() is not None:
+        section.note(f"vLLM {installed_version()} is installed and samples several times as fast: engine.backend: vllm:...")
+    if not config.algorithm.offline and engine.sampling.is_changed:
+        section.note(
+            "engine.sampling draws from a part of the distribution: log-probs of the engine are those of that part, and the "
+            "first step's comparison with the trainer's is left out"
+        )
+
+
+def _check_engine_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -> None:
+    """What of the model cannot be divided as vLLM would; key/value heads may also be copied."""
+    sizes = [("attention heads", spec.heads, "t", layout.tp)]
+    if spec.moe is None:
+        sizes.append(("ffn size", spec.ffn, "t", layout.tp))
+        findings.require(layout.ep == 1, "backend", f": {spec.family} has no experts: leave the e of {layout} out")
+    else:
+        sizes.append(("experts", spec.moe.num_experts, "e", layout.ep))
+        sizes.append(("expert ffn size", spec.moe.ffn, "t", layout.tp // layout.ep))
+    for what, size, letter, parts in sizes:
+        message = f": {what} must be divisible by {letter}: got {size} for {layout}; choose a {letter} that divides {size}"
+        findings.require(size % parts == 0, "backend", message)
+    if spec.mla is None and spec.kv_heads % layout.tp and layout.tp % spec.kv_heads:
+        findings.error(
+            "backend", f": {spec.kv_heads} key/value heads can be neither divided by nor copied to {layout.tp} ranks"
+        )
 
 
 def _check_files(findings: Findings, config: RunConfig) -> None:
@@ -243,13 +291,22 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
         return
-    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if Path("/proc/driver/nvidia/gpus").is_dir() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus = min(gpus, len([item for item in visible.split(",") if item.strip()]))
-    wanted = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
+    gpus = _visible_gpus()
+    wanted = _on_gpus(config)
     findings.require(
         not wanted or gpus >= world,
         f"layout {config.layout}",
         f"needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu",
     )
+
+
+def _on_gpus(config: RunConfig) -> bool:
+    return config.trainer.device == "cuda" or (config.trainer.device == "auto" and _visible_gpus() > 0)
+
+
+def _visible_gpus() -> int:
+    """GPUs of this machine that the run may use."""
+    found = Path("/proc/driver/nvidia/gpus")
+    gpus = len(list(found.glob("*"))) if found.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus if visible is None else min(gpus, len([item for item in visible.split(",") if item.strip()]))

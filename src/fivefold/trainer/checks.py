@@ -15,7 +15,7 @@ class LogprobGate:
     """Ends the run at its first step if the engine's log-probs are not the trainer's."""
 
     def __init__(self, ranks: Ranks, max_diff: float, is_open: bool) -> None:
-        """`is_open`: nothing is to be checked, the responses come from a dataset."""
+        """`is_open`: nothing is to be compared, the responses come from a dataset or from a cut distribution."""
         self._ranks, self._max_diff, self._is_open = ranks, max_diff, is_open
 
     @property

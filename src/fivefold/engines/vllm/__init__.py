@@ -1,0 +1,1 @@
+"""The door to vLLM: nothing else imports it."""

