@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test test-cpus test-layouts demo docs demo-curve gsm8k gpu-test clean
+.PHONY: setup check test test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
 
 setup: $(READY)
 
@@ -52,10 +52,12 @@ demo-curve: $(READY)
 gsm8k: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/gsm8k_tiny.sh $(SOURCE)
 
+# What needs GPUs, with the interpreter that has CUDA: layouts of more GPUs than there are are skipped.
 gpu-test:
-	$(PYTHON) benchmarks/gpu_check.py
-	$(PYTHON) benchmarks/gpu_layouts.py
-	$(PYTHON) benchmarks/gpu_methods.py
+	$(PYTHON) -m pytest -m gpu -v
+
+gpu-speed:
+	$(PYTHON) benchmarks/training_speed.py
 
 clean:
 	rm -rf $(VENV) demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -50,3 +50,25 @@ def models(tmp_path_factory: pytest.TempPathFactory):
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def gpus():
+    """Ranks on the GPUs that are there; FIVEFOLD_GPU_TESTS=cpu runs the same tests with tiny models on the CPU."""
+    # Imports torch, which reads OMP_NUM_THREADS then.
+    from tests.support.gpus import GPUs, count
+
+    if os.environ.get("FIVEFOLD_GPU_TESTS") == "cpu":
+        return GPUs("cpu")
+    if not count():
+        pytest.skip("no CUDA device is there: FIVEFOLD_GPU_TESTS=cpu runs this with tiny models on the CPU")
+    return GPUs("cuda")
+
+
+@pytest.fixture(scope="session")
+def gpu_models(gpus):
+    """name -> directory of a random model of the size that is computed with, all made in one start."""
+    from tests.support.gpu_models import scratch
+
+    with scratch(gpus.large) as root:
+        yield gpus.make_models(Path(root))

@@ -391,7 +391,7 @@ def test_the_precision_aware_optimizer_with_float32_moments_takes_the_same_step(
 
 
 def test_an_optimizer_on_the_cpu_is_refused_where_everything_is(cluster, models):
-    """On GPUs benchmarks/gpu_layouts.py compares it with the one that stays."""
+    """`megatron/test_layouts_on_gpus.py` has its updates."""
     megatron = MegatronConfig(optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0})
     with pytest.raises(RuntimeError, match="optimizer_cpu_offload needs a GPU"):
         cluster.run(built_with, "megatron:d1", models("qwen3"), replace(POLICY, dtype="bfloat16", megatron=megatron))

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
-from tests.support.tiny_models import SIZES, make_classifier
-from tests.support.whole_runs import TIMES, assert_same, make_model
+from tests.support.tiny_models import make_classifier
+from tests.support.whole_runs import TIMES, assert_same, make_judge, make_model, make_pairs
 from tests.support.zygote import THREADS
 
 RUN = """
@@ -160,12 +160,7 @@ def test_a_run_without_a_critic_cannot_resume_as_one_with(root):
 
 @pytest.fixture(scope="module")
 def judge(root) -> Path:
-    import transformers
-
-    words = transformers.AutoTokenizer.from_pretrained(root / "model")
-    path = make_classifier(root / "judge", vocab_size=len(words), **{key: SIZES[key] for key in ("hidden_size",)})
-    words.save_pretrained(path)
-    return path
+    return make_judge(root)
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
@@ -212,21 +207,13 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(root, judge):
 # --- given responses -------------------------------------------------------------------------------------------------
 
 
-def pairs(root: Path) -> Path:
-    """The sum in the form that is asked for, against the bare one."""
-    rows = [{"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"{a + b}"} for a in range(8) for b in range(8)]
-    path = root / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
 @pytest.fixture(scope="module")
 def dpo(root):
     return train(root, "dpo", *dpo_options(root))[0]
 
 
 def dpo_options(root: Path) -> list[str]:
-    path = pairs(root)
+    path = make_pairs(root)
     return [
         "algorithm={name: dpo, updates_per_step: 2}", f"data.train={path}", f"data.val={path}", "trainer.eval_every=2",
         "trainer.steps=6", "data.prompts_per_step=16", "policy.optimizer.lr=5e-3",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
 import time
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.distributed.ports import free_port
 from fivefold.layout import ParallelLayout
 from tests.support.zygote import THREADS, close_all_but, end_all, fork, receive, send, zygote
+
+if TYPE_CHECKING:
+    import torch
 
 Call = tuple[Any, ...]
 """A function at the top of a test module, and its arguments behind the mesh."""
@@ -20,7 +24,21 @@ LONGEST = 600.0
 """Seconds without an answer after which ranks are taken to hang: many times what the longest call needs on a busy machine."""
 
 
-def _rank(calls: Sequence[Call], layout: ParallelLayout, rank: int, port: int, answers: socket.socket) -> None:
+def _device(kind: str, rank: int) -> torch.device:
+    """The CPU, or this rank's own GPU."""
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    # As the launcher sets it: Megatron-Core overlaps communication with computation by the order of kernels on one queue.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    torch.cuda.set_device(rank)
+    # Some installations turn it on, and float32 would have 10 bits.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device("cuda", rank)
+
+
+def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, port: int, answers: socket.socket) -> None:
     try:
         import torch
 
@@ -30,18 +48,22 @@ def _rank(calls: Sequence[Call], layout: ParallelLayout, rank: int, port: int, a
         torch.set_num_threads(THREADS)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        device = torch.device("cpu")
+        device = _device(kind, rank)
         megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
         mesh = megatron_mesh.build_mesh(Ranks(layout), device, seed=0, timeout_minutes=LONGEST / 60)
         for function, *arguments in calls:
             send(answers, (True, function(mesh, *arguments)))
+            if kind == "cuda":
+                # A model and its optimizer refer to each other: without this the next call would find the memory taken.
+                gc.collect()
+                torch.cuda.empty_cache()
     except BaseException:
         send(answers, (False, traceback.format_exc()))
     # A rank that ends takes away what others may still be reading: all of them wait until they are ended together.
     answers.recv(1)
 
 
-def _lead(calls: Sequence[Call], layout: ParallelLayout, seconds: float, files: list[int]) -> None:
+def _lead(kind: str, calls: Sequence[Call], layout: ParallelLayout, seconds: float, files: list[int]) -> None:
     """Start the ranks of a layout and send, call by call, all ranks' results or (kind of error, text), which is the last."""
     result = socket.socket(fileno=files[0])
     port = free_port()
@@ -52,7 +74,7 @@ def _lead(calls: Sequence[Call], layout: ParallelLayout, seconds: float, files: 
 
         def body(rank: int = rank, theirs: socket.socket = theirs) -> None:
             close_all_but([theirs.fileno()])
-            _rank(calls, layout, rank, port, theirs)
+            _rank(kind, calls, layout, rank, port, theirs)
 
         pids.append(fork(body))
         theirs.close()
@@ -89,7 +111,14 @@ def _lead(calls: Sequence[Call], layout: ParallelLayout, seconds: float, files: 
 
 
 class Cluster:
-    """Runs `function(mesh, *arguments)` on every rank of a layout; functions live at the top of a test module."""
+    """Runs `function(mesh, *arguments)` on every rank of a layout; functions live at the top of a test module.
+
+    What they return is sent to this process: tensors on the CPU.
+    """
+
+    def __init__(self, kind: str = "cpu") -> None:
+        self.kind = kind
+        """Of the ranks' devices, `cpu` or `cuda`; rank n takes the n-th GPU."""
 
     def run(self, function: Callable[..., Any], layout: str, *arguments: Any, seconds: float = LONGEST) -> list[Any]:
         """The results of all ranks, in order."""
@@ -113,7 +142,7 @@ class Cluster:
         for last in (False, False, False, False, True):
             ours, theirs = socket.socketpair()
             with ours:
-                pid = zygote.fork(_lead, (calls, layout, seconds), [theirs.fileno()])
+                pid = zygote.fork(_lead, (self.kind, calls, layout, seconds), [theirs.fileno()])
                 theirs.close()
                 found: list[list[Any] | Exception] = []
                 while len(found) < len(calls):

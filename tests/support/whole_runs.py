@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a tiny model made by the command line, the metrics of a run, when two runs are the same."""
+"""What tests of whole runs share: models and data of a tiny run, its metrics, when two runs are the same."""
 
 from __future__ import annotations
 
@@ -8,20 +8,39 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import fivefold
+from tests.support.tiny_models import make_classifier
 
 TIMES = ("time/", "throughput/", "memory/", "wall")
 
 
-def make_model(root: Path) -> None:
+def make_model(root: Path, *, hidden: int = 32, layers: int = 2, ffn: int = 64, rows: int = 64) -> None:
     """Sums, a tokenizer of their characters and a tiny Qwen3, made by the command line."""
-    sizes = ["--hidden", 32, "--layers", 2, "--ffn", 64]
+    sizes = ["--hidden", hidden, "--layers", layers, "--ffn", ffn]
     for command in (
-        ["data", "arithmetic", "--out", root / "data", "--limit", 64],
+        ["data", "arithmetic", "--out", root / "data", "--limit", rows],
         ["train-tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
         ["init-model", "qwen3", "--tokenizer", root / "tokenizer", "--out", root / "model", *sizes],
     ):
         done = fivefold(*command)
         assert done.returncode == 0, done.stderr
+
+
+def make_judge(root: Path) -> Path:
+    """A reward model with the tokenizer of `make_model`."""
+    import transformers
+
+    words = transformers.AutoTokenizer.from_pretrained(root / "model")
+    path = make_classifier(root / "judge", vocab_size=len(words))
+    words.save_pretrained(path)
+    return path
+
+
+def make_pairs(root: Path) -> Path:
+    """The sum in the form that is asked for, against the bare one."""
+    rows = [{"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"{a + b}"} for a in range(8) for b in range(8)]
+    path = root / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 def metrics(root: Path, name: str) -> list[dict[str, float]]:

@@ -214,8 +214,9 @@ class Zygote:
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # NumPy's OpenBLAS starts its threads when it is imported.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                # NumPy's OpenBLAS starts its threads when it is imported. CUDA does not work in children of a process that
+                # initialised it: a library that asks at its import whether there are GPUs must get NVML's answer.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
             theirs.close()
         send(self._commands, request, files)

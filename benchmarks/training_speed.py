@@ -1,0 +1,373 @@
+"""How fast training is, and how much memory it takes, on the GPUs that are there; tiny on a CPU, for a look at the script.
+
+`python benchmarks/training_speed.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
+seconds at most. What a part measures is printed as it comes; the exit code is 1 where something failed, or is slower or
+larger than it should be. `make gpu-test` has the checks of the same models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+
+from fivefold.algo import make_objective
+from fivefold.algo.advantages import AdvantageInputs
+from fivefold.algo.values import ValueLoss
+from fivefold.config.schema import OffloadConfig
+from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.families import load_spec
+from fivefold.plan.memory import estimate_memory, training_flops
+from tests.support.cluster import Cluster
+from tests.support.gpu_models import (
+    build,
+    is_large,
+    layer_of_experts,
+    random_batch,
+    same_bits,
+    scratch,
+    timed,
+    write_classifier,
+    write_model,
+)
+from tests.support.objectives import Alone
+from tests.support.two_steps import OBJECTIVE
+from tests.support.zygote import zygote
+
+DENSE = ["d1", "t2", "p2", "d2", "t4", "d2t2", "t2p2", "d2p2"]
+EXPERTS = ["d2t2e4", "d4e4", "t4e4", "c2t2e4"]
+
+
+def peak_gib(mesh) -> float:
+    """Of this process, which measures one thing only."""
+    return torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else 0.0
+
+
+# --- what runs on a rank ---------------------------------------------------------------------------------------------
+
+
+def hardware(mesh) -> str:
+    return torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
+
+
+def training_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
+    """Steady step time, tokens a second, peak memory."""
+    model = build(mesh, directory, "bfloat16", tokens)
+    mine = random_batch(samples, length, model.spec.vocab).select(mesh.ranks.shard_of_replica(range(samples)))
+    times = []
+    for _ in range(4):
+        seconds, report = timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
+        times.append(seconds)
+    seconds = min(times[1:])
+    flops = training_flops(model.spec, report.tokens, report.tokens / report.sequences)
+    return {
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(report.tokens / seconds),
+        "tflops_per_gpu": round(flops / seconds / mesh.layout.world_size / 1e12, 1),
+        "peak_gib": round(peak_gib(mesh), 2),
+        "micro_batches": report.micro_batches,
+        "tokens": report.tokens,
+    }
+
+
+def transformers_step(mesh, directory: Path, samples: int, length: int) -> dict[str, float]:
+    """The same training step as one would write it with transformers: bf16, SDPA, padded batches, fused AdamW."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(mesh.device)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_large(mesh))
+    batch = random_batch(samples, length, model.config.vocab_size)
+    rows = sorted(batch.token_ids_T.split(batch.lengths_N), key=len)
+
+    def step() -> None:
+        for first in range(0, samples, 8):
+            part = rows[first : first + 8]
+            ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(mesh.device)
+            there = [torch.ones_like(row) for row in part]
+            mask = torch.nn.utils.rnn.pad_sequence(there, batch_first=True).to(mesh.device)
+            model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+
+    seconds = min([timed(mesh, step)[0] for _ in range(3)][1:])
+    tokens = sum(batch.lengths_N)
+    return {
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds),
+        "peak_gib": round(peak_gib(mesh), 2),
+    }
+
+
+def decoding(mesh, directory: Path) -> dict[str, float]:
+    """Decoding speed of the transformers engine, with the weights that it loads itself."""
+    from fivefold.engines.transformers import TransformersEngine
+    from fivefold.types import Prompt, Sampling
+
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **options: "")
+    engine = TransformersEngine(directory, tokenizer, mesh.device, torch.bfloat16, 256)
+    engine.version = 0
+    end, length = (138, 256) if is_large(mesh) else (20, 8)
+    prompts = [Prompt(i, list(range(10, end)), "s", "", "") for i in range(32)]
+    engine.generate(prompts[:2], 2, Sampling(max_tokens=8))
+    seconds, groups = timed(mesh, lambda: engine.generate(prompts, 8, Sampling(max_tokens=length)))
+    tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+    return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds), "sequences": 256}
+
+
+def policy_and_critic(mesh, directory: Path, critic_directory: Path, tokens: int, samples: int, length: int):
+    """Seconds of a step of policy and critic on the same tokens, and the peak of memory with both."""
+    ppo = make_objective("ppo", gamma=0.99, lam=0.95)
+    policy = build(mesh, directory, "bfloat16", tokens)
+    critic = build(mesh, critic_directory, "bfloat16", tokens, value_head=True)
+    batch = random_batch(samples, length, policy.spec.vocab)
+    values_T, returns_T = torch.zeros(2, len(batch.token_ids_T))
+    batch = replace(batch, values_T=values_T, returns_T=returns_T)
+    scores = AdvantageInputs(torch.rand(samples), torch.arange(samples), torch.ones(samples))
+    finished_N = torch.ones(samples, dtype=torch.bool)
+    work = {
+        "policy step": lambda: policy.train_step(batch, ppo.loss),
+        "critic step": lambda: critic.train_step(batch, ValueLoss(0.5)),
+        "policy forward": lambda: policy.forward(batch),
+        "critic forward": lambda: critic.forward(batch),
+        "GAE and whitening": lambda: ppo.advantages(batch, scores, finished_N, Alone()),
+    }
+    times: dict[str, float] = {}
+    for _ in range(3):
+        for name, one in work.items():
+            times[name] = min(times.get(name, 1e9), timed(mesh, one)[0])
+    return {name: round(seconds, 4) for name, seconds in times.items()}, peak_gib(mesh), len(batch.token_ids_T)
+
+
+def experts_layer(mesh) -> dict[str, float]:
+    """TFLOP/s of forward and backward of a layer's experts."""
+    config, experts, x, counts, weights = layer_of_experts(mesh)
+    found = {}
+    for kind, grouped in (("grouped", True), ("sequential", False)):
+        config.moe_grouped_gemm = grouped
+
+        def work() -> None:
+            output, _ = experts(x, counts, weights)
+            output.backward(torch.ones_like(output))
+
+        seconds = min([timed(mesh, work)[0] for _ in range(3)][1:])
+        # Gate, up and down, forward and twice backward.
+        flops = 3 * 2 * 3 * x.numel() * config.moe_ffn_hidden_size
+        found[kind] = round(flops / seconds / 1e12, 1)
+    return found
+
+
+def offload(mesh, directory: Path) -> dict[str, Any]:
+    """GiB by part and seconds when a model's state leaves for the host a second time and comes back."""
+    settings = OffloadConfig(parameters=True, gradients=True, optimizer=True)
+    model = build(mesh, directory, "bfloat16", 4096 if is_large(mesh) else 64, offload=settings)
+    model.train_step(random_batch(8, 512 if is_large(mesh) else 24, model.spec.vocab), OBJECTIVE.loss)
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        issued: list[float] = []
+
+        def leave(issued: list[float] = issued) -> dict[str, int]:
+            begin = time.perf_counter()
+            named = model.offload()
+            issued.append(time.perf_counter() - begin)
+            return named
+
+        away, named = timed(mesh, leave)
+        back, _ = timed(mesh, model.onload)
+        moved = sum(named.values()) - named.get("gradients", 0)
+        found = {
+            "gib": {name: round(size / 2**30, 2) for name, size in named.items()},
+            "call_returned_ms": round(issued[0] * 1e3, 1),
+            "away_seconds": round(away, 3),
+            "away_gb_per_second": round(moved / away / 1e9, 1),
+            "back_seconds": round(back, 3),
+            "back_gb_per_second": round(moved / back / 1e9, 1),
+        }
+    return found
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """A part of the benchmark that has begun: it makes models, measures until its time is over, and prints."""
+
+    def __init__(self, cluster: Cluster, gpus: int, root: Path, seconds: float) -> None:
+        self._cluster, self.gpus, self._root = cluster, gpus, root
+        self._deadline = time.monotonic() + seconds
+        self.large = cluster.kind == "cuda"
+        self.failed = 0
+
+    def say(self, what: str, found: Any) -> None:
+        print(f"{what}: {found if isinstance(found, str) else json.dumps(found)}", flush=True)
+
+    def claim(self, what: str, holds: bool, found: Any) -> None:
+        """Print whether it is as it should be; what is not makes the exit code 1."""
+        self.failed += not holds
+        self.say(f"{'ok  ' if holds else 'FAIL'} {what}", found)
+
+    def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The first rank's result in ranks of its own, so that a peak of memory is its own; None where there is none."""
+        world, left = ParallelLayout.parse(f"megatron:{layout}").world_size, self._deadline - time.monotonic()
+        if self.large and world > self.gpus:
+            return self.say(what, f"needs {world} GPUs")
+        if left <= 0:
+            return self.say(what, "not measured: the time of this part is over")
+        try:
+            return self._cluster.run(function, f"megatron:{layout}", *arguments, seconds=left)[0]
+        except (RuntimeError, TimeoutError) as error:
+            return self.claim(what, False, str(error).strip().splitlines()[-1])
+
+    def model(self, name: str, write: Callable[..., None] = write_model) -> Path:
+        path = self._root / f"{write.__name__}-{name}"
+        if not path.exists():
+            self._cluster.run(write, "megatron:d1", name, path)
+            if write is write_model:
+                self.say(f"model {name}", f"{load_spec(path).parameters / 1e6:,.0f} M parameters")
+        return path
+
+    def steps(self, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
+        """The training step on each layout, beside what `plan` says about its memory."""
+        for layout in layouts:
+            found = self.measure(layout, layout, training_step, directory, tokens, samples, length)
+            if found is not None:
+                guess = estimate(directory, f"megatron:{layout}", tokens, length)
+                self.say(layout, {**found, "estimated_gib": round(guess.total / 2**30, 2)})
+
+
+def estimate(directory: Path, layout: str, tokens: int, length: int, **options: Any):
+    return estimate_memory(
+        load_spec(directory), ParallelLayout.parse(layout), dtype="bfloat16", recompute="none",
+        tokens_per_micro_batch=tokens, reference=False, engine_sequences=0, max_sequence_tokens=2 * length, **options,
+    )  # fmt: skip
+
+
+def dense(part: Part) -> None:
+    """Qwen3-0.6B's shape: the training step on every layout that fits."""
+    samples, length = (64, 1024) if part.large else (16, 24)
+    part.steps(part.model("qwen3_0.6b"), DENSE, 16384 if part.large else 64, samples, length)
+
+
+def hugging_face(part: Part) -> None:
+    """The same step written with transformers, and decoding with the transformers engine."""
+    samples, length = (64, 1024) if part.large else (16, 24)
+    directory = part.model("qwen3_0.6b")
+    for what, function, arguments in (
+        ("training step with transformers", transformers_step, (samples, length)),
+        ("transformers engine", decoding, ()),
+    ):
+        found = part.measure(what, "d1", function, directory, *arguments)
+        if found is not None:
+            part.say(what, found)
+
+
+def experts_model(part: Part) -> None:
+    """Qwen3-30B-A3B with 8 of its 48 layers: the training step on layouts of four GPUs."""
+    if part.large and part.gpus < 4:
+        return part.say("Qwen3-30B-A3B with 8 layers", "needs 4 GPUs")
+    directory = part.model("qwen3_30b_a3b")
+    tokens, samples, length = (16384, 64, 2048) if part.large else (64, 8, 24)
+    part.steps(directory, EXPERTS, tokens, samples, length)
+    one = estimate(directory, "megatron:d1", tokens, length)
+    part.say("one GPU would need", f"{one.total / 2**30:.0f} GiB: {one.describe()}")
+    return None
+
+
+def critic(part: Part) -> None:
+    """Qwen3-1.7B as policy and as critic on one GPU: times, and memory against the estimate."""
+    directory, other = part.model("qwen3_1.7b"), part.model("qwen3_1.7b", write_classifier)
+    tokens, samples, length = (16384, 32, 2048) if part.large else (64, 4, 24)
+    found = part.measure("policy and critic", "d1", policy_and_critic, directory, other, tokens, samples, length)
+    if found is None:
+        return
+    times, peak, count = found
+    for what, seconds in times.items():
+        part.say(what, {"seconds": seconds, "tokens_per_second": round(count / max(seconds, 1e-9))})
+    # It has no vocabulary to compute.
+    ratio = times["critic step"] / times["policy step"]
+    part.claim("the critic's step costs no more than the policy's", ratio < 1.02 or not part.large, round(ratio, 2))
+    beside = (load_spec(other, value_head=True), PipelineSplit())
+    guess = estimate(directory, "megatron:d1", tokens, 2 * length, critic=beside).total / 2**30
+    near = abs(peak / guess - 1) < 0.15
+    part.claim(
+        "memory is as estimated", near or not part.large, {"peak_gib": round(peak, 1), "estimated_gib": round(guess, 1)}
+    )
+
+
+def experts(part: Part) -> None:
+    """The experts of one layer of Qwen3-30B-A3B, 65,536 tokens: one kernel for all, one product an expert."""
+    found = part.measure("experts", "d1", experts_layer)
+    if found is not None:
+        part.say("experts, TFLOP/s", found)
+
+
+def leaving(part: Part) -> None:
+    """Parameters, gradients and optimizer state to the host and back."""
+    found = part.measure("offload", "d1", offload, part.model("qwen3_moe"))
+    if found is not None:
+        part.say("offload", found)
+
+
+def deterministic(part: Part) -> None:
+    """What `trainer.deterministic` costs on two replicas."""
+    for name in ("qwen3", "qwen3_moe"):
+        directory = part.model(name)
+        found = [part.measure(f"{name}, deterministic {on}", "d2", same_bits, directory, on) for on in (True, False)]
+        if None not in found:
+            (same, seconds), (same_without, without) = found
+            part.say(
+                f"{name}, deterministic",
+                {"seconds": round(seconds, 3), "without": round(without, 3), "times": round(seconds / without, 2),
+                 "same_bits": same, "same_bits_without": same_without},
+            )  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic, "experts": experts,
+    "offload": leaving, "deterministic": deterministic,
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them if none is named")
+    parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    gpus = torch.cuda.device_count()
+    cluster = Cluster("cuda" if gpus else "cpu")
+    (name,) = cluster.run(hardware, "megatron:d1")
+    print(f"hardware: {gpus or 1} x {name}; torch {torch.__version__}; python {sys.version.split()[0]}", flush=True)
+    failed = 0
+    try:
+        for wanted in given.parts or PARTS:
+            print(f"\n{wanted}: {(PARTS[wanted].__doc__ or '').strip()}", flush=True)
+            with scratch(gpus > 0) as root:
+                part = Part(cluster, gpus, Path(root), given.seconds)
+                try:
+                    PARTS[wanted](part)
+                except (RuntimeError, TimeoutError) as error:
+                    part.claim(wanted, False, str(error).strip().splitlines()[-1])
+                failed += part.failed
+    finally:
+        zygote.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    # Ranks find functions by the name of their module.
+    from benchmarks.training_speed import main as start
+
+    sys.exit(start())
