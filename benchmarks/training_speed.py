@@ -7,14 +7,11 @@ larger than it should be. `make gpu-test` has the checks of the same models.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 
+from benchmarks.harness import Part, peak_gib, run
 from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
@@ -29,36 +27,23 @@ from fivefold.config.schema import OffloadConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import load_spec
 from fivefold.plan.memory import estimate_memory, training_flops
-from tests.support.cluster import Cluster
 from tests.support.gpu_models import (
     build,
     is_large,
     layer_of_experts,
     random_batch,
     same_bits,
-    scratch,
     timed,
     write_classifier,
-    write_model,
 )
 from tests.support.objectives import Alone
 from tests.support.two_steps import OBJECTIVE
-from tests.support.zygote import zygote
 
 DENSE = ["d1", "t2", "p2", "d2", "t4", "d2t2", "t2p2", "d2p2"]
 EXPERTS = ["d2t2e4", "d4e4", "t4e4", "c2t2e4"]
 
 
-def peak_gib(mesh) -> float:
-    """Of this process, which measures one thing only."""
-    return torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else 0.0
-
-
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
-
-
-def hardware(mesh) -> str:
-    return torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
 
 
 def training_step(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, float]:
@@ -108,22 +93,6 @@ def transformers_step(mesh, directory: Path, samples: int, length: int) -> dict[
         "tokens_per_second": round(tokens / seconds),
         "peak_gib": round(peak_gib(mesh), 2),
     }
-
-
-def decoding(mesh, directory: Path) -> dict[str, float]:
-    """Decoding speed of the transformers engine, with the weights that it loads itself."""
-    from fivefold.engines.transformers import TransformersEngine
-    from fivefold.types import Prompt, Sampling
-
-    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **options: "")
-    engine = TransformersEngine(directory, tokenizer, mesh.device, torch.bfloat16, 256)
-    engine.version = 0
-    end, length = (138, 256) if is_large(mesh) else (20, 8)
-    prompts = [Prompt(i, list(range(10, end)), "s", "", "") for i in range(32)]
-    engine.generate(prompts[:2], 2, Sampling(max_tokens=8))
-    seconds, groups = timed(mesh, lambda: engine.generate(prompts, 8, Sampling(max_tokens=length)))
-    tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
-    return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds), "sequences": 256}
 
 
 def policy_and_critic(mesh, directory: Path, critic_directory: Path, tokens: int, samples: int, length: int):
@@ -200,52 +169,6 @@ def offload(mesh, directory: Path) -> dict[str, Any]:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-class Part:
-    """A part of the benchmark that has begun: it makes models, measures until its time is over, and prints."""
-
-    def __init__(self, cluster: Cluster, gpus: int, root: Path, seconds: float) -> None:
-        self._cluster, self.gpus, self._root = cluster, gpus, root
-        self._deadline = time.monotonic() + seconds
-        self.large = cluster.kind == "cuda"
-        self.failed = 0
-
-    def say(self, what: str, found: Any) -> None:
-        print(f"{what}: {found if isinstance(found, str) else json.dumps(found)}", flush=True)
-
-    def claim(self, what: str, holds: bool, found: Any) -> None:
-        """Print whether it is as it should be; what is not makes the exit code 1."""
-        self.failed += not holds
-        self.say(f"{'ok  ' if holds else 'FAIL'} {what}", found)
-
-    def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The first rank's result in ranks of its own, so that a peak of memory is its own; None where there is none."""
-        world, left = ParallelLayout.parse(f"megatron:{layout}").world_size, self._deadline - time.monotonic()
-        if self.large and world > self.gpus:
-            return self.say(what, f"needs {world} GPUs")
-        if left <= 0:
-            return self.say(what, "not measured: the time of this part is over")
-        try:
-            return self._cluster.run(function, f"megatron:{layout}", *arguments, seconds=left)[0]
-        except (RuntimeError, TimeoutError) as error:
-            return self.claim(what, False, str(error).strip().splitlines()[-1])
-
-    def model(self, name: str, write: Callable[..., None] = write_model) -> Path:
-        path = self._root / f"{write.__name__}-{name}"
-        if not path.exists():
-            self._cluster.run(write, "megatron:d1", name, path)
-            if write is write_model:
-                self.say(f"model {name}", f"{load_spec(path).parameters / 1e6:,.0f} M parameters")
-        return path
-
-    def steps(self, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
-        """The training step on each layout, beside what `plan` says about its memory."""
-        for layout in layouts:
-            found = self.measure(layout, layout, training_step, directory, tokens, samples, length)
-            if found is not None:
-                guess = estimate(directory, f"megatron:{layout}", tokens, length)
-                self.say(layout, {**found, "estimated_gib": round(guess.total / 2**30, 2)})
-
-
 def estimate(directory: Path, layout: str, tokens: int, length: int, **options: Any):
     return estimate_memory(
         load_spec(directory), ParallelLayout.parse(layout), dtype="bfloat16", recompute="none",
@@ -253,23 +176,27 @@ def estimate(directory: Path, layout: str, tokens: int, length: int, **options: 
     )  # fmt: skip
 
 
+def steps(part: Part, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
+    """The training step on each layout, beside what `plan` says about its memory."""
+    for layout in layouts:
+        found = part.measure(layout, layout, training_step, directory, tokens, samples, length)
+        if found is not None:
+            guess = estimate(directory, f"megatron:{layout}", tokens, length)
+            part.say(layout, {**found, "estimated_gib": round(guess.total / 2**30, 2)})
+
+
 def dense(part: Part) -> None:
     """Qwen3-0.6B's shape: the training step on every layout that fits."""
     samples, length = (64, 1024) if part.large else (16, 24)
-    part.steps(part.model("qwen3_0.6b"), DENSE, 16384 if part.large else 64, samples, length)
+    steps(part, part.model("qwen3_0.6b"), DENSE, 16384 if part.large else 64, samples, length)
 
 
 def hugging_face(part: Part) -> None:
-    """The same step written with transformers, and decoding with the transformers engine."""
+    """The same step written with transformers."""
     samples, length = (64, 1024) if part.large else (16, 24)
-    directory = part.model("qwen3_0.6b")
-    for what, function, arguments in (
-        ("training step with transformers", transformers_step, (samples, length)),
-        ("transformers engine", decoding, ()),
-    ):
-        found = part.measure(what, "d1", function, directory, *arguments)
-        if found is not None:
-            part.say(what, found)
+    found = part.measure("training step", "d1", transformers_step, part.model("qwen3_0.6b"), samples, length)
+    if found is not None:
+        part.say("training step with transformers", found)
 
 
 def experts_model(part: Part) -> None:
@@ -278,7 +205,7 @@ def experts_model(part: Part) -> None:
         return part.say("Qwen3-30B-A3B with 8 layers", "needs 4 GPUs")
     directory = part.model("qwen3_30b_a3b")
     tokens, samples, length = (16384, 64, 2048) if part.large else (64, 8, 24)
-    part.steps(directory, EXPERTS, tokens, samples, length)
+    steps(part, directory, EXPERTS, tokens, samples, length)
     one = estimate(directory, "megatron:d1", tokens, length)
     part.say("one GPU would need", f"{one.total / 2**30:.0f} GiB: {one.describe()}")
     return None
@@ -339,35 +266,8 @@ PARTS: dict[str, Callable[[Part], None]] = {
 }  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them if none is named")
-    parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")
-    given = parser.parse_args(arguments)
-    if unknown := set(given.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    gpus = torch.cuda.device_count()
-    cluster = Cluster("cuda" if gpus else "cpu")
-    (name,) = cluster.run(hardware, "megatron:d1")
-    print(f"hardware: {gpus or 1} x {name}; torch {torch.__version__}; python {sys.version.split()[0]}", flush=True)
-    failed = 0
-    try:
-        for wanted in given.parts or PARTS:
-            print(f"\n{wanted}: {(PARTS[wanted].__doc__ or '').strip()}", flush=True)
-            with scratch(gpus > 0) as root:
-                part = Part(cluster, gpus, Path(root), given.seconds)
-                try:
-                    PARTS[wanted](part)
-                except (RuntimeError, TimeoutError) as error:
-                    part.claim(wanted, False, str(error).strip().splitlines()[-1])
-                failed += part.failed
-    finally:
-        zygote.close()
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
     # Ranks find functions by the name of their module.
-    from benchmarks.training_speed import main as start
+    from benchmarks import training_speed
 
-    sys.exit(start())
+    sys.exit(run(training_speed.__doc__, training_speed.PARTS))

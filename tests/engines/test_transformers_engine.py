@@ -12,7 +12,8 @@ from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.engines.sampling import request_seed, sample_token, uniform
 from fivefold.engines.transformers import TransformersEngine, parameter_map
 from fivefold.models.families import load_spec
-from fivefold.types import Completion, Request, Sampling
+from fivefold.types import Sampling
+from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, requests
 from tests.support.tiny_models import MOE_VARIANTS, VARIANTS, load_tensors
 
 
@@ -38,41 +39,10 @@ def make_engine(model: Path, tokenizer, max_num_seqs: int = 64, change: float = 
     return engine
 
 
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 9, 1, 5)]
-SAMPLING = Sampling(max_tokens=24, temperature=0.7)
-
-
-def requests(count: int, sampling: Sampling = SAMPLING, prompts=PROMPTS, draw=(5, 2)) -> list[Request]:
-    """`count` to each prompt, numbered prompt by prompt."""
-    return [
-        Request(i * count + k, prompt, sampling, request_seed((*draw, i, k)))
-        for i, prompt in enumerate(prompts)
-        for k in range(count)
-    ]
-
-
-def complete(engine: TransformersEngine, asked: list[Request]) -> list[Completion]:
-    """In the order of the requests."""
-    found = {completion.request_id: completion for completion in engine.generate(asked)}
-    assert len(found) == len(asked)
-    return [found[request.id] for request in asked]
-
-
-def own_logits(model: Path, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
-    """Those that each token of the response was drawn from, by one forward of transformers."""
-    import transformers
-
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
-    with torch.no_grad():
-        return reference(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
-
-
 def test_logprobs_equal_a_forward_of_transformers(model, tokenizer):
     asked = requests(3)
     for request, found in zip(asked, complete(make_engine(model, tokenizer), asked), strict=True):
-        logp = torch.log_softmax(own_logits(model, request.prompt_ids, found.token_ids) / 0.7, -1)
-        own = logp.gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(found.logprobs), own, atol=2e-5)
+        assert found.logprobs == pytest.approx(expected_logprobs(model, request, found, tokenizer.eos_token_id), abs=2e-5)
         assert found.policy_version == 3
         ended = found.token_ids[-1] == tokenizer.eos_token_id
         assert found.finish_reason == ("stop" if ended else "length")
@@ -133,46 +103,15 @@ def test_greedy_equals_transformers_generate(model, tokenizer):
         assert found.token_ids == out[0, prompt.shape[1] :].tolist()
 
 
-OPTIONS = {
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.6},
-    "min_p": {"min_p": 0.3},
-    "repetition_penalty": {"repetition_penalty": 3.0},
-    "logit_bias": {"logit_bias": ((7, 4.0), (9, -100.0))},
-    "min_tokens": {"min_tokens": 20, "logit_bias": ((1, 6.0),)},
-    "all": {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.5, "logit_bias": ((7, 2.0),), "min_tokens": 4},
-}
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(model, tokenizer, name):
     """Every option once more, token by token, by transformers' own processors where it has one."""
-    from transformers.generation import logits_process as theirs
-
-    given = OPTIONS[name]
-    asked = requests(3, replace(SAMPLING, **given))
-    engine, eos = make_engine(model, tokenizer, max_num_seqs=5), tokenizer.eos_token_id
-    plain = complete(engine, requests(3))
+    asked = requests(3, replace(SAMPLING, **OPTIONS[name]))
+    engine = make_engine(model, tokenizer, max_num_seqs=5)
     for request, found in zip(asked, complete(engine, asked), strict=True):
-        raw = own_logits(model, request.prompt_ids, found.token_ids)
-        for place, token in enumerate(found.token_ids):
-            before = torch.tensor([request.prompt_ids + found.token_ids[:place]])
-            scores = raw[place][None].clone()
-            for biased, bias in given.get("logit_bias", ()):
-                scores[0, biased] += bias
-            if place < given.get("min_tokens", 0):
-                scores[0, eos] = -torch.inf
-            if "repetition_penalty" in given:
-                scores = theirs.RepetitionPenaltyLogitsProcessor(given["repetition_penalty"])(before, scores)
-            scores = scores / 0.7
-            if "min_p" in given:
-                scores = theirs.MinPLogitsWarper(given["min_p"])(before, scores)
-            if "top_k" in given:
-                scores = theirs.TopKLogitsWarper(given["top_k"])(before, scores)
-            if "top_p" in given:
-                scores = theirs.TopPLogitsWarper(given["top_p"])(before, scores)
-            assert found.logprobs[place] == pytest.approx(float(torch.log_softmax(scores, -1)[0, token]), abs=5e-5)
-        assert found.finish_reason == "length" or len(found.token_ids) > given.get("min_tokens", 0)
+        assert found.logprobs == pytest.approx(expected_logprobs(model, request, found, tokenizer.eos_token_id), abs=5e-5)
+        assert found.finish_reason == "length" or len(found.token_ids) > request.sampling.min_tokens
+    plain = complete(engine, requests(3))
     assert [found.token_ids for found in plain] != [found.token_ids for found in complete(engine, asked)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,21 @@ import pytest
 import torch
 
 from fivefold.config.schema import MegatronConfig
-from fivefold.engines.sampling import request_seed
 from fivefold.layout import ParallelLayout
 from fivefold.types import Completion, Request, Sampling, TokenBatch
+from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, requests
 from tests.support.layout_cases import VPP2
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import load_tensors, make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 pytestmark = pytest.mark.vllm
 
 SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 """vLLM's attention on CPUs has no heads of 16."""
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 9, 1, 5)]
+OTHER_SIZES = {
+    # Its heads are as wide as the model is.
+    "qwen2": {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2},
+}
 TOKENIZER = SimpleNamespace(eos_token_id=2)
 FREE = Sampling(max_tokens=16)
 
@@ -33,18 +37,10 @@ def sized(tmp_path_factory):
 
     def get(name: str) -> Path:
         if name not in made:
-            made[name] = make_model(name, tmp_path_factory.mktemp("model") / name, **SIZES)
+            made[name] = make_model(name, tmp_path_factory.mktemp("model") / name, **(SIZES | OTHER_SIZES.get(name, {})))
         return made[name]
 
     return get
-
-
-def requests(count: int, sampling: Sampling, prompts=PROMPTS) -> list[Request]:
-    return [
-        Request(i * count + k, prompt, sampling, request_seed((5, i, k)))
-        for i, prompt in enumerate(prompts)
-        for k in range(count)
-    ]
 
 
 def vllm_engine(mesh, directory: Path, layout: str, **changes):
@@ -57,17 +53,11 @@ def vllm_engine(mesh, directory: Path, layout: str, **changes):
     return VLLMEngine(directory, TOKENIZER, parsed, mesh.ranks.rank, mesh.device, arguments, **settings)
 
 
-def complete(engine, asked: list[Request]) -> list[Completion]:
-    found = {completion.request_id: completion for completion in engine.generate(asked)}
-    assert len(found) == len(asked)
-    return [found[request.id] for request in asked]
-
-
 def difference(model, asked: list[Request], found: list[Completion]) -> float:
     """Largest difference of the engine's log-probs to the trainer's, on every rank."""
-    lengths = [len(request.prompt_ids) + len(one.token_ids) for request, one in zip(asked, found, strict=True)]
-    tokens, mask, theirs = [], [], []
+    lengths, tokens, mask, theirs = [], [], [], []
     for request, one in zip(asked, found, strict=True):
+        lengths.append(len(request.prompt_ids) + len(one.token_ids))
         tokens += request.prompt_ids + one.token_ids
         mask += [False] * len(request.prompt_ids) + [True] * len(one.token_ids)
         theirs += one.logprobs
@@ -123,3 +113,123 @@ def test_after_every_step_the_engine_samples_with_the_new_weights(cluster, sized
 def test_old_weights_and_old_keys_are_seen(cluster, sized, fault):
     ((differences, _),) = cluster.run(trained_and_sampled, "megatron:d1", sized("qwen3"), "d1", {}, fault)
     assert max(differences) > 1e-4, differences
+
+
+def without_training(mesh, directory: Path, layout: str, calls: list[list[Request]]):
+    """Completions of each call by vLLM with the weights of the files, and by the transformers engine."""
+    from fivefold.engines.transformers import TransformersEngine
+
+    engine = vllm_engine(mesh, directory, layout)
+    other = TransformersEngine(directory, TOKENIZER, mesh.device, torch.float32, 64)
+    for each in (engine, other):
+        each.update_weights(iter(load_tensors(directory).items()), 0)
+    return [(complete(engine, asked), complete(other, asked)) for asked in calls]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen3_moe", "glm4_moe", "mixtral", "qwen2"])
+def test_greedy_tokens_equal_the_transformers_engine_s(cluster, sized, name):
+    asked = requests(1, Sampling(max_tokens=24, temperature=0.0))
+    (((found, other),),) = cluster.run(without_training, "megatron:d1", sized(name), "d1", [asked])
+    assert [one.token_ids for one in found] == [one.token_ids for one in other]
+    for one, same in zip(found, other, strict=True):
+        assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+        assert one.finish_reason == same.finish_reason
+
+
+def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(cluster, sized):
+    """Of every option; greedy ones, stop tokens and the end of a response as the transformers engine has them."""
+    ends = replace(SAMPLING, stop_token_ids=(8, 9), min_tokens=3, logit_bias=((2, 3.0),))
+    calls = [requests(3, replace(SAMPLING, **given)) for given in OPTIONS.values()]
+    calls += [requests(8, ends), requests(8, replace(ends, ignore_eos=True))]
+    (results,) = cluster.run(without_training, "megatron:d1", sized("qwen3"), "d1", calls)
+    for asked, (found, _) in zip(calls, results, strict=True):
+        for request, one in zip(asked, found, strict=True):
+            assert one.logprobs == pytest.approx(expected_logprobs(sized("qwen3"), request, one, 2), abs=5e-5)
+            stops = {8, 9} if request.sampling.ignore_eos else {2, *request.sampling.stop_token_ids}
+            assert (one.token_ids[-1] in stops) == (one.finish_reason == "stop")
+            assert not stops & set(one.token_ids[:-1])
+            assert one.finish_reason == "stop" or len(one.token_ids) == 24
+
+
+def drawn(mesh, directory: Path):
+    engine = vllm_engine(mesh, directory, "d1")
+    engine.update_weights(iter(load_tensors(directory).items()), 0)
+    asked = requests(4, FREE)
+    alone = [complete(engine, [request])[0] for request in asked]
+    stopped = []
+    for completion in engine.generate(requests(4, replace(FREE, logit_bias=((2, 2.0),)))):
+        stopped.append(completion)
+        engine.abort()
+    return complete(engine, asked), complete(engine, asked[::-1])[::-1], alone, stopped, complete(engine, asked)
+
+
+def test_what_is_drawn_depends_on_the_key_alone_and_abort_leaves_nothing_behind(cluster, sized):
+    ((whole, backwards, alone, stopped, again),) = cluster.run(drawn, "megatron:d1", sized("qwen3"))
+    assert whole == backwards == alone == again
+    assert len({tuple(one.token_ids) for one in whole}) == len(whole)
+    aborted = [one for one in stopped if one.finish_reason == "abort"]
+    assert len(stopped) == 16 and len(aborted) > 8
+    assert all(len(one.token_ids) == len(one.logprobs) < 16 for one in aborted)
+
+
+def fed(mesh, directory: Path, fault: str):
+    """The error of a sync in which something goes wrong, and the log-probs after the next one."""
+    from fivefold.engines.vllm import extension
+
+    engine, given = vllm_engine(mesh, directory, "d1"), load_tensors(directory)
+    engine.update_weights(iter(given.items()), 0)
+    before = complete(engine, requests(1, FREE))
+    held = extension.held_weights
+
+    def one_bit_off(model):
+        for name, tensor in held(model):
+            changed = tensor.clone()
+            if name.endswith("1.self_attn.qkv_proj.weight"):
+                changed[3, 5] = torch.nextafter(changed[3, 5], torch.tensor(9.0))
+            yield name, changed
+
+    faulty = dict(given)
+    if fault == "a tensor is left out":
+        del faulty["model.layers.1.mlp.up_proj.weight"]
+    elif fault == "one bit is off":
+        extension.held_weights = one_bit_off
+    elif fault == "the source fails":
+        faulty = None
+    try:
+        engine.update_weights(iter(faulty.items()) if faulty else failing(given), 1)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    extension.held_weights = held
+    engine.update_weights(iter(given.items()), 2)
+    return said, [replace(one, policy_version=0) for one in complete(engine, requests(1, FREE))] == before
+
+
+def failing(given):
+    yield from list(given.items())[:5]
+    raise OSError("the other end is gone")
+
+
+FAULTS = {
+    "a tensor is left out": r"RuntimeError: .* 1 of \d+ tensors did not come, the first: \['model.layers.1.mlp.up_proj.weight'\]",
+    "one bit is off": r"RuntimeError: .* 1 of \d+ parameters are not what was sent.*layers.1.self_attn.qkv_proj",
+    "the source fails": "OSError: the other end is gone",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_weights_that_are_not_those_of_the_policy_are_refused_and_the_next_ones_are_exact(cluster, sized, fault):
+    ((said, exact),) = cluster.run(fed, "megatron:d1", sized("qwen3"), fault)
+    assert re.match(FAULTS[fault], said, re.DOTALL), said
+    assert exact
+
+
+def closed(mesh, directory: Path):
+    engine = vllm_engine(mesh, directory, f"d1t{mesh.layout.world_size}")
+    engine.close()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    return float(total), sorted(path.name for path in Path("/dev/shm").glob("*") if "fivefold" in path.name)
+
+
+def test_closing_the_engine_leaves_the_trainer_s_groups_and_no_shared_memory(cluster, sized):
+    assert cluster.run(closed, "megatron:d2", sized("qwen3")) == [(2.0, [])] * 2

@@ -30,7 +30,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     size = {"max_position_embeddings": 8192, "vocab_size": 500, "num_hidden_layers": 4, "num_key_value_heads": 4}
     size |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    head_dim, expert_ffn = 16, 32
+    head_dim, expert_ffn = 32, 32
     if large:
         size |= {"vocab_size": 32000, "num_hidden_layers": 8}
         size |= {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
@@ -49,7 +49,12 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     if not large:
         tiny = {**size, "head_dim": head_dim}
         tied = {**tiny, "vocab_size": 1000, "tie_word_embeddings": True}
-        return found | {"qwen3_0.6b": ("Qwen3", tied), "qwen3_1.7b": ("Qwen3", tiny), "qwen3_30b_a3b": found["qwen3_moe"]}
+        return found | {
+            "qwen3_0.6b": ("Qwen3", tied),
+            "qwen3_1.7b": ("Qwen3", tiny),
+            "qwen3_8b": ("Qwen3", tiny),
+            "qwen3_30b_a3b": found["qwen3_moe"],
+        }
     real = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "num_attention_heads": 16}
     real |= {
         "num_hidden_layers": 28,
@@ -64,6 +69,10 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen3_0.6b": ("Qwen3", {**real, **small}),
         # Untied, so that a critic beside it has the same body.
         "qwen3_1.7b": ("Qwen3", {**real, "hidden_size": 2048, "intermediate_size": 6144}),
+        "qwen3_8b": (
+            "Qwen3",
+            {**real, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+        ),
         "qwen3_30b_a3b": ("Qwen3Moe", {**real, **a3b, "norm_topk_prob": True}),
     }
 

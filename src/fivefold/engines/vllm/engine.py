@@ -15,6 +15,7 @@ from torch import Tensor
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.interfaces import EngineReplica
 from fivefold.layout import ParallelLayout
+from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import Completion, Request, Sampling
 
 EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
@@ -54,6 +55,7 @@ class VLLMEngine:
                 **arguments,
             )
         self._ends = stop_token_ids(directory, tokenizer)
+        self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
         self._verify_every, self._updates, self._can_sleep = verify_every, 0, can_sleep
         self._is_asleep = self._is_cache_asleep = False
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
@@ -61,14 +63,19 @@ class VLLMEngine:
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else."""
+        self.version = -1
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         self._llm.collective_rpc("begin_weights", args=(verify,))
-        self._llm.collective_rpc("receive_weights", args=(weights,))
-        for faults in self._llm.collective_rpc("finish_weights"):
-            if faults:
-                raise RuntimeError(
-                    f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}"
-                )
+        missing, is_whole = set(self._expected), False
+        try:
+            self._llm.collective_rpc("receive_weights", args=(_crossed_off(weights, missing),))
+            is_whole = not missing
+        finally:
+            faults = [fault for each in self._llm.collective_rpc("finish_weights", args=(is_whole,)) for fault in each]
+        if missing:
+            faults = [f"{len(missing)} of {len(self._expected)} tensors did not come, the first: {sorted(missing)[:3]}"]
+        if faults:
+            raise RuntimeError(f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}")
         # Keys and values in it come from the old weights.
         self._llm.reset_prefix_cache()
         self._updates += 1
@@ -162,6 +169,12 @@ _ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Threads stay those of the rank, and kernels that are compiled at start-up are left out."""
 
 
+def _crossed_off(weights: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        missing.discard(name)
+        yield name, tensor
+
+
 @contextmanager
 def _own_shared_memory(device: torch.device) -> Iterator[None]:
     """Blocks of shared memory that are made meanwhile are this run's alone, and end with its processes.
@@ -186,7 +199,7 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
                 path.unlink()
     queues = [group.mq_broadcaster for reference in parallel_state._groups.values() if (group := reference()) is not None]
     for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
-        if getattr(block, "is_creator", False):
+        if block is not None and block.is_creator:
             block.shared_memory.unlink()
             # It would unlink itself again at the end.
             block.is_creator = False

@@ -24,17 +24,18 @@ EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 class WeightReceiver:
     """Mixed into vLLM's worker: `begin_weights`, `receive_weights` any number of times, `finish_weights`."""
 
-    model_runner: Any
+    device: torch.device
     vllm_config: Any
+    get_model: Any
 
     def begin_weights(self, verify: bool) -> None:
         """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
-        model = self.model_runner.model
-        for module in model.modules():
-            # A kernel that exists keeps weights of experts in its own order, and would not be given the new ones.
+        model = self.get_model()
+        for module in model.modules() if self.device.type == "cpu" else ():
+            # On a CPU a kernel that exists keeps weights of experts in its own order, and would not be given the new ones.
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
-        self._names = {name: tensor.dtype for name, tensor in model.named_parameters()}
+        self._names = {name: tensor.dtype for name, tensor in model.named_parameters() if not name.endswith(_DERIVED)}
         self._key_value_copies = {
             f"{name}.{kind}": module.num_kv_head_replicas
             for name, module in model.named_modules()
@@ -48,10 +49,10 @@ class WeightReceiver:
 
     def receive_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Take tensors by their names in Hugging Face files; they must not be written to afterwards."""
-        self._loaded |= self.model_runner.model.load_weights(self._noted(pairs)) or set()
+        self._loaded |= self.get_model().load_weights(self._noted(pairs)) or set()
 
     def _noted(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        model = self.model_runner.model
+        model = self.get_model()
         for name, tensor in pairs:
             if self._sent is not None:
                 place = engine_name(name, self._names, getattr(model, "packed_modules_mapping", {}))
@@ -63,14 +64,17 @@ class WeightReceiver:
                 # vLLM waits for the output layer by its own name, whoever it shares its memory with.
                 yield OUTPUT, tensor
 
-    def finish_weights(self) -> list[str]:
-        """What is wrong with the weights that were received, one sentence each; nothing is where all is well."""
-        model = self.model_runner.model
-        missing = set(self._names) - self._loaded
-        if missing:
-            # Reloading would fill what did not come with whatever lies in memory.
-            return [f"{len(missing)} of {len(self._names)} parameters got no new weights, the first: {sorted(missing)[:3]}"]
+    def finish_weights(self, is_whole: bool) -> list[str]:
+        """What is wrong with the weights that were received; `is_whole`: none of them failed to come.
+
+        Without an end the next `begin_weights` would meet half a model: whatever did not come is what lies in memory.
+        """
+        model = self.get_model()
         finalize_layerwise_reload(model, self.vllm_config.model_config)
+        if not is_whole:
+            return []
+        if missing := sorted(set(self._names) - self._loaded):
+            return [f"{len(missing)} of {len(self._names)} parameters got no new weights, the first: {missing[:3]}"]
         return [] if self._sent is None else self._differences(model, self._sent)
 
     def _differences(self, model: nn.Module, sent: dict[str, int]) -> list[str]:
@@ -91,6 +95,8 @@ class WeightReceiver:
 
 
 _WRAP = 1 << 64
+_DERIVED = (".W_UK_T", ".W_UV")
+"""Parameters that vLLM makes of others: parts of latent attention's projections."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"(?P<layer>.*\.)experts\.\d+\.(?P<part>\w+)\.weight")
 _EXPERT_PARTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}

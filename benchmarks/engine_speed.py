@@ -1,0 +1,255 @@
+"""How fast engines sample and weights reach them, on the GPUs that are there; tiny on a CPU, for a look at the script.
+
+`python benchmarks/engine_speed.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N seconds
+at most. What a part measures is printed as it comes. vLLM must be installed for all but the first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+
+from benchmarks.harness import Part, run
+from fivefold.config.schema import OffloadConfig
+from fivefold.engines.sampling import request_seed
+from fivefold.layout import ParallelLayout
+from fivefold.types import Completion, Request, Sampling, TokenBatch
+from tests.support.gpu_models import build, is_large, timed
+
+TOKENIZER = SimpleNamespace(eos_token_id=None)
+
+
+def request_sets(large: bool, vocab: int) -> dict[str, list[Request]]:
+    """32 prompts of 8 responses each; the last set has lengths with a long tail, as reasoning has."""
+    shapes = {"128+256": (128, 256), "512+1024": (512, 1024)} if large else {"8+8": (8, 8), "16+16": (16, 16)}
+    prompts, group = (32, 8) if large else (4, 2)
+    draw = random.Random(3)
+
+    def requests(prompt: int, lengths: list[int]) -> list[Request]:
+        texts = [[draw.randrange(10, vocab - 10) for _ in range(prompt)] for _ in range(prompts)]
+        return [
+            Request(i, texts[i // group], Sampling(max_tokens=length, ignore_eos=True), request_seed((i,)))
+            for i, length in enumerate(lengths)
+        ]
+
+    found = {name: requests(prompt, [length] * (prompts * group)) for name, (prompt, length) in shapes.items()}
+    median, most = (400, 4096) if large else (6, 24)
+    tail = [min(most, 1 + int(median * math.exp(draw.gauss(0, 0.9)))) for _ in range(prompts * group)]
+    return found | {"long tail": requests(128 if large else 8, tail)}
+
+
+def tokens_of(completions: list[Completion]) -> int:
+    return sum(len(one.token_ids) for one in completions)
+
+
+# --- what runs on a rank ---------------------------------------------------------------------------------------------
+
+
+def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, Any]:
+    """Tokens a second by set."""
+    from fivefold.engines.transformers import TransformersEngine
+
+    engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.bfloat16, 256)
+    engine.version = 0
+    sets, found = request_sets(is_large(mesh), engine._spec.vocab), {}
+    list(engine.generate([Request(0, [11, 12], Sampling(max_tokens=8), 1)]))
+    for name in names:
+        seconds, completions = timed(mesh, lambda name=name: list(engine.generate(sets[name])))
+        found[name] = {"seconds": round(seconds, 2), "tokens_per_second": round(tokens_of(completions) / seconds)}
+    return found
+
+
+def vllm_engine(mesh, directory: Path, layout: str) -> dict[str, Any]:
+    """Start, weight syncs by their parts, tokens a second by set beside vLLM alone, log-probs beside the trainer's."""
+    from vllm import SamplingParams
+
+    from fivefold.engines.vllm.engine import VLLMEngine
+
+    large, found = is_large(mesh), {}
+    away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
+    model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
+    model.offload()
+    arguments = {"dtype": "bfloat16" if large else "float32", "max_model_len": 4352 if large else 64, "seed": 0}
+    arguments |= {"max_num_seqs": 256, "skip_tokenizer_init": True}
+    arguments |= {"gpu_memory_utilization": 0.6} if large else {"kv_cache_memory_bytes": 64 << 20}
+    begin = time.perf_counter()
+    engine = VLLMEngine(
+        directory, TOKENIZER, ParallelLayout.parse(f"vllm:{layout}"), mesh.ranks.rank, mesh.device, arguments,
+        verify_every=2, can_sleep=large,
+    )  # fmt: skip
+    found["start_seconds"] = round(time.perf_counter() - begin, 1)
+    found["syncs"] = [synced(mesh, model, engine, version) for version in range(4)]
+    sets = request_sets(large, model.spec.vocab)
+    for name, requests in sets.items():
+        mine = requests[engine.replica.index :: engine.replica.count]
+        list(engine.generate([Request(i, one.prompt_ids[:1], Sampling(max_tokens=2), i) for i, one in enumerate(mine)]))
+        engine._llm.reset_prefix_cache()
+        seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
+        row = {"ours": round(tokens_of(completions) / seconds)}
+        for what, options in (("vllm_alone", {"logprobs": 0}), ("vllm_without_logprobs", {})):
+            engine._llm.reset_prefix_cache()
+            params = [
+                SamplingParams(max_tokens=one.sampling.max_tokens, ignore_eos=True, detokenize=False, **options)
+                for one in mine
+            ]
+            prompts = [{"prompt_token_ids": one.prompt_ids} for one in mine]
+            seconds, _ = timed(
+                mesh, lambda prompts=prompts, params=params: engine._llm.generate(prompts, params, use_tqdm=False)
+            )
+            row[what] = round(tokens_of(completions) / seconds)
+        found[name] = {"tokens_per_second": row, "ours_over_alone": round(row["ours"] / row["vllm_alone"], 3)}
+        if name == next(iter(sets)):
+            found["logprobs"] = logprob_gap(model, mine[:64], completions)
+            model.offload()
+    if large:
+        free, _ = torch.cuda.mem_get_info()
+        seconds, _ = timed(mesh, engine.sleep)
+        found["sleep"] = {"seconds": round(seconds, 3), "freed_gib": round((torch.cuda.mem_get_info()[0] - free) / 2**30, 1)}
+    return found
+
+
+def synced(mesh, model, engine, version: int) -> dict[str, Any]:
+    """Seconds of a sync by its parts, from a sleeping engine to one that can sample."""
+    seconds, rpc = {}, engine._llm.collective_rpc
+
+    def watched(name: str, **options: Any) -> Any:
+        seconds[name], result = timed(mesh, lambda: rpc(name, **options))
+        return result
+
+    engine._llm.collective_rpc = watched
+    engine.sleep()
+    model.offload()
+    seconds["wake_weights"], _ = timed(mesh, engine.wake)
+    seconds["all"], _ = timed(mesh, lambda: engine.update_weights(model.weights(), version))
+    model.offload()
+    if engine._is_cache_asleep:
+        seconds["wake_cache"], _ = timed(mesh, lambda: engine._llm.wake_up(["kv_cache"]))
+        engine._is_cache_asleep = False
+        seconds["all"] += seconds["wake_weights"] + seconds["wake_cache"]
+    engine._llm.collective_rpc = rpc
+    return {name: round(value, 3) for name, value in seconds.items()} | {"verified": version % 2 == 0}
+
+
+def logprob_gap(model, requests: list[Request], completions: list[Completion]) -> dict[str, float]:
+    """Of the engine's log-probs to the trainer's, by token."""
+    found = {one.request_id: one for one in completions}
+    tokens, mask, theirs, lengths = [], [], [], []
+    for request in requests:
+        own = found[request.id]
+        tokens += request.prompt_ids + own.token_ids
+        mask += [False] * len(request.prompt_ids) + [True] * len(own.token_ids)
+        theirs += own.logprobs
+        lengths.append(len(request.prompt_ids) + len(own.token_ids))
+    batch = TokenBatch(torch.tensor(tokens), torch.tensor(mask), lengths)
+    gap = model.forward(batch)[batch.loss_mask_T] - torch.tensor(theirs)
+    size = gap.abs()
+    beyond = {f"beyond_{bound}": round(float((size > bound).float().mean()), 6) for bound in (0.1, 0.5, 1.0)}
+    kl = float((gap.exp() - 1 - gap).mean())
+    return {"mean": round(float(size.mean()), 5), "max": round(float(size.max()), 4), "kl": float(f"{kl:.2e}"), **beyond}
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def embedded(part: Part) -> None:
+    """The transformers engine, Qwen3-1.7B's shape."""
+    names = ["128+256"] if part.large else ["8+8"]
+    found = part.measure("transformers", "d1", transformers_engine, part.model("qwen3_1.7b"), names)
+    if found is not None:
+        part.say("transformers", found)
+
+
+def in_process(name: str, layouts: dict[str, str]) -> Callable[[Part], None]:
+    def measure(part: Part) -> None:
+        for layout, engine in layouts.items():
+            found = part.measure(f"vllm:{engine} in {layout}", layout, vllm_engine, part.model(name), engine)
+            for what, value in (found or {}).items():
+                part.say(f"vllm:{engine} in {layout}, {what}", value)
+
+    measure.__doc__ = f"vLLM in the trainer's ranks, {name}."
+    return measure
+
+
+RUN = """
+model: {{path: {model}, tokenizer: {root}/tokenizer}}
+policy:
+  backend: megatron:{layout}
+  tokens_per_micro_batch: 16384
+  recompute: {recompute}
+  optimizer: {{lr: 1.0e-6}}
+  offload: {{parameters: true, gradients: true, optimizer: true}}
+engine: {{backend: "{engine}", memory_fraction: {fraction}, max_num_seqs: 256, sampling: {{ignore_eos: true}}}}
+algorithm: {{name: grpo, group_size: 8, kl: {{coef: 0}}}}
+data: {{train: [{root}/data/train.parquet], prompts_per_step: 32, max_prompt_tokens: 64, max_response_tokens: {response}}}
+reward: {{functions: {{format: 1.0}}}}
+trainer: {{run_dir: {root}/{engine}, steps: 4, device: {device}, save_every: 0, loggers: [console]}}
+"""
+
+
+def whole_run(part: Part, name: str, layout: str, engine: str, fraction: float, recompute: str = "none") -> None:
+    """Steps of GRPO from the command line: seconds of each stage, of the fastest step."""
+    root = part.model(name).parent
+    ff = [sys.executable, "-m", "fivefold.cli"]
+    if not (root / "data").exists():
+        for command in (
+            ["data", "arithmetic", "--out", f"{root}/data", "--limit", "512"],
+            ["train-tokenizer", "char", "--data", f"{root}/data/train.parquet", "--out", f"{root}/tokenizer"],
+        ):
+            subprocess.run([*ff, *command], check=True, capture_output=True)
+    text = RUN.format(
+        root=root, model=part.model(name), layout=layout, engine=engine, fraction=fraction, recompute=recompute,
+        response=1024 if part.large else 16, device="cuda" if part.large else "cpu",
+    )  # fmt: skip
+    (root / "run.yaml").write_text(text)
+    done = subprocess.run([*ff, "train", f"{root}/run.yaml"], capture_output=True, text=True, timeout=part.left, check=False)
+    if done.returncode:
+        return part.claim(f"{name}, {layout}, {engine}", False, (done.stdout + done.stderr)[-3000:])
+    rows = [json.loads(line) for line in (root / engine / "metrics.jsonl").read_text().splitlines()]
+    row = min((row for row in rows if row["step"] > 1), key=lambda row: row["time/step"])
+    times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
+    others = {key: row[key] for key in row if key.startswith(("throughput/", "memory/", "rollout/logprob", "rollout/kl"))}
+    part.say(f"{name}, {layout}, {engine}", {**times, **{key: float(f"{value:.4g}") for key, value in others.items()}})
+    return None
+
+
+def runs(part: Part) -> None:
+    """Whole GRPO steps, 32 prompts of 8 responses of 1024 tokens."""
+    for name, layout, engine, fraction in (
+        ("qwen3_1.7b", "d1", "transformers", 0.5),
+        ("qwen3_1.7b", "d1", "vllm:d1", 0.5),
+        ("qwen3_1.7b", "t2", "vllm:d2", 0.5),
+        ("qwen3_8b", "t2", "vllm:d1t2", 0.6),
+        ("qwen3_8b", "d2t2", "vllm:d2t2", 0.6),
+    ):
+        world = ParallelLayout.parse(f"megatron:{layout}").world_size
+        if (part.large and world > part.gpus) or part.left < 60:
+            part.say(f"{name}, {layout}, {engine}", "not measured")
+        elif engine != "transformers" or part.left > 120:
+            whole_run(part, name, layout, engine, fraction, "full" if name == "qwen3_8b" else "none")
+
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "transformers": embedded,
+    "1.7b": in_process("qwen3_1.7b", {"d1": "d1", "t2": "d1t2"}),
+    "8b": in_process("qwen3_8b", {"t2": "d1t2", "d2t2": "d2t2"}),
+    "runs": runs,
+}
+
+if __name__ == "__main__":
+    # Ranks find functions by the name of their module.
+    from benchmarks import engine_speed
+
+    sys.exit(run(engine_speed.__doc__, engine_speed.PARTS))

@@ -1,0 +1,99 @@
+"""What the benchmarks share: parts that are chosen by name, each with a time limit, measured on ranks of their own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.layout import ParallelLayout
+from fivefold.models.families import load_spec
+from tests.support.cluster import Cluster
+from tests.support.gpu_models import scratch, write_model
+from tests.support.zygote import zygote
+
+
+def hardware(mesh) -> str:
+    return torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
+
+
+def peak_gib(mesh) -> float:
+    """Of this process, which measures one thing only."""
+    return torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else 0.0
+
+
+class Part:
+    """A part of the benchmark that has begun: it makes models, measures until its time is over, and prints."""
+
+    def __init__(self, cluster: Cluster, gpus: int, root: Path, seconds: float) -> None:
+        self._cluster, self.gpus, self._root = cluster, gpus, root
+        self._deadline = time.monotonic() + seconds
+        self.large = cluster.kind == "cuda"
+        self.failed = 0
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._deadline - time.monotonic()
+
+    def say(self, what: str, found: Any) -> None:
+        print(f"{what}: {found if isinstance(found, str) else json.dumps(found)}", flush=True)
+
+    def claim(self, what: str, holds: bool, found: Any) -> None:
+        """Print whether it is as it should be; what is not makes the exit code 1."""
+        self.failed += not holds
+        self.say(f"{'ok  ' if holds else 'FAIL'} {what}", found)
+
+    def measure(self, what: str, layout: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The first rank's result in ranks of its own, so that a peak of memory is its own; None where there is none."""
+        world, left = ParallelLayout.parse(f"megatron:{layout}").world_size, self.left
+        if self.large and world > self.gpus:
+            return self.say(what, f"needs {world} GPUs")
+        if left <= 0:
+            return self.say(what, "not measured: the time of this part is over")
+        try:
+            return self._cluster.run(function, f"megatron:{layout}", *arguments, seconds=left)[0]
+        except (RuntimeError, TimeoutError) as error:
+            return self.claim(what, False, str(error).strip().splitlines()[-1])
+
+    def model(self, name: str, write: Callable[..., None] = write_model) -> Path:
+        path = self._root / f"{write.__name__}-{name}"
+        if not path.exists():
+            self._cluster.run(write, "megatron:d1", name, path)
+            if write is write_model:
+                self.say(f"model {name}", f"{load_spec(path).parameters / 1e6:,.0f} M parameters")
+        return path
+
+
+def run(description: str | None, parts: Mapping[str, Callable[[Part], None]], arguments: list[str] | None = None) -> int:
+    """The exit code of the parts that the command line names, or of all."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all of them if none is named")
+    parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.parts) - set(parts):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
+    gpus = torch.cuda.device_count()
+    cluster = Cluster("cuda" if gpus else "cpu")
+    (name,) = cluster.run(hardware, "megatron:d1")
+    print(f"hardware: {gpus or 1} x {name}; torch {torch.__version__}; python {sys.version.split()[0]}", flush=True)
+    failed = 0
+    try:
+        for wanted in given.parts or parts:
+            print(f"\n{wanted}: {(parts[wanted].__doc__ or '').strip()}", flush=True)
+            with scratch(gpus > 0) as root:
+                part = Part(cluster, gpus, Path(root), given.seconds)
+                try:
+                    parts[wanted](part)
+                except (RuntimeError, TimeoutError) as error:
+                    part.claim(wanted, False, str(error).strip().splitlines()[-1])
+                failed += part.failed
+    finally:
+        zygote.close()
+    return 1 if failed else 0
