@@ -228,10 +228,10 @@ def whole_run(part: Part, name: str, layout: str, engine: str, fraction: float, 
 def runs(part: Part) -> None:
     """Whole GRPO steps, 32 prompts of 8 responses of 1024 tokens."""
     for name, layout, engine, fraction in (
-        ("qwen3_1.7b", "d1", "transformers", 0.5),
         ("qwen3_1.7b", "d1", "vllm:d1", 0.5),
-        ("qwen3_1.7b", "t2", "vllm:d2", 0.5),
         ("qwen3_8b", "t2", "vllm:d1t2", 0.6),
+        ("qwen3_1.7b", "d1", "transformers", 0.5),
+        ("qwen3_1.7b", "t2", "vllm:d2", 0.5),
         ("qwen3_8b", "d2t2", "vllm:d2t2", 0.6),
     ):
         world = ParallelLayout.parse(f"megatron:{layout}").world_size
@@ -243,8 +243,9 @@ def runs(part: Part) -> None:
 
 PARTS: dict[str, Callable[[Part], None]] = {
     "transformers": embedded,
-    "1.7b": in_process("qwen3_1.7b", {"d1": "d1", "t2": "d1t2"}),
-    "8b": in_process("qwen3_8b", {"t2": "d1t2", "d2t2": "d2t2"}),
+    "1.7b": in_process("qwen3_1.7b", {"d1": "d1"}),
+    "8b": in_process("qwen3_8b", {"t2": "d1t2"}),
+    "four": in_process("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}),
     "runs": runs,
 }
 

@@ -110,7 +110,9 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         reward_model = build_reward_model(config, fetch_model(config.reward.model.path, ranks), mesh)
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
     if generates:
-        engine = build_engine(config, directory, tokenizer, ranks, device)
+        # An engine looks at how much of the device is free when it starts.
+        with models.on_device():
+            engine = build_engine(config, directory, tokenizer, ranks, device)
         generator = Generator(engine, tokenizer, rewards, logger)
     plan = build_plan(config, spec)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective)

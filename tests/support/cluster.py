@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.distributed.ports import free_port
 from fivefold.layout import ParallelLayout
-from tests.support.zygote import THREADS, close_all_but, end_all, fork, receive, send, zygote
+from tests.support.zygote import THREADS, close_all_but, end_all, fork, receive, send, show_gpus, zygote
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ def _device(kind: str, rank: int) -> torch.device:
 
     if kind == "cpu":
         return torch.device("cpu")
+    show_gpus()
     # As the launcher sets it: Megatron-Core overlaps communication with computation by the order of kernels on one queue.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     torch.cuda.set_device(rank)

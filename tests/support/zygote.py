@@ -185,6 +185,23 @@ def _reaped(pid: int, seconds: float) -> int | None:
         time.sleep(0.005)
 
 
+def hidden_gpus() -> dict[str, str]:
+    """Environment in which torch finds no GPU, and asks no driver to find none."""
+    kept = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", _KEPT: kept}
+
+
+def show_gpus() -> None:
+    """Undo `hidden_gpus` in this process, before it has asked for any."""
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop(_KEPT)
+    if os.environ["CUDA_VISIBLE_DEVICES"] == "all":
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+_KEPT = "FIVEFOLD_TEST_VISIBLE_DEVICES"
+
+
 class Zygote:
     """Started when first asked. Functions live at the top of a module; `function(*arguments, files)` runs in the child."""
 
@@ -214,9 +231,9 @@ class Zygote:
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # NumPy's OpenBLAS starts its threads when it is imported. CUDA does not work in children of a process that
-                # initialised it: a library that asks at its import whether there are GPUs must get NVML's answer.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+                # NumPy's OpenBLAS starts its threads when it is imported. A driver that was asked before the fork, CUDA's or
+                # NVML's, is of no use behind it: a library that asks at its import whether there are GPUs finds none.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **hidden_gpus()},
             )
             theirs.close()
         send(self._commands, request, files)
