@@ -72,13 +72,13 @@ def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, An
     return found
 
 
-def vllm_engine(mesh, directory: Path, layout: str) -> dict[str, Any]:
+def vllm_engine(mesh, directory: Path, layout: str) -> None:
     """Start, weight syncs by their parts, tokens a second by set beside vLLM alone, log-probs beside the trainer's."""
     from vllm import SamplingParams
 
     from fivefold.engines.vllm.engine import VLLMEngine
 
-    large, found = is_large(mesh), {}
+    large = is_large(mesh)
     away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
     model.offload()
@@ -90,8 +90,9 @@ def vllm_engine(mesh, directory: Path, layout: str) -> dict[str, Any]:
         directory, TOKENIZER, ParallelLayout.parse(f"vllm:{layout}"), mesh.ranks.rank, mesh.device, arguments,
         verify_every=2, can_sleep=large,
     )  # fmt: skip
-    found["start_seconds"] = round(time.perf_counter() - begin, 1)
-    found["syncs"] = [synced(mesh, model, engine, version) for version in range(4)]
+    tell(mesh, "start", round(time.perf_counter() - begin, 1))
+    for version in range(4):
+        tell(mesh, "sync", synced(mesh, model, engine, version))
     sets = request_sets(large, model.spec.vocab)
     for name, requests in sets.items():
         mine = requests[engine.replica.index :: engine.replica.count]
@@ -110,20 +111,27 @@ def vllm_engine(mesh, directory: Path, layout: str) -> dict[str, Any]:
                 mesh, lambda prompts=prompts, params=params: engine._llm.generate(prompts, params, use_tqdm=False)
             )
             row[what] = round(tokens_of(completions) / seconds)
-        found[name] = {"tokens_per_second": row, "ours_over_alone": round(row["ours"] / row["vllm_alone"], 3)}
+        tell(mesh, name, {"tokens_per_second": row, "ours_over_alone": round(row["ours"] / row["vllm_alone"], 3)})
         if name == next(iter(sets)):
-            found["logprobs"] = logprob_gap(model, mine[:64], completions)
+            tell(mesh, "log-probs", logprob_gap(model, mine[:64], completions))
             model.offload()
     if large:
         free, _ = torch.cuda.mem_get_info()
         seconds, _ = timed(mesh, engine.sleep)
-        found["sleep"] = {"seconds": round(seconds, 3), "freed_gib": round((torch.cuda.mem_get_info()[0] - free) / 2**30, 1)}
-    return found
+        freed = (torch.cuda.mem_get_info()[0] - free) / 2**30
+        tell(mesh, "sleep", {"seconds": round(seconds, 3), "freed_gib": round(freed, 1)})
+
+
+def tell(mesh, what: str, found: Any) -> None:
+    """Print a result as it comes."""
+    if mesh.ranks.is_main:
+        print(f"    {what}: {json.dumps(found)}", flush=True)
 
 
 def synced(mesh, model, engine, version: int) -> dict[str, Any]:
     """Seconds of a sync by its parts, from a sleeping engine to one that can sample."""
-    seconds, rpc = {}, engine._llm.collective_rpc
+    seconds: dict[str, float] = {}
+    rpc = engine._llm.collective_rpc
 
     def watched(name: str, **options: Any) -> Any:
         seconds[name], result = timed(mesh, lambda: rpc(name, **options))
@@ -136,7 +144,7 @@ def synced(mesh, model, engine, version: int) -> dict[str, Any]:
     seconds["all"], _ = timed(mesh, lambda: engine.update_weights(model.weights(), version))
     model.offload()
     if engine._is_cache_asleep:
-        seconds["wake_cache"], _ = timed(mesh, lambda: engine._llm.wake_up(["kv_cache"]))
+        seconds["wake_cache"], _ = timed(mesh, lambda: engine._wake("kv_cache"))
         engine._is_cache_asleep = False
         seconds["all"] += seconds["wake_weights"] + seconds["wake_cache"]
     engine._llm.collective_rpc = rpc
@@ -175,9 +183,8 @@ def embedded(part: Part) -> None:
 def in_process(name: str, layouts: dict[str, str]) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
         for layout, engine in layouts.items():
-            found = part.measure(f"vllm:{engine} in {layout}", layout, vllm_engine, part.model(name), engine)
-            for what, value in (found or {}).items():
-                part.say(f"vllm:{engine} in {layout}, {what}", value)
+            part.say(f"vllm:{engine} in {layout}", "")
+            part.measure(f"vllm:{engine} in {layout}", layout, vllm_engine, part.model(name), engine)
 
     measure.__doc__ = f"vLLM in the trainer's ranks, {name}."
     return measure

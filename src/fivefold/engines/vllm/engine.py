@@ -85,7 +85,7 @@ class VLLMEngine:
         """A completion of each request, as they finish."""
         assert self.version >= 0, "the engine has no weights yet"
         if self._is_cache_asleep:
-            self._llm.wake_up(["kv_cache"])
+            self._wake("kv_cache")
             self._is_cache_asleep = False
         engine = self._llm.llm_engine
         params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
@@ -118,8 +118,13 @@ class VLLMEngine:
 
     def wake(self) -> None:
         if self._is_asleep:
-            self._llm.wake_up(["weights"])
+            self._wake("weights")
             self._is_asleep = False
+
+    def _wake(self, part: str) -> None:
+        # vLLM takes memory from the driver: what the trainer has freed must be back there, not in torch's cache.
+        torch.cuda.empty_cache()
+        self._llm.wake_up([part])
 
     def close(self) -> None:
         """End the engine; the trainer's process groups, which vLLM takes for its own, stay."""
