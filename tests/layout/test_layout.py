@@ -91,7 +91,7 @@ def test_the_published_example_lies_on_sixteen_ranks():
         ("", "names its backend"),
         ("fsdp:p2", "no pipeline"),
         ("fsdp:d2e2", "no pipeline or expert"),
-        ("sglang:d4e2", "unknown dimension 'e'.*valid here: d"),
+        ("sglang:d4c2", "unknown dimension 'c'.*valid here: d"),
         ("vllm:attn:d2|ffn:d2", "no attn and ffn"),
         ("megatron:t3e2", "choose an e that divides 3"),
         ("megatron:(attn:d1p4t2c2|ffn:d2p4e4)", "same ranks: attn .* = 16, ffn .* = 32"),

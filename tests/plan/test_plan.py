@@ -76,6 +76,14 @@ def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
     assert leaves.total < stays.total
 
 
+def test_an_engine_that_sleeps_is_there_while_it_samples_only_and_is_cut_over_its_ranks(models):
+    spec = load_spec(models("qwen3"))
+    sleeps, stays = estimate(spec, "t2"), estimate(spec, "t2", engine_sleeps=False)
+    assert "engine" not in sleeps.training and stays.training["engine"] == sleeps.sampling["engine"] > 0
+    cut = estimate(spec, "t2", engine_shards=2)
+    assert (cut.engine, cut.cache) == (sleeps.engine // 2, sleeps.cache // 2)
+
+
 def test_the_policy_s_optimizer_is_not_there_while_the_critic_learns(models):
     spec = load_spec(models("qwen3"))
     both = estimate(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import IO
 
+import psutil
+
 from tests.support.zygote import THREADS, close_all_but, fork, zygote
 
 LONGEST = 1500.0
@@ -164,6 +166,14 @@ def wait_for(condition: Callable[[], bool], process: Command | subprocess.Popen[
         assert process is None or process.poll() is None, f"it ended with {process.returncode}: {process.communicate()}"
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+
+
+def children_of(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
 def with_cpu_seconds(

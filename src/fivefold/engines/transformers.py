@@ -30,6 +30,7 @@ class TransformersEngine:
         dtype: torch.dtype,
         max_num_seqs: int,
         replica: EngineReplica | None = None,
+        can_sleep: bool = True,
     ) -> None:
         """The model in `directory`, without its weights: they come with the first `update_weights`."""
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -40,6 +41,8 @@ class TransformersEngine:
         self._model = model.eval().requires_grad_(False)
         self._parameters = parameter_map(self._model, self._spec)
         self._tokenizer, self._device, self._max_num_seqs = tokenizer, device, max_num_seqs
+        # On a CPU there is nothing to be gained.
+        self._can_sleep = can_sleep and device.type != "cpu"
         self._ends = stop_token_ids(directory, tokenizer)
         # Asking a GPU whether a sequence has ended makes it wait: ask now and then, throw away what came after the end.
         self._check_every = 1 if device.type == "cpu" else 16
@@ -61,8 +64,8 @@ class TransformersEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Give the GPU's memory back; on a CPU there is nothing to be gained."""
-        if self._device.type == "cpu":
+        """Give the GPU's memory back."""
+        if not self._can_sleep:
             return
         for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(0)
@@ -70,6 +73,8 @@ class TransformersEngine:
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
+        if not self._can_sleep:
+            return
         for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -22,6 +24,8 @@ def save(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: M
     """Write parameters and, with a updater, optimizer and schedule into the existing directory `path`."""
     if updater is not None:
         _ensure_moments(updater)
+    # What a save that is waited for returns stays in this process: for its own queue Megatron-Core starts a Python on every rank.
+    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
     with quiet("megatron.core"):
         dist_checkpointing.save(_state(chunks, updater, mesh, loading=False), str(path))
 

@@ -271,6 +271,8 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
         reference=config.algorithm.needs_reference,
         engine_sequences=config.engine.max_num_seqs if config.may_generate else 0,
+        engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
+        engine_sleeps=config.engine.sleep and config.trainer.device != "cpu",
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.pipeline_split,
         offload=config.policy.offload.parts,

@@ -21,22 +21,24 @@ class Memory:
     activations: int
     reference: int
     engine: int
-    """Weights of the embedded engine."""
+    """The engine's weights."""
     cache: int
-    """Keys and values of the sequences that it decodes at once."""
+    """Keys and values of as many sequences as it may decode at once, each of the longest kind."""
     critic: int = 0
     """The critic's parameters, gradients and optimizer state."""
     critic_resident: int = 0
     """What of it stays on the device outside of its turn."""
     reward_model: int = 0
     """Parameters of the reward model."""
+    engine_sleeps: bool = True
+    """The engine is on the device while it samples only."""
     offload: frozenset[str] = frozenset()
     """Parts of the policy that wait on the host outside of its turn; with `parameters` the reference's too."""
 
     @property
     def _resident(self) -> dict[str, int]:
         """What is there whoever has the device, but for the critic."""
-        parts = {"engine": self.engine, "reward_model": self.reward_model}
+        parts = {"reward_model": self.reward_model} | ({} if self.engine_sleeps else {"engine": self.engine})
         parts |= {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer") if name not in self.offload}
         return parts | ({} if "parameters" in self.offload else {"reference": self.reference})
 
@@ -54,7 +56,7 @@ class Memory:
     @property
     def sampling(self) -> dict[str, int]:
         """What is there while responses are sampled."""
-        return {"cache": self.cache, "critic": self.critic_resident} | self._resident
+        return {"engine": self.engine, "cache": self.cache, "critic": self.critic_resident} | self._resident
 
     @property
     def total(self) -> int:
@@ -138,13 +140,15 @@ def estimate_memory(
     reference: bool,
     engine_sequences: int,
     max_sequence_tokens: int,
+    engine_shards: int = 1,
+    engine_sleeps: bool = True,
     stages: PipelineSplit | None = None,
     offload: frozenset[str] = frozenset(),
     critic: tuple[ModelSpec, PipelineSplit] | None = None,
     critic_offload: frozenset[str] = frozenset(),
     reward_model: tuple[ModelSpec, PipelineSplit] | None = None,
 ) -> Memory:
-    """Memory of the fullest rank, with the embedded engine next to the policy (0 sequences: no engine).
+    """Memory of the fullest rank, with the engine next to the policy (0 sequences: no engine), cut in `engine_shards`.
 
     Policy and critic take turns, so the activations of one of them, the policy's, are counted.
 
@@ -153,7 +157,7 @@ def estimate_memory(
     stages = stages or PipelineSplit()
     size = 2 if dtype == "bfloat16" else 4
     logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * spec.padded_vocab // (layout.tp * layout.cp))
-    cache = spec.kv_numbers_per_token * size * max_sequence_tokens
+    cache = spec.kv_numbers_per_token * size * max_sequence_tokens // engine_shards
     critic_state = _states(*critic, layout, size) if critic is not None else {}
     others = {
         "critic": sum(critic_state.values()),
@@ -177,8 +181,9 @@ def estimate_memory(
                 optimizer=_optimizer(own, layout, size),
                 activations=activations + (logits if stage == layout.pp - 1 else 0),
                 reference=own.total * size if reference else 0,
-                engine=spec.parameters * size if engine_sequences else 0,
+                engine=spec.parameters * size // engine_shards if engine_sequences else 0,
                 cache=engine_sequences * cache,
+                engine_sleeps=engine_sleeps,
                 offload=offload,
                 **others,
             )

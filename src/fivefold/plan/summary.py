@@ -32,6 +32,7 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         *_describe_experts(spec, layout),
         *(f"         {line}" for line in ranks[:8]),
         *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
+        *_describe_engine(config),
         f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
         f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
         *_describe_others(config),
@@ -43,6 +44,21 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"memory   on the fullest rank about: {memory_of(config, spec).describe()}",
     ]
     return "\n".join(lines)
+
+
+def _describe_engine(config: RunConfig) -> list[str]:
+    engine, layout = config.engine, config.engine.layout
+    if not config.may_generate:
+        return []
+    dtype, most = engine.dtype or config.policy.dtype, f"at most {engine.max_num_seqs} sequences at once on each"
+    if layout is None:
+        return [f"engine   transformers, {dtype}: {config.layout.world_size} replicas, {most}"]
+    experts = " (experts divided)" if layout.ep > 1 else ""
+    rest = "" if engine.sleep else ", on the device all the time"
+    return [
+        f"engine   {layout.backend}, {dtype}: {layout.dp} replicas x {layout.tp} tensor{experts} on the policy's ranks, "
+        f"{most}; {engine.memory_fraction:.0%} of each GPU for weights, cache and graphs{rest}"
+    ]
 
 
 def _describe_others(config: RunConfig) -> list[str]:

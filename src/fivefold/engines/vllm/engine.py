@@ -42,7 +42,7 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         import vllm
 
-        with _threads_kept(), _own_shared_memory(device):
+        with _threads_kept(), _own_shared_memory(device), _start_explained():
             self._llm = vllm.LLM(
                 str(directory),
                 tensor_parallel_size=layout.tp,
@@ -174,6 +174,17 @@ _ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Threads stay those of the rank, and kernels that are compiled at start-up are left out."""
 
 
+@contextmanager
+def _start_explained() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"vLLM did not start: {error}\nLook at engine.memory_fraction (weights, cache and graphs must fit into it), "
+            "engine.max_model_len, engine.max_num_seqs and what stands in engine.vllm"
+        ) from error
+
+
 def _crossed_off(weights: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
         missing.discard(name)
@@ -196,20 +207,23 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
 
         original = Blocks.make_group_name
         Blocks.make_group_name = staticmethod(lambda communicator: f"{name[0]}{original(communicator).rpartition('/')[2]}")
-    yield
-    dist.barrier()
-    for path in _mapped_shared_memory() - before:
-        if path.name.startswith(name[0]):
-            with suppress(FileNotFoundError):
-                path.unlink()
-    queues = [group.mq_broadcaster for reference in parallel_state._groups.values() if (group := reference()) is not None]
-    for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
-        if block is not None and block.is_creator:
-            block.shared_memory.unlink()
-            # It would unlink itself again at the end.
-            block.is_creator = False
-    if device.type == "cpu":
-        Blocks.make_group_name = staticmethod(original)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        for path in _mapped_shared_memory() - before:
+            if path.name.startswith(name[0]):
+                with suppress(FileNotFoundError):
+                    path.unlink()
+        groups = [group for reference in parallel_state._groups.values() if (group := reference()) is not None]
+        queues = [group.mq_broadcaster for group in groups]
+        for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
+            if block is not None and block.is_creator:
+                block.shared_memory.unlink()
+                # It would unlink itself again at the end.
+                block.is_creator = False
+        if device.type == "cpu":
+            Blocks.make_group_name = staticmethod(original)
 
 
 def _mapped_shared_memory() -> set[Path]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -124,12 +125,17 @@ def engine_name(name: str, names: Collection[str], fused: Mapping[str, Sequence[
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter; of a linear map that keeps its weight in a kernel's own form, what it makes of the unit vectors."""
+    """Every parameter, without padding of the vocabulary.
+
+    Of a linear map that keeps its weight in a kernel's own form it is what the map makes of the unit vectors.
+    """
     for prefix, module in model.named_modules():
         for name, tensor in module.named_parameters(prefix, recurse=False):
             if tensor.numel() == 0 and isinstance(module, LinearBase):
                 width = getattr(module, "input_size_per_partition", module.input_size)
                 unit = torch.eye(width, dtype=tensor.dtype, device=tensor.device)
                 yield name, module.quant_method.apply(module, unit, None)
+            elif isinstance(module, VocabParallelEmbedding):
+                yield name, tensor[: module.shard_indices.num_org_elements]
             else:
                 yield name, tensor

