@@ -440,6 +440,17 @@ def test_advantages_are_kept_within_their_bound():
 # --- correction ------------------------------------------------------------------------------------------------------
 
 
+def test_the_share_of_tokens_far_from_the_engine_s_by_hand():
+    """Of nine response tokens one each is off by 0.05, -0.2, 0.6 and -2."""
+    batch, objective = make_batch(), make_objective("grpo")
+    gap_T = torch.zeros(len(batch.loss_mask_T))
+    gap_T[batch.loss_mask_T.nonzero()[:4, 0]] = torch.tensor([0.05, -0.2, 0.6, -2.0])
+    batch.rollout_logprobs_T = batch.old_logprobs_T - gap_T
+    sums = objective.loss(batch.old_logprobs_T.clone(), torch.zeros(15), batch).sums
+    found = [float(sums[f"rollout/logprob_diff_over_{bound}"]) for bound in ("0.1", "0.5", "1")]
+    assert found == pytest.approx([3 / 9, 2 / 9, 1 / 9])
+
+
 def test_correction_weights_by_hand():
     """Ratios trainer / engine 4, 1.5, 0.1 in one response: product 0.6, geometric mean 0.6^(1/3) = 0.8434."""
     gap, samples = torch.tensor([4.0, 1.5, 0.1]).log(), whole(3)

@@ -26,6 +26,9 @@ from fivefold.config.ranges import check_values
 from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
 
+LOGPROB_DIFF_BOUNDS = (0.1, 0.5, 1.0)
+"""Nats; the share of tokens whose log-probs of engine and trainer are further apart is recorded."""
+
 
 class Replicas(Protocol):
     """How numbers travel between the data-parallel replicas of a step."""
@@ -216,9 +219,12 @@ class Objective:
         if batch.rollout_logprobs_T is not None:
             before_T = now_T if batch.old_logprobs_T is None else batch.old_logprobs_T
             difference_T = (before_T - batch.rollout_logprobs_T) * mask_T
-            sums["rollout/logprob_diff_mean"] = (difference_T.abs() * share_T).sum()
+            size_T = difference_T.abs()
+            sums["rollout/logprob_diff_mean"] = (size_T * share_T).sum()
+            for bound in LOGPROB_DIFF_BOUNDS:
+                sums[f"rollout/logprob_diff_over_{bound:g}"] = ((size_T > bound) * share_T).sum()
             sums["rollout/kl"] = (kl.k3(batch.rollout_logprobs_T, before_T) * share_T).sum()
-            maxima["rollout/logprob_diff_max"] = _largest(difference_T.abs())
+            maxima["rollout/logprob_diff_max"] = _largest(size_T)
             if self.rollout_correction.is_active:
                 weight_T, kept_T = self.rollout_correction(difference_T, samples)
                 objective_T = objective_T * weight_T

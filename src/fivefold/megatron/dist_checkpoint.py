@@ -24,8 +24,8 @@ def save(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: M
     """Write parameters and, with a updater, optimizer and schedule into the existing directory `path`."""
     if updater is not None:
         _ensure_moments(updater)
-    # A save that is waited for returns its results in this process; for a queue between processes Megatron-Core would start a
-    # Python on every rank.
+    # A save that is waited for returns its results in this process. For a queue between processes Megatron-Core would start
+    # a Python on every rank.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
     with quiet("megatron.core"):
         dist_checkpointing.save(_state(chunks, updater, mesh, loading=False), str(path))

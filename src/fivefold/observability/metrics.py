@@ -63,6 +63,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Engine against trainer": (
         Metric("rollout/logprob_diff_mean", "nats", "Mean absolute difference of the engine's and the trainer's log-prob."),
         Metric("rollout/logprob_diff_max", "nats", "Largest such difference of a token."),
+        Metric("rollout/logprob_diff_over_0.1", "fraction", "Tokens whose difference is larger than 0.1."),
+        Metric("rollout/logprob_diff_over_0.5", "fraction", "Tokens whose difference is larger than 0.5."),
+        Metric("rollout/logprob_diff_over_1", "fraction", "Tokens whose difference is larger than 1."),
         Metric("rollout/kl", "nats", "KL(engine || trainer), estimated by k3, before the updates."),
         Metric("rollout/staleness_mean", "updates", "Optimizer steps between the sampling weights and the policy, mean."),
         Metric("rollout/staleness_max", "updates", "The same of the stalest sample."),
