@@ -172,6 +172,29 @@ def test_what_is_drawn_depends_on_the_key_alone_and_abort_leaves_nothing_behind(
     assert all(len(one.token_ids) == len(one.logprobs) < 16 for one in aborted)
 
 
+def cached(mesh, directory: Path, prompt: list[int]) -> list[int]:
+    """Tokens of the prompt that each request of a group found in the prefix cache."""
+    engine = vllm_engine(mesh, directory, "d1")
+    engine.update_weights(iter(load_tensors(directory).items()), 0)
+    inner, found = engine._llm.llm_engine, []
+    step = inner.step
+
+    def watched():
+        outputs = step()
+        found.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    inner.step = watched
+    complete(engine, requests(4, Sampling(max_tokens=2), [prompt]))
+    return sorted(found)
+
+
+def test_the_prompt_of_a_group_is_computed_once(cluster, sized):
+    """Blocks have 128 tokens on a CPU; the second of a prompt of 200 is each request's own."""
+    prompt = [5 + i % 90 for i in range(200)]
+    assert cluster.run(cached, "megatron:d1", sized("qwen3"), prompt) == [[0, 128, 128, 128]]
+
+
 def fed(mesh, directory: Path, fault: str):
     """The error of a sync in which something goes wrong, and the log-probs after the next one."""
     from fivefold.engines.vllm import extension

@@ -56,7 +56,10 @@ class VLLMEngine:
             )
         self._ends = stop_token_ids(directory, tokenizer)
         self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
-        self._verify_every, self._updates, self._can_sleep = verify_every, 0, can_sleep
+        # What a quantized engine holds has other bits than what it was given.
+        self._verify_every = 0 if arguments.get("quantization") else verify_every
+        self._updates, self._can_sleep = 0, can_sleep
+        self._aborted: list[Completion] = []
         self._is_asleep = self._is_cache_asleep = False
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
         self.version = -1
@@ -93,22 +96,25 @@ class VLLMEngine:
             own = params[request.sampling].clone()
             own.seed = request.seed & _MOST_SEED
             engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, own)
-        self._aborted: list[Completion] = []
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                (found,) = output.outputs
-                yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason)
-        yield from self._aborted
+        self._aborted = []
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    (found,) = output.outputs
+                    yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason)
+            yield from self._aborted
+        finally:
+            # Whoever asked may have gone away.
+            self.abort()
 
     def abort(self) -> None:
         """End the requests in flight: `generate` gives what they have so far."""
         processor = self._llm.llm_engine.output_processor
         running = list(processor.request_states.values())
         for state in running:
-            name = getattr(state, "external_req_id", state.request_id)
-            tokens = list(state.detokenizer.output_token_ids)
-            self._aborted.append(self._completion(name, tokens, state.logprobs_processor.logprobs, "abort"))
-        self._llm.llm_engine.abort_request([int_id.request_id for int_id in running], internal=True)
+            tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+            self._aborted.append(self._completion(state.external_req_id, tokens, logprobs, "abort"))
+        self._llm.llm_engine.abort_request([state.request_id for state in running], internal=True)
 
     def sleep(self) -> None:
         if self._can_sleep and not self._is_asleep:

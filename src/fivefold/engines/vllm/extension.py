@@ -45,7 +45,8 @@ class WeightReceiver:
         }
         self._is_tied = self.vllm_config.model_config.hf_config.tie_word_embeddings
         self._loaded: set[str] = set()
-        self._sent: dict[str, int] | None = {} if verify else None
+        self._places = Places(self._names, getattr(model, "packed_modules_mapping", {}))
+        self._sent: dict[str, Tensor] | None = {} if verify else None
         initialize_layerwise_reload(model)
 
     def receive_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -53,13 +54,12 @@ class WeightReceiver:
         self._loaded |= self.get_model().load_weights(self._noted(pairs)) or set()
 
     def _noted(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        model = self.get_model()
         for name, tensor in pairs:
             if self._sent is not None:
-                place = engine_name(name, self._names, getattr(model, "packed_modules_mapping", {}))
+                place = self._places.of(name)
                 copies = self._key_value_copies.get(place, 1) if ".q_proj." not in name else 1
-                held_as = tensor.to(self._names.get(place, tensor.dtype))
-                self._sent[place] = self._sent.get(place, 0) + copies * bit_sum(held_as)
+                found = copies * bit_sum(tensor.to(self._names.get(place, tensor.dtype)))
+                self._sent[place] = self._sent[place] + found if place in self._sent else found
             yield name, tensor
             if self._is_tied and name == EMBEDDING:
                 # vLLM waits for the output layer by its own name, whoever it shares its memory with.
@@ -74,28 +74,26 @@ class WeightReceiver:
         finalize_layerwise_reload(model, self.vllm_config.model_config)
         if not is_whole:
             return []
-        if missing := sorted(set(self._names) - self._loaded):
+        # Some releases tell the names of experts as they were before they got a module of their own.
+        loaded = {name.replace(".routed_experts.", ".") for name in self._loaded}
+        if missing := sorted(name for name in self._names if name.replace(".routed_experts.", ".") not in loaded):
             return [f"{len(missing)} of {len(self._names)} parameters got no new weights, the first: {missing[:3]}"]
         return [] if self._sent is None else self._differences(model, self._sent)
 
-    def _differences(self, model: nn.Module, sent: dict[str, int]) -> list[str]:
+    def _differences(self, model: nn.Module, sent: dict[str, Tensor]) -> list[str]:
         own = {name: bit_sum(tensor) for name, tensor in held_weights(model) if name in sent}
         if unknown := sorted(set(sent) - set(own)):
             return [f"{len(unknown)} tensors have no parameter to be compared with, the first: {unknown[:3]}"]
         names = sorted(own)
-        local = torch.tensor([own[name] for name in names])
+        local, expected = (torch.stack([sums[name] for name in names]).cpu() for sums in (own, sent))
         total = local.clone()
         dist.all_reduce(total, group=get_tp_group().cpu_group)
         # A parameter is either cut over the tensor-parallel ranks or a copy on each.
-        wrong = [
-            name
-            for name, mine, everyone in zip(names, local.tolist(), total.tolist(), strict=True)
-            if sent[name] % _WRAP not in (mine % _WRAP, everyone % _WRAP)
-        ]
+        is_wrong = (expected != local) & (expected != total)
+        wrong = [name for name, found in zip(names, is_wrong.tolist(), strict=True) if found]
         return [f"{len(wrong)} of {len(names)} parameters are not what was sent, the first: {wrong[:3]}"] if wrong else []
 
 
-_WRAP = 1 << 64
 _DERIVED = (".W_UK_T", ".W_UV")
 """Parameters that vLLM makes of others: parts of latent attention's projections."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -104,24 +102,35 @@ _EXPERT_PARTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj"
 _EXPERT_PARTS |= {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
 
 
-def bit_sum(tensor: Tensor) -> int:
-    """The sum of all bit patterns: the same in whatever order, and padded with zeros, a kernel keeps them."""
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of all bit patterns, modulo 2^64: the same in whatever order, and padded with zeros, a kernel keeps them."""
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     # Adding 0 makes one zero of two: what a product gives for -0 is 0.
-    return int((tensor.detach() + 0).contiguous().view(kind).sum(dtype=torch.int64))
+    return (tensor.detach() + 0).contiguous().view(kind).sum(dtype=torch.int64)
 
 
-def engine_name(name: str, names: Collection[str], fused: Mapping[str, Sequence[str]]) -> str:
-    """The parameter of the engine that holds a tensor of the files; the name itself where it is held alone."""
-    if expert := _EXPERT.fullmatch(name):
-        end = _EXPERT_PARTS.get(expert["part"], "")
-        return next((held for held in names if held.startswith(expert["layer"]) and held.endswith(end)), name)
-    for whole, parts in {**_FUSED, **fused}.items():
-        for part in parts:
-            held = name.replace(f".{part}.", f".{whole}.")
-            if held != name and held in names:
+class Places:
+    """Which parameter of the engine holds a tensor of the files."""
+
+    def __init__(self, names: Collection[str], fused: Mapping[str, Sequence[str]]) -> None:
+        """`fused`: name of a linear map -> those of the files that it joins, as vLLM's models tell."""
+        self._names = names
+        self._wholes = [(f".{part}.", f".{whole}.") for whole, parts in {**_FUSED, **fused}.items() for part in parts]
+        self._experts = {
+            (name.partition("experts.")[0], end): name
+            for name in names
+            for end in ("w13_weight", "w2_weight")
+            if name.endswith(end)
+        }
+
+    def of(self, name: str) -> str:
+        """The name itself where the tensor is held alone."""
+        if expert := _EXPERT.fullmatch(name):
+            return self._experts.get((expert["layer"], _EXPERT_PARTS.get(expert["part"], "")), name)
+        for part, whole in self._wholes:
+            if part in name and (held := name.replace(part, whole)) in self._names:
                 return held
-    return name
+        return name
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
