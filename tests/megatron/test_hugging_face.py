@@ -127,10 +127,21 @@ def through_mbridge(mesh, directory: Path):
     return model.forward(sample_batch()), {name: tensor.clone() for name, tensor in model.weights()}
 
 
+def tied_then_untied(mesh, tied: Path, untied: Path):
+    return [through_mbridge(mesh, directory)[1] for directory in (tied, untied)]
+
+
+def test_a_tied_model_leaves_nothing_behind_for_the_next_one_of_mbridge(cluster, models):
+    (found,) = cluster.run(tied_then_untied, "megatron:d1", models("qwen2_tied"), models("qwen2"))
+    for name, weights in zip(("qwen2_tied", "qwen2"), found, strict=True):
+        state = hf_numbers(models(name))[2]
+        assert all(torch.equal(tensor, state[key]) for key, tensor in weights.items())
+    assert "lm_head.weight" in found[1]
+
+
 @pytest.mark.parametrize("layout", ["d1", "t2p2"])
 @pytest.mark.parametrize("name", ["llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3"])
 def test_mbridge_loads_and_streams_the_same_weights(cluster, models, name, layout):
-    """Each model in processes of its own: mbridge keeps the names of a tied model for the next one."""
     expected_T, _, state = hf_numbers(models(name))
     for logprobs_T, weights in cluster.run(through_mbridge, f"megatron:{layout}", models(name)):
         assert (logprobs_T - expected_T).abs().max() <= 2e-5

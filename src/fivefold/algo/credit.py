@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, total: Callable[[Tensor], Tensor], 
 
 def make_credit(name: str, gamma: float | None, lam: float | None) -> Credit:
     """The credit of this name; numbers left out are its own."""
-    gamma = 1.0 if gamma is None else gamma
+    given: dict[str, Any] = {key: value for key, value in (("gamma", gamma), ("lam", lam)) if value is not None}
     if name == "gae":
-        return GAE(gamma, 1.0 if lam is None else lam)
-    return DiscountedReturn(gamma) if name == "discounted" else UniformCredit()
+        return GAE(**given)
+    return DiscountedReturn(**given) if name == "discounted" else UniformCredit()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fivefold.megatron.chunks import FUSED_NAMES
+from fivefold.models.parameters import OUTPUT
 from fivefold.models.spec import VOCABULARY_MULTIPLE, ModelSpec
 
 PACKAGES = {"mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
@@ -90,6 +91,11 @@ class _MBridge:
             str(directory), dtype=view.config.params_dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE
         )
         self._bridge.vocab_size, self._bridge.padded_vocab_size = spec.vocab, spec.padded_vocab
+        # It notes a tied output layer in the table of its class, where the next model would find it.
+        kind = type(self._bridge)
+        self._bridge._DIRECT_MAPPING = dict(kind._DIRECT_MAPPING)
+        if spec.tied:
+            kind._DIRECT_MAPPING["output_layer.weight"] = OUTPUT.hf[0]
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
