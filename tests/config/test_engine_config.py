@@ -185,3 +185,12 @@ def test_a_cut_distribution_leaves_the_gate_open_and_says_so(files):
     notes = check(config(files, sampling={"top_p": 0.9})).notes
     assert any("draws from a part of the distribution" in note for note in notes)
     assert not any("draws from a part" in note for note in check(config(files, sampling={"stop": ["."]})).notes)
+
+
+def test_keys_of_another_engine_or_device_are_reported_as_without_effect(files, vllm):
+    vllm("0.26.0")
+    mine = {"memory_fraction": 0.7, "max_model_len": 128, "verify_weights_every": 3, "vllm": {"enforce_eager": True}}
+    ignored = dict(check(config(files, sleep=False, **mine)).ignored)
+    assert {f"engine.{name}" for name in (*mine, "sleep")} <= set(ignored)
+    ignored = dict(check(config(files, backend="vllm:t2", **mine)).ignored)
+    assert [key for key in ignored if key.startswith("engine.")] == ["engine.memory_fraction"]

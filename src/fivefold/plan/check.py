@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.config import RunConfig
@@ -13,6 +13,7 @@ from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    EngineConfig,
     PolicyConfig,
     RewardConfig,
     RewardModelConfig,
@@ -217,6 +218,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
             section.ignore("optimizer.decay_steps and min_lr", "the schedule is constant")
     if algorithm.offline:
         _report_unsampled(findings, config)
+    if config.may_generate:
+        _report_engine(findings, config)
     for keys in COLUMNS.values():
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
@@ -235,12 +238,27 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("eval.samples", "nothing is sampled for evaluation: set eval.generate: true")
 
 
+def _report_engine(findings: Findings, config: RunConfig) -> None:
+    """Keys that are another engine's, or act on GPUs only."""
+    engine, usual, section = config.engine, EngineConfig(), findings.at("engine")
+    is_cpu = not _on_gpus(config)
+    if engine.backend == "transformers":
+        for name in ("memory_fraction", "max_model_len", "verify_weights_every", "vllm"):
+            if getattr(engine, name) != getattr(usual, name):
+                section.ignore(name, "it is vLLM's, and engine.backend is transformers")
+    elif is_cpu and engine.memory_fraction != usual.memory_fraction:
+        section.ignore("memory_fraction", "on a CPU the cache has 1 GiB, or engine.vllm.kv_cache_memory_bytes")
+    if is_cpu and engine.sleep != usual.sleep:
+        section.ignore("sleep", "on a CPU there is nothing to leave")
+
+
 def _report_unsampled(findings: Findings, config: RunConfig) -> None:
     """Keys about sampling, where responses in the data are learned from."""
     name, drawn, usual = config.algorithm.name, config.engine.sampling, SamplingConfig()
     if config.algorithm.group_size != AlgorithmConfig().group_size:
         findings.ignore("algorithm.group_size", f"{name} learns from the responses that stand in the data")
-    if (drawn.temperature, drawn.top_p, drawn.top_k) != (usual.temperature, usual.top_p, usual.top_k):
+    ends = ("stop", "stop_token_ids", "ignore_eos")
+    if drawn != replace(usual, **{name: getattr(drawn, name) for name in ends}):
         findings.ignore("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)")
     if config.engine.max_logprob_diff is not None:
         findings.ignore("engine.max_logprob_diff", f"{name} does not sample for training")
