@@ -40,6 +40,9 @@ class VLLMEngine:
         first among them (0: never)."""
         for name, value in (_ENVIRONMENT | (_ON_CPU if device.type == "cpu" else {})).items():
             os.environ.setdefault(name, value)
+        if device.type == "cpu":
+            # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
+            torch._dynamo.config.disable = True
         import vllm
 
         with _threads_kept(), _own_shared_memory(device), _start_explained():
