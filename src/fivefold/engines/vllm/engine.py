@@ -41,8 +41,9 @@ class VLLMEngine:
         for name, value in (_ENVIRONMENT | (_ON_CPU if device.type == "cpu" else {})).items():
             os.environ.setdefault(name, value)
         if device.type == "cpu":
+            arguments = {"enforce_eager": True} | arguments
             # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
-            torch._dynamo.config.disable = True
+            torch._dynamo.config.disable = bool(arguments["enforce_eager"])
         import vllm
 
         with _threads_kept(), _own_shared_memory(device), _start_explained():
