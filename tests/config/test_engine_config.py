@@ -28,6 +28,7 @@ class EngineArgs:
     model: str = ModelConfig.model
     enforce_eager: bool = ModelConfig.enforce_eager
     max_num_batched_tokens: int | None = None
+    quantization: QuantizationMethods | str | None = None
     swap_space: float = CacheConfig.swap_space
     kv_cache_dtype: CacheDType = CacheConfig.cache_dtype
     _api_process_count: int = 1
@@ -171,6 +172,12 @@ def test_a_faster_engine_that_is_installed_is_told(files, vllm):
     assert not any("vLLM" in note for note in check(config(files)).notes)
 
 
+def test_a_quantized_engine_is_said_not_to_be_compared(files, vllm):
+    vllm("0.26.0")
+    ignored = dict(check(config(files, backend="vllm:t2", vllm={"quantization": "fp8"})).ignored)
+    assert ignored["engine.verify_weights_every"].startswith("what a quantized engine holds")
+
+
 def test_the_summary_says_what_samples(files, vllm):
     from fivefold.models.families import load_spec
 
@@ -179,6 +186,24 @@ def test_the_summary_says_what_samples(files, vllm):
     lines = describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
     (line,) = [line for line in lines if line.startswith("engine")]
     assert "vllm, bfloat16: 1 replicas x 2 tensor on the policy's ranks" in line and "40% of each GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        (
+            {"stop_token_ids": [131]},
+            "engine.sampling.stop_token_ids must name tokens of the vocabulary, 0 to 130: got [131]",
+        ),
+        (
+            {"logit_bias": {-1: 2.0, 7: 1.0}},
+            "engine.sampling.logit_bias must name tokens of the vocabulary, 0 to 130: got [-1]",
+        ),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused(files, sampling, says):
+    assert check(config(files, sampling=sampling)).errors == [says]
+    assert check(config(files, sampling={"stop_token_ids": [130], "logit_bias": {0: -3.0}})).errors == []
 
 
 def test_a_cut_distribution_leaves_the_gate_open_and_says_so(files):

@@ -199,7 +199,9 @@ def _convert(hint: Any, value: Any, findings: Findings) -> Any:
         return None
     elif origin is dict:
         if isinstance(value, dict):
-            return {str(key): _convert(arguments[1], item, findings.at(str(key))) for key, item in value.items()}
+            keys = [str(key) if arguments[0] is str else _convert(arguments[0], key, findings.at(str(key))) for key in value]
+            items = [_convert(arguments[1], item, findings.at(str(key))) for key, item in value.items()]
+            return dict(zip(keys, items, strict=True))
         findings.error("", f"must be a mapping, got {value!r}")
         return None
     elif dataclasses.is_dataclass(hint):

@@ -105,8 +105,15 @@ def _check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None)
         layout = engine.layout
     except ValueError:
         return
+    if spec is not None:
+        for key, tokens in (("stop_token_ids", engine.sampling.stop_token_ids), ("logit_bias", engine.sampling.logit_bias)):
+            outside = [token for token in tokens if not 0 <= token < spec.vocab]
+            message = f"must name tokens of the vocabulary, 0 to {spec.vocab - 1}: got {outside[:3]}"
+            section.require(not outside, f"sampling.{key}", message)
     if layout is not None and layout.backend == "vllm":
         check_vllm(section, engine.vllm)
+        if engine.vllm.get("quantization") and engine.verify_weights_every:
+            section.ignore("verify_weights_every", "what a quantized engine holds has other bits than what it was given")
         if spec is not None:
             _check_engine_layout(section, layout, spec)
         # Seen with 0.32: its kernel for experts on CPUs reads past the end where they are divided.

@@ -90,8 +90,8 @@ def engine_arguments(source: Path) -> dict[str, str]:
     """Name -> declared type of vLLM's `EngineArgs`, read from its source: importing vLLM takes seconds."""
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
-            return {item.target.id: ast.unparse(item.annotation) for item in fields if not item.target.id.startswith("_")}  # type: ignore[union-attr]
+            fields = {ast.unparse(item.target): item.annotation for item in node.body if isinstance(item, ast.AnnAssign)}
+            return {name: ast.unparse(kind) for name, kind in fields.items() if not name.startswith("_")}
     raise ValueError(f"{source} declares no EngineArgs: this release of vLLM is not one that fivefold knows")
 
 
