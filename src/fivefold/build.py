@@ -119,7 +119,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     evaluation = None
     if evaluation_set is not None:
         evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
-    max_diff = config.engine.max_logprob_diff or MAX_LOGPROB_DIFF[config.policy.dtype]
+    coarser = "bfloat16" if "bfloat16" in (config.policy.dtype, config.engine.dtype) else "float32"
+    max_diff = config.engine.max_logprob_diff or MAX_LOGPROB_DIFF[coarser]
     return Run(
         ranks=ranks,
         logger=logger,
