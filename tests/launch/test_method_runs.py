@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
 from tests.support.tiny_models import make_classifier
-from tests.support.whole_runs import TIMES, assert_same, make_judge, make_model, make_pairs
+from tests.support.whole_runs import REWARD, TIMES, assert_same, make_judge, make_model, make_pairs
 from tests.support.zygote import THREADS
 
 RUN = """
@@ -24,10 +24,6 @@ data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_toke
 reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
 trainer: {{run_dir: {root}/runs/base, steps: 4, loggers: [console]}}
 launch: {{threads: {threads}}}
-"""
-REWARD = """
-def digits(response):
-    return sum(c.isdigit() for c in response) / 12
 """
 
 

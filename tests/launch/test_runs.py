@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
 from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, program, python, wait_for, with_cpu_seconds
-from tests.support.whole_runs import assert_same, make_model, metrics
+from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
 RUN = """
@@ -28,10 +28,6 @@ reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
 eval: {{samples: 2, max_prompts: 6}}
 trainer: {{run_dir: {root}/runs/base, steps: 5, eval_every: 2, loggers: [console]}}
 launch: {{threads: {threads}}}
-"""
-REWARD = """
-def digits(response):
-    return sum(c.isdigit() for c in response) / 12
 """
 
 
@@ -189,6 +185,13 @@ def test_a_run_killed_between_or_during_saves_resumes_with_the_same_metrics(root
     assert done.returncode == 0, done.stderr
     assert "resumed after step 2" in done.stdout, done.stdout
     assert_same(metrics(root, name), base)
+
+
+def test_a_cut_distribution_does_not_end_the_run_and_shows_in_its_log_probs(root, base):
+    done = train(root, "cut", "engine.sampling.top_p=0.5", "trainer.steps=1", "trainer.eval_every=0")
+    assert done.returncode == 0, done.stderr
+    # Half of the probability at most is left out: log-probs are further apart than rounding, and than the gate allows.
+    assert 1e-2 < metrics(root, "cut")[-1]["rollout/logprob_diff_max"] <= 0.7
 
 
 def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(root, base):

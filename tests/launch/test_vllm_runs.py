@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import Command, children_of, fivefold, gone, wait_for
-from tests.support.whole_runs import assert_same, metrics
+from tests.support.whole_runs import REWARD, assert_same, metrics
 from tests.support.zygote import THREADS
 
 pytestmark = pytest.mark.vllm
@@ -24,10 +25,6 @@ reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
 eval: {{samples: 2, max_prompts: 6}}
 trainer: {{run_dir: {root}/runs/base, steps: 4, eval_every: 2, save_every: 2, keep: 9, loggers: [console], device: cpu}}
 launch: {{threads: {threads}}}
-"""
-REWARD = """
-def digits(response):
-    return sum(c.isdigit() for c in response) / 12
 """
 
 
@@ -86,6 +83,18 @@ def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind
     assert done.returncode == 0, done.stderr
     assert "resumed after step" in done.stdout
     assert_same(metrics(root, "killed"), base)
+
+
+def test_a_stop_string_ends_responses(root):
+    """The one thing that an engine needs a tokenizer for."""
+    done = train(
+        root, "stops", "trainer.steps=1", 'engine.sampling.stop=["1","2","3","4","5"]', "engine.sampling.ignore_eos=true"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (root / "runs/stops/samples.jsonl").read_text().splitlines()]
+    texts = [row["response"] for row in rows]
+    assert any(text[-1:] in "12345" for text in texts if text)
+    assert not any(digit in text[:-1] for text in texts for digit in "12345")
 
 
 def test_grpo_with_vllm_raises_the_reward(root):

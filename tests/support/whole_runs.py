@@ -10,6 +10,10 @@ import pytest
 from tests.support.commands import fivefold
 from tests.support.tiny_models import make_classifier
 
+REWARD = """
+def digits(response):
+    return sum(c.isdigit() for c in response) / 12
+"""
 TIMES = ("time/", "throughput/", "memory/", "wall")
 
 
