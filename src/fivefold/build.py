@@ -19,7 +19,8 @@ from fivefold.data import Columns, PromptLoader, PromptSet, load_prompts
 from fivefold.data.prompts import encode_conversation
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.transformers import TransformersEngine
+from fivefold.engines.transformers import TransformersEngine, stop_token_ids
+from fivefold.engines.weight_sync import weight_sync
 from fivefold.interfaces import Engine, EngineReplica, RolloutSource
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
@@ -112,8 +113,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     if generates:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():
-            engine = build_engine(config, directory, tokenizer, ranks, device)
-        generator = Generator(engine, tokenizer, rewards, logger)
+            engine = build_engine(config, directory, tokenizer, ranks, device, logger.log)
+        generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine))
     plan = build_plan(config, spec)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective)
     evaluation = None
@@ -196,35 +197,25 @@ def build_models(
     )
 
 
-def build_engine(config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device) -> Engine:
+def build_engine(
+    config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
+) -> Engine:
     """What samples, on this rank."""
     settings, layout = config.engine, config.engine.layout
+    if settings.is_server:
+        return _build_servers(config, directory, tokenizer, ranks, device, log)
     if layout is not None:
         from fivefold.engines.vllm.engine import VLLMEngine
 
-        is_cpu = device.type == "cpu"
-        arguments: dict[str, Any] = {
-            "dtype": settings.dtype or config.policy.dtype,
-            "max_model_len": settings.max_model_len or config.max_sequence_tokens,
-            "max_num_seqs": settings.max_num_seqs,
-            "seed": config.trainer.seed,
-            # A tokenizer is needed only to see stop strings.
-            "skip_tokenizer_init": not settings.sampling.stop,
-            "tokenizer": config.model.tokenizer or str(directory),
-        }
-        if "kv_cache_memory_bytes" not in settings.vllm:
-            arguments |= (
-                {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
-            )
         return VLLMEngine(
             directory,
             tokenizer,
             layout,
             ranks.rank,
             device,
-            arguments | settings.vllm,
+            _vllm_arguments(config, directory, device),
             verify_every=settings.verify_weights_every,
-            can_sleep=settings.sleep and not is_cpu,
+            can_sleep=settings.sleep and device.type != "cpu",
         )
     return TransformersEngine(
         directory,
@@ -235,6 +226,70 @@ def build_engine(config: RunConfig, directory: Path, tokenizer: Any, ranks: Rank
         EngineReplica(ranks.turn, ranks.layout.world_size),
         settings.sleep,
     )
+
+
+def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
+    """Those of vLLM's own that the configuration decides."""
+    settings = config.engine
+    arguments: dict[str, Any] = {
+        "dtype": settings.dtype or config.policy.dtype,
+        "max_model_len": settings.max_model_len or config.max_sequence_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "seed": config.trainer.seed,
+        # A tokenizer is needed only to see stop strings.
+        "skip_tokenizer_init": not settings.sampling.stop,
+        "tokenizer": config.model.tokenizer or str(directory),
+    }
+    if "kv_cache_memory_bytes" not in settings.vllm:
+        is_cpu = device.type == "cpu"
+        arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
+    return arguments | settings.vllm
+
+
+def _build_servers(
+    config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
+) -> Engine:
+    """An engine of servers: one for each tensor-parallel group of its layout, or those that are there already."""
+    from fivefold.engines.server_engine import ServerEngine
+    from fivefold.engines.vllm.client import VLLMServer
+    from fivefold.engines.vllm.probe import answers
+    from fivefold.engines.vllm.serve import server_process
+
+    settings, layout = config.engine, config.engine.layout
+    ends, process, each = stop_token_ids(directory, tokenizer), None, 1
+    if not settings.url:
+        assert layout is not None
+        each = layout.tp
+        if ranks.rank % each == 0:
+            arguments = _vllm_arguments(config, directory, device)
+            can_sleep = settings.sleep and device.type == "cuda"
+            arguments |= {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": can_sleep}
+            arguments["enable_expert_parallel"] = layout.ep > 1
+            log_file = config.run_dir / "logs" / f"server-{ranks.rank // each}.log"
+            process = server_process(arguments, device, each, log_file, answers)
+    return ServerEngine(
+        directory,
+        ranks,
+        device,
+        partial(VLLMServer, ends=ends),
+        log,
+        process=process,
+        ranks_per_server=each,
+        addresses=settings.url,
+        window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size)),
+        bucket_bytes=settings.sync_bucket_mb << 20,
+        verify_every=0 if settings.vllm.get("quantization") else settings.verify_weights_every,
+        can_sleep=settings.sleep and device.type == "cuda" and not settings.url,
+    )
+
+
+def _refresh(models: Models, engine: Engine) -> None:
+    """New weights in the middle of a rollout, for an engine that has lost them."""
+    engine.sleep()
+    with models.on_device():
+        weight_sync(models.policy, engine)
+    with models.on_device():
+        """The rollout goes on with what it had of the device."""
 
 
 def build_rollouts(

@@ -7,9 +7,11 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.engines import shared_memory
 from tests.support.whole_runs import REWARD, assert_same, metrics
 from tests.support.zygote import THREADS
 
@@ -85,13 +87,41 @@ def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind
     assert_same(metrics(root, "killed"), base)
 
 
-def test_a_stop_string_ends_responses(root):
+def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(root, base):
+    """The one server there is, killed by SIGKILL between two steps or in one: it is started again, nothing counts twice."""
+    before = shared_memory()
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/server", "engine.mode=server")
+    wait_for((root / "runs/server/checkpoints/step-000002").exists, process)
+    everyone = children_of(process.pid)
+    (api,) = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+    os.kill(api, signal.SIGKILL)
+    done = process.finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 servers of the engine ended and are started again" in done.stdout
+    assert_same(metrics(root, "server"), base)
+    # Python's tracker removes what a killed process had under a name, a moment later.
+    wait_for(lambda: gone(everyone) and shared_memory() <= before)
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_its_reason(root):
+    done = train(root, "no-server", "engine.vllm.kv_cache_memory_bytes=4096", "engine.mode=server")
+    assert done.returncode != 0
+    assert "server did not start" in done.stderr and "cache blocks" in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("mode", ["in_process", "server"])
+def test_a_stop_string_ends_responses(root, mode):
     """The one thing that an engine needs a tokenizer for."""
     done = train(
-        root, "stops", "trainer.steps=1", 'engine.sampling.stop=["1","2","3","4","5"]', "engine.sampling.ignore_eos=true"
+        root,
+        f"stops-{mode}",
+        f"engine.mode={mode}",
+        "trainer.steps=1",
+        'engine.sampling.stop=["1","2","3","4","5"]',
+        "engine.sampling.ignore_eos=true",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (root / "runs/stops/samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (root / f"runs/stops-{mode}/samples.jsonl").read_text().splitlines()]
     texts = [row["response"] for row in rows]
     assert any(text[-1:] in "12345" for text in texts if text)
     assert not any(digit in text[:-1] for text in texts for digit in "12345")

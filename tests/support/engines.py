@@ -30,6 +30,11 @@ def complete(engine: Any, asked: list[Request]) -> list[Completion]:
     return [found[request.id] for request in asked]
 
 
+def shared_memory() -> set[str]:
+    """Names of the blocks that there are on this machine."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
 def own_logits(model: Path, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
     """Those that each token of the response was drawn from, by one forward of transformers."""
     import transformers

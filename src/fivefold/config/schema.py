@@ -178,7 +178,11 @@ class EngineConfig:
     backend: str = "transformers"
     """What samples: `transformers`, a model on every rank of the policy, or vLLM on the same ranks by its layout:
     `vllm:d4t2` is four replicas of two tensor-parallel ranks, `vllm:d4t2e2` divides experts over the two instead of cutting
-    each."""
+    each. `vllm` alone where engine.url names servers."""
+    mode: Literal["in_process", "server"] = "in_process"
+    """Where vLLM runs: in the policy's ranks, or as servers of their own processes on the same devices."""
+    url: list[str] = field(default_factory=list)
+    """Servers that run already (`python -m fivefold.engines.vllm.serve`), instead of those of a layout."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the engine's weights; the policy's when left out."""
     memory_fraction: Annotated[float, within("(0, 1)")] = 0.5
@@ -200,9 +204,14 @@ class EngineConfig:
     """Weights move from trainer to engine in buckets of about this size."""
 
     @property
+    def is_server(self) -> bool:
+        """It samples in processes of its own."""
+        return self.mode == "server" or bool(self.url)
+
+    @property
     def layout(self) -> ParallelLayout | None:
         """How an engine with a layout of its own is laid out; raises ValueError where it is none."""
-        return None if self.backend == "transformers" else ParallelLayout.parse(self.backend)
+        return None if self.backend == "transformers" or self.url else ParallelLayout.parse(self.backend)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,12 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         "engine.sampling.min_tokens",
         f"must be at most data.max_response_tokens = {config.data.max_response_tokens}: got {engine.sampling.min_tokens}",
     )
+    if engine.url:
+        message = f"must be vllm alone: the servers of engine.url have layouts of their own; got {engine.backend}"
+        findings.require(engine.backend == "vllm", "engine.backend", message)
     if layout is None:
+        message = "must be in_process: transformers has no servers"
+        findings.require(bool(engine.url) or engine.mode == "in_process", "engine.mode", message)
         return
     if layout.backend != "vllm":
         findings.error("engine.backend", f"must be transformers or a layout of vllm: got {engine.backend}")

@@ -117,6 +117,12 @@ class Ranks:
     def barrier(self) -> None:
         dist.barrier(group=self.world)
 
+    def consecutive(self, size: int) -> dist.ProcessGroup | None:
+        """This rank's group among groups of `size` ranks that follow each other; none where it would be alone."""
+        if size == 1:
+            return None
+        return self._group([list(range(first, first + size)) for first in range(0, self.layout.world_size, size)])
+
     def _with(self, **fixed: int) -> list[int]:
         """Ranks whose coordinates have these values."""
         places = ((rank, self.layout.coordinates(rank)) for rank in range(self.layout.world_size))

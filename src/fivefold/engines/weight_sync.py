@@ -10,7 +10,7 @@ from fivefold.interfaces import Engine, Model
 
 def weight_sync(policy: Model, engine: Engine | None) -> None:
     """Give the engine the policy's weights, unless it has them already or there is none. Collective."""
-    if engine is not None and engine.version != policy.version:
+    while engine is not None and engine.version != policy.version:
         engine.wake()
         engine.update_weights(policy.weights(), policy.version)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from fivefold.distributed.processes import descendants, kill
 from fivefold.launch.local import FAILED, end_with_launcher
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ def end_process(code: int) -> NoReturn:
     """End this rank and the processes that it or Megatron-Core's saving started, without waiting for any of them."""
     sys.stdout.flush()
     sys.stderr.flush()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    kill(descendants(psutil.Process()))
     os._exit(code)
 
 

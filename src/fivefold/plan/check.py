@@ -21,6 +21,7 @@ from fivefold.config.schema import (
 )
 from fivefold.config.validate import validate
 from fivefold.engines.vllm.arguments import check_vllm, installed_version
+from fivefold.engines.vllm.probe import check_servers
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
@@ -122,7 +123,9 @@ def _check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None)
             "backend",
             f": vLLM divides experts on GPUs only; leave the e of {layout} out",
         )
-    if layout is None and not config.algorithm.offline and installed_version() is not None:
+    if engine.url and spec is not None:
+        check_servers(section, engine.url, read_config(Path(config.model.path)), config.max_sequence_tokens)
+    if engine.backend == "transformers" and not config.algorithm.offline and installed_version() is not None:
         section.note(f"vLLM {installed_version()} is installed and samples several times as fast: engine.backend: vllm:...")
     if not config.algorithm.offline and engine.sampling.is_changed:
         section.note(
@@ -253,9 +256,13 @@ def _report_engine(findings: Findings, config: RunConfig) -> None:
         for name in ("memory_fraction", "max_model_len", "verify_weights_every", "vllm"):
             if getattr(engine, name) != getattr(usual, name):
                 section.ignore(name, "it is vLLM's, and engine.backend is transformers")
+    elif engine.url:
+        for name in ("memory_fraction", "max_model_len", "sleep", "dtype", "vllm", "mode"):
+            if getattr(engine, name) != getattr(usual, name):
+                section.ignore(name, "the servers of engine.url were started with what they have")
     elif is_cpu and engine.memory_fraction != usual.memory_fraction:
         section.ignore("memory_fraction", "on a CPU the cache has 1 GiB, or engine.vllm.kv_cache_memory_bytes")
-    if is_cpu and engine.sleep != usual.sleep:
+    if is_cpu and not engine.url and engine.sleep != usual.sleep:
         section.ignore("sleep", "on a CPU there is nothing to leave")
 
 
@@ -295,7 +302,7 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         recompute=config.policy.recompute,
         tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
         reference=config.algorithm.needs_reference,
-        engine_sequences=config.engine.max_num_seqs if config.may_generate else 0,
+        engine_sequences=config.engine.max_num_seqs if config.may_generate and not config.engine.url else 0,
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
         engine_sleeps=config.engine.sleep and config.trainer.device != "cpu",
         max_sequence_tokens=config.max_sequence_tokens,

@@ -51,13 +51,16 @@ def _describe_engine(config: RunConfig) -> list[str]:
     if not config.may_generate:
         return []
     dtype, most = engine.dtype or config.policy.dtype, f"at most {engine.max_num_seqs} sequences at once on each"
+    if engine.url:
+        return [f"engine   {engine.backend}, {len(engine.url)} servers at {', '.join(engine.url)}, {most}"]
     if layout is None:
         return [f"engine   transformers, {dtype}: {config.layout.world_size} replicas, {most}"]
     experts = " (experts divided)" if layout.ep > 1 else ""
+    where = "as servers on" if engine.is_server else "on"
     rest = "" if engine.sleep else ", on the device all the time"
     return [
-        f"engine   {layout.backend}, {dtype}: {layout.dp} replicas x {layout.tp} tensor{experts} on the policy's ranks, "
-        f"{most}; {engine.memory_fraction:.0%} of each GPU for weights, cache and graphs{rest}"
+        f"engine   {layout.backend}, {dtype}: {layout.dp} replicas x {layout.tp} tensor{experts} {where} "
+        f"the policy's ranks, {most}; {engine.memory_fraction:.0%} of each GPU for weights, cache and graphs{rest}"
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,8 @@ class Generator:
     tokenizer: Decoder
     rewards: RewardManager
     logger: RunLogger
+    refresh: Callable[[], None]
+    """Gives an engine new weights that lost them with its servers. Collective."""
 
     def sample(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...]) -> list[Group]:
         """This rank's groups of `group_size` scored responses, by the place of their prompt; every rank names all prompts.
@@ -46,12 +48,16 @@ class Generator:
             for number in range(group_size)
         ]
         found: dict[int, Sample] = {}
-        for completion in self.engine.generate(requests) if requests else ():
-            if replica.leads:
-                sample = self._sample(completion)
-                found[completion.request_id] = sample
-                self.rewards.submit(prompts[completion.request_id // group_size], sample)
-            self.logger.advance(len(found), len(requests))
+        while True:
+            for completion in self.engine.generate([request for request in requests if request.id not in found]):
+                if replica.leads:
+                    sample = self._sample(completion)
+                    found[completion.request_id] = sample
+                    self.rewards.submit(prompts[completion.request_id // group_size], sample)
+                self.logger.advance(len(found), len(requests))
+            if self.engine.version >= 0:
+                break
+            self.refresh()
         groups = [
             Group(prompts[place], [found[place * group_size + number] for number in range(group_size)], index=place)
             for place in (own if replica.leads else ())

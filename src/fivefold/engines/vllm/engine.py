@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.engines.transformers import stop_token_ids
+from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
 from fivefold.interfaces import EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec, parameters_of
@@ -98,7 +99,7 @@ class VLLMEngine:
         params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
         for request in requests:
             own = params[request.sampling].clone()
-            own.seed = request.seed & _MOST_SEED
+            own.seed = seed_of(request.seed)
             engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, own)
         self._aborted = []
         try:
@@ -151,33 +152,13 @@ class VLLMEngine:
         return Completion(int(name), list(token_ids), list(logprobs.logprobs), reason, self.version)
 
     def _parameters(self, sampling: Sampling) -> Any:
-        """vLLM's form of a `Sampling`; end tokens are named one by one, so that both engines end where the other does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._ends)
-        return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or -1,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=dict(sampling.logit_bias) or None,
-            ignore_eos=True,
-            stop_token_ids=sorted(ends),
-            stop=list(sampling.stop) or None,
-            include_stop_str_in_output=True,
-            detokenize=bool(sampling.stop),
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return SamplingParams(**sampling_arguments(sampling, self._ends), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it, not a file of ours
-_MOST_SEED = (1 << 63) - 1
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 """One process: the engine shares this rank's."""
 _ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

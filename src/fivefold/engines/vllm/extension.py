@@ -19,7 +19,11 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from fivefold.engines.buckets import Entry, Inbox, join_wire
+
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""Of the model's config.json: by these a server is seen to hold another model."""
 
 
 class WeightReceiver:
@@ -28,6 +32,27 @@ class WeightReceiver:
     device: torch.device
     vllm_config: Any
     get_model: Any
+
+    _wire: Any = None
+    _inbox: Inbox
+
+    def describe(self) -> dict[str, Any]:
+        """What whoever sends weights and requests must know about this engine."""
+        model = self.vllm_config.model_config
+        sizes = {name: getattr(model.hf_config, name) for name in SIZES if hasattr(model.hf_config, name)}
+        return {"sizes": sizes, "max_model_len": model.max_model_len}
+
+    def open_wire(self, address: str, port: int, first: int, size: int) -> None:
+        """Join the group over which weights come; `first`: this server's first member."""
+        self._wire = join_wire(address, port, first + get_tp_group().rank_in_group, size, self.device)
+
+    def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
+        """`receive_weights` of tensors in memory of another process, `handles[i]` that of tensor-parallel rank i."""
+        handle = handles[get_tp_group().rank_in_group % len(handles)]
+        self.receive_weights(self._inbox.take(handle, entries, used))
+        if self.device.type == "cuda":
+            # The sender overwrites it when this is answered.
+            torch.cuda.current_stream().synchronize()
 
     def begin_weights(self, verify: bool) -> None:
         """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
@@ -47,6 +72,7 @@ class WeightReceiver:
         self._loaded: set[str] = set()
         self._places = Places(self._names, getattr(model, "packed_modules_mapping", {}))
         self._sent: dict[str, Tensor] | None = {} if verify else None
+        self._inbox = Inbox(self.device, self._wire)
         initialize_layerwise_reload(model)
 
     def receive_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -70,6 +96,7 @@ class WeightReceiver:
 
         Without an end the next `begin_weights` would meet half a model: whatever did not come is what lies in memory.
         """
+        self._inbox.close()
         model = self.get_model()
         finalize_layerwise_reload(model, self.vllm_config.model_config)
         if not is_whole:

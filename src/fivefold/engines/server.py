@@ -1,0 +1,58 @@
+"""What an engine of servers asks of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from fivefold.engines.buckets import Entry
+from fivefold.types import Sampling
+
+Draw = tuple[int, int]
+"""Id and seed of a request."""
+
+
+class ServerLostError(Exception):
+    """The server ended, or cannot be reached any more."""
+
+
+class Server(Protocol):
+    """One replica of an engine that listens somewhere."""
+
+    address: str
+
+    def generate(
+        self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
+    ) -> AsyncIterator[tuple[int, list[int], list[float], str]]:
+        """(id, token ids, log-probs, finish reason) of each draw, as they end; raises ServerLostError."""
+        ...
+
+    def abort(self) -> None:
+        """End the requests in flight, which answer with what they have."""
+        ...
+
+    def answers(self) -> bool:
+        """It is there and ready."""
+        ...
+
+    def workers(self) -> int:
+        """How many processes take weights."""
+        ...
+
+    def open_wire(self, address: str, port: int, first: int, size: int) -> None:
+        """Join the group over which weights come, with `first` as its first worker's place of `size`."""
+        ...
+
+    def begin_weights(self, verify: bool) -> None: ...
+
+    def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None: ...
+
+    def finish_weights(self, is_whole: bool) -> list[str]:
+        """What is wrong with the weights that were received."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self, part: str) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,126 @@
+"""A server of an engine as a process of its own: started, waited for, and ended with this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from fivefold.distributed.processes import descendants, kill
+
+_ERROR = re.compile(r"\b\w+(Error|Exception): ")
+_MOST_ERRORS, _TAIL_LINES = 3, 20
+_SOCKETS = "fivefold-servers-"
+
+
+class ServerProcess:
+    """`python -m MODULE ARGUMENTS` that listens on a socket which only this user can reach."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        socket_option: str,
+        is_ready: Callable[[str], bool],
+    ) -> None:
+        """`socket_option`: the argument that takes the socket's path; `is_ready`: does the server answer at an address."""
+        self._arguments, self._environment, self._log = list(arguments), dict(environment), log
+        self._socket_option, self._is_ready = socket_option, is_ready
+        _remove_stale()
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    @property
+    def address(self) -> str:
+        """Of the process that runs now: whoever still has the one before finds nobody there."""
+        return f"unix:{self._directory}/{self._starts}"
+
+    def start(self) -> None:
+        """Start it anew; `wait` then says when it answers."""
+        self.end()
+        self._starts += 1
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._arguments, self._socket_option, self.address.removeprefix("unix:")],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Whoever ends this rank's session spares the tracker that removes what the server leaves.
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Return when it answers; raises RuntimeError with the end of its log where it ends instead."""
+        while not self._is_ready(self.address):
+            if self.has_ended:
+                raise RuntimeError(f"the engine's server did not start\n{self.last_words()}")
+            time.sleep(0.2)
+        self._unname_shared_memory()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def last_words(self) -> str:
+        """Errors in its log, the first of which caused the others, and the end of it."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.is_file() else []
+        errors = [line for line in lines if _ERROR.search(line)][:_MOST_ERRORS]
+        return "\n".join([*errors, f"the end of {self._log}:", *lines[-_TAIL_LINES:]])
+
+    def end(self) -> None:
+        """Kill it and what it started."""
+        if self._process is None:
+            return
+        kill(self._family())
+        self._process.wait()
+        self._process = None
+
+    def close(self) -> None:
+        self.end()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _family(self) -> list[psutil.Process]:
+        assert self._process is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self._process.pid)
+            return [parent, *descendants(parent)]
+        return []
+
+    def _unname_shared_memory(self) -> None:
+        """A block lives as long as a process maps it; with a name it would outlive processes that are killed."""
+        for each in self._family():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
+                    path = line.partition("/dev/shm/")[2]  # noqa: S108 - where Linux keeps it, not a file of ours
+                    if path and not path.endswith("(deleted)"):
+                        Path("/dev/shm", path).unlink(missing_ok=True)  # noqa: S108
+
+
+def _remove_stale() -> None:
+    """Directories of sockets whose process was killed before it could remove them."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*"):
+        owner = path.name.removeprefix(_SOCKETS).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without what makes it a rank."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    return {**own, **changes}
+
+
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")

@@ -1,0 +1,120 @@
+"""One server of vLLM, as `fivefold.engines.vllm.serve` starts it: requests, weights and memory over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any
+
+import httpx2 as httpx
+
+from fivefold.engines.buckets import Entry
+from fivefold.engines.server import Draw, ServerLostError
+from fivefold.engines.vllm.parameters import sampling_arguments
+from fivefold.engines.vllm.probe import CONNECT_SECONDS, answers, base_of
+from fivefold.types import Sampling
+
+_NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
+class VLLMServer:
+    """Calls of one server; `generate` belongs to an event loop, the others block."""
+
+    def __init__(self, address: str, ends: Collection[int]) -> None:
+        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response."""
+        self.address, self._ends = address, ends
+        self._base, self._socket = base_of(address)
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._control = httpx.Client(base_url=self._base, transport=httpx.HTTPTransport(uds=self._socket), timeout=timeout)
+        self._requests = httpx.AsyncClient(
+            base_url=self._base,
+            transport=httpx.AsyncHTTPTransport(uds=self._socket, limits=_NO_LIMIT),
+            timeout=timeout,
+        )
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
+    ) -> AsyncIterator[Any]:
+        """(id, token ids, log-probs, finish reason) of each draw, as they end; raises ServerLostError."""
+        sampled = sampling_arguments(sampling, self._ends)
+        asked = {"name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
+        try:
+            async with self._requests.stream("POST", "/fivefold/generate", json=asked) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    self._explain(response)
+                async for line in response.aiter_lines():
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        raise (
+                            ServerLostError(found["error"])
+                            if found["is_dead"]
+                            else RuntimeError(f"{self}: {found['error']}")
+                        )
+                    yield found
+        except httpx.TransportError as error:
+            raise ServerLostError(f"{type(error).__name__}: {error}") from error
+
+    def answers(self) -> bool:
+        return answers(self.address)
+
+    def abort(self) -> None:
+        """End the requests in flight, which answer with what they have."""
+        self._post("/pause", params={"mode": "abort"})
+        self._post("/resume")
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def open_wire(self, address: str, port: int, first: int, size: int) -> None:
+        self._call("open_wire", address, port, first, size)
+
+    def begin_weights(self, verify: bool) -> None:
+        self._call("begin_weights", verify)
+
+    def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
+        self._call("receive_bucket", handles, entries, used)
+
+    def finish_weights(self, is_whole: bool) -> list[str]:
+        """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
+        faults = [fault for each in self._call("finish_weights", is_whole) for fault in each]
+        self._post("/reset_prefix_cache")
+        return faults
+
+    def workers(self) -> int:
+        """How many processes take weights."""
+        return len(self._call("describe"))
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache."""
+        self._post("/sleep", params={"level": 2})
+
+    def wake(self, part: str) -> None:
+        """Take memory again: of `weights` or `kv_cache`."""
+        self._post("/wake_up", params={"tags": part})
+
+    def close(self) -> None:
+        self._control.close()
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        answer = self._post("/collective_rpc", json={"method": method, "args": arguments})
+        return answer.json()["results"]  # type: ignore[no-any-return]
+
+    def _post(self, path: str, **named: Any) -> httpx.Response:
+        try:
+            response = self._control.post(path, **named)
+        except httpx.TransportError as error:
+            raise ServerLostError(f"{type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            self._explain(response)
+        return response
+
+    def _explain(self, response: httpx.Response) -> None:
+        said = f"{self} answers {response.request.url.path} with {response.status_code}: {response.text[:2000]}"
+        raise RuntimeError(said)
+
+    def __str__(self) -> str:
+        return f"vLLM's server at {self.address}"

@@ -1,0 +1,36 @@
+"""A `Sampling` in the words of vLLM's SamplingParams. No vLLM here: a server gets them as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fivefold.types import Sampling
+
+_MOST_SEED = (1 << 63) - 1
+
+
+def seed_of(seed: int) -> int:
+    """A request's seed within vLLM's range."""
+    return seed & _MOST_SEED
+
+
+def sampling_arguments(sampling: Sampling, ends: Collection[int]) -> dict[str, Any]:
+    """All but the seed; end tokens are named one by one, so that every engine ends where the others do."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "ignore_eos": True,
+        "stop_token_ids": sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else ends)}),
+        "stop": list(sampling.stop) or None,
+        "include_stop_str_in_output": True,
+        "detokenize": bool(sampling.stop),
+        "logprobs": 0,
+        "flat_logprobs": True,
+    }

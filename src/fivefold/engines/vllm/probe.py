@@ -1,0 +1,65 @@
+"""Is a server of vLLM there, and what does it hold? No torch and no vLLM: `fivefold check` asks too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx2 as httpx
+
+from fivefold.config.findings import Findings
+
+CONNECT_SECONDS = 10.0
+COMMAND = "python -m fivefold.engines.vllm.serve --model ... --port ..."
+
+
+def base_of(address: str) -> tuple[str, str | None]:
+    """Address -> what requests name, and the path of its socket where it is one on this machine (unix:/path)."""
+    if address.startswith("unix:"):
+        return "http://server", address.removeprefix("unix:")
+    return address, None
+
+
+def answers(address: str) -> bool:
+    """The server is there and ready."""
+    try:
+        return _ask(address, "GET", "/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def check_servers(findings: Findings, addresses: Sequence[str], model: Mapping[str, Any], longest: int) -> None:
+    """Errors where servers do not answer, hold another model than `model` (of config.json) or take less than `longest`
+    tokens; `findings` are at `engine`."""
+    for address in addresses:
+        if not address.startswith(("http://", "https://")):
+            findings.error("url", f"must be http://host:port: got {address!r}")
+            continue
+        try:
+            answer = _ask(address, "POST", "/collective_rpc", {"method": "describe"})
+        except httpx.TransportError as error:
+            findings.error("url", f": {address} does not answer ({type(error).__name__}); start a server there: {COMMAND}")
+            continue
+        if answer.status_code != 200:
+            findings.error(
+                "url",
+                f": {address} is no server that takes weights (it answers with {answer.status_code}); start it by {COMMAND}",
+            )
+            continue
+        (found, *_) = answer.json()["results"]
+        wrong = {name: value for name, value in found["sizes"].items() if name in model and value != model[name]}
+        if wrong:
+            own = {name: model[name] for name in wrong}
+            findings.error("url", f": {address} holds another model than model.path: {wrong} != {own}")
+        findings.require(
+            found["max_model_len"] >= longest,
+            "url",
+            f": {address} must hold the longest prompt and response, {longest} tokens: its max_model_len is "
+            f"{found['max_model_len']}",
+        )
+
+
+def _ask(address: str, method: str, path: str, content: Any = None) -> httpx.Response:
+    base, socket = base_of(address)
+    with httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=socket), timeout=CONNECT_SECONDS) as client:
+        return client.request(method, path, json=content)

@@ -1,0 +1,152 @@
+"""vLLM's own server with one more route, and ended with whoever started it: `python -m fivefold.engines.vllm.serve`.
+
+The arguments are vLLM's. The route gives a group's tokens and log-probs as lists, each response as it ends: vLLM's own
+routes describe every token by an object, which costs more than a small model takes to sample it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.engines.server_process import ServerProcess, own_environment
+from fivefold.engines.vllm.parameters import seed_of
+
+if TYPE_CHECKING:
+    import torch
+
+EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
+ROUTE = "/fivefold/generate"
+PARENT = "FIVEFOLD_SERVER_PARENT"
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Only what starts anew runs `end_with_parent`: a forked process would not.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+ON_CPU = {
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int | None) -> None:
+    """Let the kernel end this process when its parent ends, in whatever way: vLLM's own processes outlive theirs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        # It ended before the kernel was told.
+        os._exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import uvloop
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers import cli_args
+        from vllm.entrypoints.launchers.api_server.entry import run_server
+    except ImportError:
+        # Before 0.32.
+        from vllm.entrypoints.openai import cli_args
+        from vllm.entrypoints.openai.api_server import run_server
+    parsed = cli_args.make_arg_parser(FlexibleArgumentParser(prog="fivefold.engines.vllm.serve")).parse_args(arguments)
+    parsed.worker_extension_cls, parsed.logprobs_mode = EXTENSION, "processed_logprobs"
+    parsed.disable_uvicorn_access_log = parsed.disable_log_requests = True
+    cli_args.validate_parsed_serve_args(parsed)
+    # Releases keep the two in different modules, but always in the same.
+    run_server.__globals__["build_app"] = _with_route(run_server.__globals__["build_app"])
+    uvloop.run(run_server(parsed))
+
+
+def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
+    def build(*arguments: Any, **named: Any) -> Any:
+        app = build_app(*arguments, **named)
+        app.router.add_route(ROUTE, _generate, methods=["POST"])
+        return app
+
+    return build
+
+
+async def _generate(raw: Any) -> Any:
+    """{prompt_ids, sampling, draws: [[id, seed], ...]} -> a line of JSON for each draw, as they end."""
+    from starlette.responses import StreamingResponse
+
+    return StreamingResponse(_lines(raw.app.state.engine_client, await raw.json()), media_type="application/x-ndjson")
+
+
+async def _lines(engine: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    given = asked["sampling"]
+    given["logit_bias"] = given["logit_bias"] and {int(token): bias for token, bias in given["logit_bias"].items()}
+    params = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def draw(number: int, name: str, seed: int) -> str:
+        own = params.clone()
+        own.seed = seed_of(seed)
+        async for output in engine.generate({"prompt_token_ids": asked["prompt_ids"]}, own, name):
+            (found,) = output.outputs
+        return json.dumps([number, list(found.token_ids), list(found.logprobs.logprobs), found.finish_reason])
+
+    draws = [asyncio.ensure_future(draw(number, f"{asked['name']}-{number}", seed)) for number, seed in asked["draws"]]
+    try:
+        for done in asyncio.as_completed(draws):
+            yield await done + "\n"
+    except Exception as error:
+        yield json.dumps({"error": f"{type(error).__name__}: {error}", "is_dead": engine.errored}) + "\n"
+    finally:
+        # Whoever asked may have gone away: the engine then ends what it is sampling.
+        for each in draws:
+            each.cancel()
+
+
+def server_process(
+    arguments: Mapping[str, Any], device: torch.device, devices: int, log: Path, is_ready: Callable[[str], bool]
+) -> ServerProcess:
+    """A server on this rank's device and the next ones, `devices` in all, with vLLM's own arguments by name."""
+    given, environment = dict(arguments), {}
+    if device.type == "cpu":
+        given = {"enforce_eager": True} | given
+        # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
+        environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if given["enforce_eager"] else {})
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(number) for number in range(device.index + devices)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[device.index : device.index + devices])
+    environment = own_environment(environment | {PARENT: str(os.getpid())})
+    command = ["fivefold.engines.vllm.serve", *flags(given)]
+    return ServerProcess(command, environment, log, "--uds", is_ready)
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """vLLM's arguments as its command line takes them."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, dict):
+            found += [f"--{option}", json.dumps(value)]
+        elif isinstance(value, list):
+            found += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            found += [f"--{option}", str(value)]
+    return found
+
+
+# vLLM's other processes are started anew, and run this module again under its second name.
+if __name__ in ("__main__", "__mp_main__"):
+    end_with_parent(int(os.environ[PARENT]) if __name__ == "__main__" and PARENT in os.environ else None)
+if __name__ == "__main__":
+    main(sys.argv[1:])

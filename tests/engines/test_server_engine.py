@@ -1,0 +1,316 @@
+"""vLLM as servers: weights from the trainer, requests spread over two of them, and servers that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from fivefold.types import Completion, Request, Sampling
+from tests.engines.test_vllm_engine import SIZES, TOKENIZER, difference
+from tests.support.commands import wait_for
+from tests.support.engines import PROMPTS, complete, requests, shared_memory
+from tests.support.tiny_models import load_tensors, make_model
+from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
+
+pytestmark = pytest.mark.vllm
+
+GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
+LONG = Sampling(max_tokens=200)
+ARGUMENTS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0, "kv_cache_memory_bytes": 64 << 20}
+BUCKET = 1 << 14
+"""Bytes: less than the embeddings of the tiny models, more than most of their tensors."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model("qwen3_tied", tmp_path_factory.mktemp("model") / "qwen3_tied", **SIZES)
+
+
+def server_of(directory: Path, log: Path, tensor_parallel: int = 1):
+    from fivefold.engines.vllm.probe import answers
+    from fivefold.engines.vllm.serve import server_process
+
+    arguments = {"model": str(directory), "tensor_parallel_size": tensor_parallel, **ARGUMENTS, "skip_tokenizer_init": True}
+    return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers)
+
+
+def server_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1, **changes):
+    from fivefold.engines.server_engine import ServerEngine
+    from fivefold.engines.vllm.client import VLLMServer
+
+    rank, process = mesh.ranks.rank, None
+    if not changes.get("addresses") and rank % each == 0:
+        process = server_of(directory, logs / f"server-{rank}.log", each)
+    settings = {"window": 64, "bucket_bytes": BUCKET, "verify_every": 1, "can_sleep": False} | changes
+    connect = partial(VLLMServer, ends={TOKENIZER.eos_token_id})
+    return ServerEngine(
+        directory, mesh.ranks, mesh.device, connect, said.append, process=process, ranks_per_server=each, **settings
+    )
+
+
+def undisturbed(mesh, directory: Path, tensors, calls: list[list[Request]]) -> list[list[Completion]]:
+    """By the transformers engine (greedy tokens only)."""
+    from fivefold.engines.transformers import TransformersEngine
+
+    engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.float32, 64)
+    engine.update_weights(iter(tensors.items()), 0)
+    return [complete(engine, asked) for asked in calls]
+
+
+def kill_api(engine) -> None:
+    os.kill(engine._process._process.pid, signal.SIGKILL)
+
+
+def refreshed(engine, weights) -> None:
+    while engine.version < 0:
+        engine.wake()
+        engine.update_weights(iter(weights.items()), 3)
+
+
+def two_servers(mesh, directory: Path, logs: Path):
+    """Everything that is tried on the same two servers, by name: they take half a minute to start."""
+    from fivefold.engines.weight_sync import weight_sync
+    from fivefold.megatron.model import MegatronModel
+
+    said: list[str] = []
+    found: dict[str, object] = {"said": said}
+    engine = server_engine(mesh, directory, logs, said)
+    trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
+    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    rank, first = mesh.ranks.rank, requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
+
+    found["differences"], found["drawn"] = [], []
+    for _ in range(4):
+        weight_sync(trained, engine)
+        found["drawn"].append(complete(engine, first))
+        found["differences"].append(difference(trained, first, found["drawn"][-1]))
+        mine = replace(mine, old_logprobs_T=trained.forward(mine))
+        trained.train_step(mine, OBJECTIVE.loss)
+
+    tensors = load_tensors(directory)
+    engine.update_weights(iter(tensors.items()), 3)
+    asked = requests(2, GREEDY)
+    found["greedy"] = complete(engine, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+
+    # Each rank's own requests, twelve prompts of it.
+    mine_to_ask = [replace(one, seed=one.seed + rank) for one in requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(12)])]
+    whole = complete(engine, mine_to_ask)
+    assert engine._lost == set()
+
+    def shared_loads():
+        seen, ask = [0, 0], engine._ask
+
+        async def noted(number, run, arrivals):
+            seen[number] += len(run)
+            await ask(number, run, arrivals)
+
+        engine._ask = noted
+        again = complete(engine, mine_to_ask)
+        engine._ask = ask
+        return seen, again == whole
+
+    found["loads"] = shared_loads()
+
+    def with_deaths(deadly_ranks) -> list[Completion]:
+        """Complete the requests while servers are killed as soon as something has come."""
+        arrived: dict[int, Completion] = {}
+        while True:
+            for completion in engine.generate([one for one in mine_to_ask if one.id not in arrived]):
+                assert completion.request_id not in arrived
+                if not arrived and rank in deadly_ranks:
+                    kill_api(engine)
+                arrived[completion.request_id] = completion
+            if engine.version >= 0:
+                break
+            refreshed(engine, tensors)
+        return [arrived[one.id] for one in mine_to_ask]
+
+    found["one killed"] = with_deaths({1}) == whole, sorted(engine._lost)
+    engine.version = -1
+    refreshed(engine, tensors)
+    found["restarted"] = complete(engine, mine_to_ask) == whole, sorted(engine._lost), len(engine._servers)
+    found["both killed"] = with_deaths({0, 1}) == whole, sorted(engine._lost)
+
+    stopped = []
+    for completion in engine.generate(mine_to_ask):
+        stopped.append(completion)
+        if len(stopped) == 1:
+            engine.abort()
+    found["aborted"] = stopped
+    faulty = dict(tensors)
+    del faulty["model.layers.1.mlp.up_proj.weight"]
+    try:
+        engine.update_weights(iter(faulty.items()), 4)
+    except RuntimeError as error:
+        found["left out"] = str(error)
+    engine.update_weights(iter(tensors.items()), 3)
+    found["after"] = complete(engine, mine_to_ask) == whole
+    processes = engine._process._family()
+    engine.close()
+    mesh.ranks.barrier()
+    found["left"] = [each.pid for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(cluster, model, tmp_path_factory) -> list[dict]:
+    return cluster.run(two_servers, "megatron:d2", model, tmp_path_factory.mktemp("logs"), seconds=400)
+
+
+def test_after_every_step_the_servers_sample_with_the_new_weights(both):
+    """Log-probs as the trainer's to 1e-5, a hundred last places; untrained weights would be off by a hundred times that."""
+    for found in both:
+        assert max(found["differences"]) < 1e-5, found["differences"]
+        assert [one.policy_version for one in found["drawn"][3]] == [3] * 10
+        assert [one.token_ids for one in found["drawn"][0]] != [one.token_ids for one in found["drawn"][3]]
+
+
+def test_greedy_tokens_of_servers_equal_the_transformers_engine_s(both):
+    for found in both:
+        served, other = found["greedy"]
+        assert [one.token_ids for one in served] == [one.token_ids for one in other]
+        for one, same in zip(served, other, strict=True):
+            assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+            assert one.finish_reason == same.finish_reason
+
+
+def test_requests_are_spread_over_the_servers_and_draw_what_their_keys_say(both):
+    for found in both:
+        loads, same = found["loads"]
+        assert sum(loads) == 48 and min(loads) >= 16, loads
+        assert same
+
+
+def test_a_server_killed_while_it_samples_costs_no_sample_and_counts_none_twice(both):
+    """The other one samples them again, as the key of each request says."""
+    for found in both:
+        assert found["one killed"] == (True, [1])
+
+
+def test_a_server_that_was_lost_is_there_again_with_the_next_weights(both):
+    for found in both:
+        assert found["restarted"] == (True, [], 2)
+    assert any("1 of 2 servers" in line for line in both[0]["said"]), both[0]["said"]
+
+
+def test_where_no_server_is_left_they_are_started_again_in_the_middle_of_a_rollout(both):
+    for found in both:
+        assert found["both killed"] == (True, [])
+
+
+def test_abort_gives_what_there_is(both):
+    for found in both:
+        stopped = found["aborted"]
+        assert sorted(one.request_id for one in stopped) == list(range(48))
+        aborted = [one for one in stopped if one.finish_reason == "abort"]
+        assert len(aborted) > 20
+        assert all(len(one.token_ids) == len(one.logprobs) < 200 for one in aborted)
+
+
+def test_servers_refuse_weights_that_are_not_whole_and_take_the_next_ones(both):
+    for found in both:
+        assert "1 of" in found["left out"] and "up_proj" in found["left out"]
+        assert found["after"]
+
+
+def test_closing_an_engine_of_servers_ends_them(both):
+    assert [found["left"] for found in both] == [[], []]
+
+
+def over_the_wire(mesh, directory: Path, address: str):
+    """Sampled by servers that are there already, and by the transformers engine."""
+    tensors, asked = load_tensors(directory), requests(2, GREEDY)
+    engine = server_engine(mesh, directory, Path(), [], addresses=[address])
+    changed = {name: tensor * 1.01 for name, tensor in tensors.items()}
+    calls = []
+    for weights in (changed, tensors):
+        engine.update_weights(iter(weights.items()), 0)
+        calls.append((complete(engine, asked), undisturbed(mesh, directory, weights, [asked])[0]))
+    return calls
+
+
+def test_servers_that_run_already_get_weights_over_a_process_group(cluster, model, tmp_path):
+    """Two tensor-parallel workers of a server that somebody else has started; `fivefold check` looks at it before."""
+    from fivefold.config.findings import Findings
+    from fivefold.distributed.ports import free_port
+    from fivefold.engines.vllm.probe import answers, check_servers
+    from fivefold.engines.vllm.serve import ON_CPU, flags
+    from fivefold.models.config_json import read_config
+
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    given = {"model": str(model), "tensor_parallel_size": 2, **ARGUMENTS, "enforce_eager": True, "port": port}
+    command = [sys.executable, "-m", "fivefold.engines.vllm.serve", *flags(given)]
+    with (tmp_path / "log").open("wb") as log:
+        served = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ON_CPU | {"TORCH_COMPILE_DISABLE": "1"})
+    try:
+        while not answers(address):
+            assert served.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.2)
+        config, said = read_config(model), []
+        for expected, longest in ((config, 256), (config, 300), (config | {"vocab_size": 7}, 256)):
+            check_servers(findings := Findings(), [address], expected, longest)
+            said.append(findings.errors)
+        assert said[0] == []
+        assert "300 tokens: its max_model_len is 256" in said[1][0]
+        assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in said[2][0]
+        results = cluster.run(over_the_wire, "megatron:d2", model, address)
+    finally:
+        served.kill()
+        served.wait()
+    for calls in results:
+        for served_ones, other in calls:
+            assert [one.token_ids for one in served_ones] == [one.token_ids for one in other]
+            for one, same in zip(served_ones, other, strict=True):
+                assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+
+
+HOST = """
+import sys, torch
+from pathlib import Path
+from tests.engines.test_server_engine import server_of
+served = server_of(Path(sys.argv[1]), Path(sys.argv[2]), tensor_parallel=2)
+served.start()
+served.wait()
+print(served._process.pid, flush=True)
+served._process.wait()
+print("ended", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("victim", ["the rank", "the API server", "the engine core", "a worker"])
+def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_path, victim):
+    before = shared_memory()
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST, str(model), str(tmp_path / "log")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    line = host.stdout.readline()
+    assert line, (tmp_path / "log").read_text()[-3000:]
+    api = psutil.Process(int(line))
+    (core,) = [each for each in api.children() if "EngineCore" in " ".join(each.cmdline()) or each.children()]
+    family = [api, *api.children(recursive=True)]
+    killed = {
+        "the rank": psutil.Process(host.pid),
+        "the API server": api,
+        "the engine core": core,
+        "a worker": core.children()[-1],
+    }
+    killed[victim].kill()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    host.communicate()
+    assert alive == [], [each.cmdline() for each in alive]
+    # Python's tracker removes what a killed process had under a name, a moment later.
+    wait_for(lambda: shared_memory() <= before)
