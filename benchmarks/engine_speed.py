@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,12 +83,9 @@ def vllm_engine(mesh, directory: Path, layout: str) -> None:
     away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
     model.offload()
-    arguments = {"dtype": "bfloat16" if large else "float32", "max_model_len": 4352 if large else 64, "seed": 0}
-    arguments |= {"max_num_seqs": 256, "skip_tokenizer_init": True}
-    arguments |= {"gpu_memory_utilization": 0.6} if large else {"kv_cache_memory_bytes": 64 << 20}
     begin = time.perf_counter()
     engine = VLLMEngine(
-        directory, TOKENIZER, ParallelLayout.parse(f"vllm:{layout}"), mesh.ranks.rank, mesh.device, arguments,
+        directory, TOKENIZER, ParallelLayout.parse(f"vllm:{layout}"), mesh.ranks.rank, mesh.device, arguments(large),
         verify_every=2, can_sleep=large,
     )  # fmt: skip
     tell(mesh, "start", round(time.perf_counter() - begin, 1))
@@ -120,6 +118,58 @@ def vllm_engine(mesh, directory: Path, layout: str) -> None:
         seconds, _ = timed(mesh, engine.sleep)
         freed = (torch.cuda.mem_get_info()[0] - free) / 2**30
         tell(mesh, "sleep", {"seconds": round(seconds, 3), "freed_gib": round(freed, 1)})
+
+
+def vllm_servers(mesh, directory: Path, layout: str) -> None:
+    """The same with servers in processes of their own, on the same devices."""
+    from fivefold.engines.server_engine import ServerEngine
+    from fivefold.engines.vllm.client import VLLMServer
+    from fivefold.engines.vllm.probe import answers
+    from fivefold.engines.vllm.serve import server_process
+
+    large, each, rank = is_large(mesh), ParallelLayout.parse(f"vllm:{layout}").tp, mesh.ranks.rank
+    away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
+    model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
+    model.offload()
+    process = None
+    if rank % each == 0:
+        given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large} | arguments(large)
+        process = server_process(given, mesh.device, each, directory.parent / f"server-{layout}-{rank}.log", answers)
+    begin = time.perf_counter()
+    engine = ServerEngine(
+        directory, mesh.ranks, mesh.device, partial(VLLMServer, ends=set()), print, process=process, ranks_per_server=each,
+        window=320, bucket_bytes=512 << 20, verify_every=2, can_sleep=large,
+    )  # fmt: skip
+    tell(mesh, "start", round(time.perf_counter() - begin, 1))
+    for version in range(4):
+        seconds = {}
+        engine.sleep()
+        model.offload()
+        seconds["wake_weights"], _ = timed(mesh, engine.wake)
+        seconds["update"], _ = timed(mesh, lambda version=version: engine.update_weights(model.weights(), version))
+        model.offload()
+        if engine._is_cache_asleep:
+            seconds["wake_cache"], _ = timed(mesh, lambda: engine._each("wake", "kv_cache"))
+            engine._is_cache_asleep = False
+        seconds["all"] = sum(seconds.values())
+        tell(mesh, "sync", {key: round(value, 3) for key, value in seconds.items()} | {"verified": version % 2 == 0})
+    list(engine.generate([Request(i, [11, 12, 13 + i], Sampling(max_tokens=4), i) for i in range(256)]))
+    for name, requests in request_sets(large, model.spec.vocab).items():
+        mine = requests[engine.replica.index :: engine.replica.count]
+        seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
+        tell(mesh, name, {"tokens_per_second": round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)})
+        engine.update_weights(model.weights(), engine.version)
+        model.offload()
+    seconds, _ = timed(mesh, engine.sleep)
+    tell(mesh, "sleep", {"seconds": round(seconds, 3)})
+    engine.close()
+
+
+def arguments(large: bool) -> dict[str, Any]:
+    """vLLM's own, the same for every way to run it."""
+    found = {"dtype": "bfloat16" if large else "float32", "max_model_len": 4352 if large else 64, "seed": 0}
+    found |= {"max_num_seqs": 256, "skip_tokenizer_init": True}
+    return found | ({"gpu_memory_utilization": 0.6} if large else {"kv_cache_memory_bytes": 64 << 20})
 
 
 def tell(mesh, what: str, found: Any) -> None:
@@ -180,13 +230,14 @@ def embedded(part: Part) -> None:
         part.say("transformers", found)
 
 
-def in_process(name: str, layouts: dict[str, str]) -> Callable[[Part], None]:
+def beside(name: str, layouts: dict[str, str]) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
         for layout, engine in layouts.items():
-            part.say(f"vllm:{engine} in {layout}", "")
-            part.measure(f"vllm:{engine} in {layout}", layout, vllm_engine, part.model(name), engine)
+            for what, function in (("in process", vllm_engine), ("as servers", vllm_servers)):
+                part.say(f"vllm:{engine} {what}, {layout}", "")
+                part.measure(f"vllm:{engine} {what}, {layout}", layout, function, part.model(name), engine)
 
-    measure.__doc__ = f"vLLM in the trainer's ranks, {name}."
+    measure.__doc__ = f"vLLM in the trainer's ranks, and as servers on their devices, {name}."
     return measure
 
 
@@ -198,15 +249,15 @@ policy:
   recompute: {recompute}
   optimizer: {{lr: 1.0e-6}}
   offload: {{parameters: true, gradients: true, optimizer: true}}
-engine: {{backend: "{engine}", memory_fraction: {fraction}, max_num_seqs: 256, sampling: {{ignore_eos: true}}}}
+engine: {{backend: "{engine}", mode: {mode}, memory_fraction: {fraction}, max_num_seqs: 256, sampling: {{ignore_eos: true}}}}
 algorithm: {{name: grpo, group_size: 8, kl: {{coef: 0}}}}
 data: {{train: [{root}/data/train.parquet], prompts_per_step: 32, max_prompt_tokens: 64, max_response_tokens: {response}}}
 reward: {{functions: {{format: 1.0}}}}
-trainer: {{run_dir: {root}/{engine}, steps: 4, device: {device}, save_every: 0, loggers: [console]}}
+trainer: {{run_dir: {root}/{engine}-{mode}, steps: 4, device: {device}, save_every: 0, loggers: [console]}}
 """
 
 
-def whole_run(part: Part, name: str, layout: str, engine: str, fraction: float, recompute: str = "none") -> None:
+def whole_run(part: Part, name: str, layout: str, engine: str, mode: str, fraction: float) -> None:
     """Steps of GRPO from the command line: seconds of each stage, of the fastest step."""
     root = part.model(name).parent
     ff = [sys.executable, "-m", "fivefold.cli"]
@@ -217,43 +268,51 @@ def whole_run(part: Part, name: str, layout: str, engine: str, fraction: float, 
         ):
             subprocess.run([*ff, *command], check=True, capture_output=True)
     text = RUN.format(
-        root=root, model=part.model(name), layout=layout, engine=engine, fraction=fraction, recompute=recompute,
+        root=root, model=part.model(name), layout=layout, engine=engine, mode=mode, fraction=fraction,
+        recompute="full" if name == "qwen3_8b" else "none",
         response=1024 if part.large else 16, device="cuda" if part.large else "cpu",
     )  # fmt: skip
     (root / "run.yaml").write_text(text)
     done = subprocess.run([*ff, "train", f"{root}/run.yaml"], capture_output=True, text=True, timeout=part.left, check=False)
     if done.returncode:
-        return part.claim(f"{name}, {layout}, {engine}", False, (done.stdout + done.stderr)[-3000:])
-    rows = [json.loads(line) for line in (root / engine / "metrics.jsonl").read_text().splitlines()]
+        return part.claim(f"{name}, {layout}, {engine} {mode}", False, (done.stdout + done.stderr)[-3000:])
+    rows = [json.loads(line) for line in (root / f"{engine}-{mode}" / "metrics.jsonl").read_text().splitlines()]
     row = min((row for row in rows if row["step"] > 1), key=lambda row: row["time/step"])
     times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
     others = {key: row[key] for key in row if key.startswith(("throughput/", "memory/", "rollout/logprob", "rollout/kl"))}
-    part.say(f"{name}, {layout}, {engine}", {**times, **{key: float(f"{value:.4g}") for key, value in others.items()}})
+    part.say(
+        f"{name}, {layout}, {engine} {mode}", {**times, **{key: float(f"{value:.4g}") for key, value in others.items()}}
+    )
     return None
 
 
-def runs(part: Part) -> None:
-    """Whole GRPO steps, 32 prompts of 8 responses of 1024 tokens."""
-    for name, layout, engine, fraction in (
-        ("qwen3_1.7b", "d1", "vllm:d1", 0.5),
-        ("qwen3_8b", "t2", "vllm:d1t2", 0.6),
-        ("qwen3_1.7b", "d1", "transformers", 0.5),
-        ("qwen3_1.7b", "t2", "vllm:d2", 0.5),
-        ("qwen3_8b", "d2t2", "vllm:d2t2", 0.6),
-    ):
-        world = ParallelLayout.parse(f"megatron:{layout}").world_size
-        if (part.large and world > part.gpus) or part.left < 60:
-            part.say(f"{name}, {layout}, {engine}", "not measured")
-        elif engine != "transformers" or part.left > 120:
-            whole_run(part, name, layout, engine, fraction, "full" if name == "qwen3_8b" else "none")
+def runs(*rows: tuple[str, str, str, str, float]) -> Callable[[Part], None]:
+    def measure(part: Part) -> None:
+        for name, layout, engine, mode, fraction in rows:
+            world = ParallelLayout.parse(f"megatron:{layout}").world_size
+            if (part.large and world > part.gpus) or part.left < 60:
+                part.say(f"{name}, {layout}, {engine} {mode}", "not measured")
+            else:
+                whole_run(part, name, layout, engine, mode, fraction)
+
+    measure.__doc__ = "Whole GRPO steps, 32 prompts of 8 responses of 1024 tokens."
+    return measure
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
     "transformers": embedded,
-    "1.7b": in_process("qwen3_1.7b", {"d1": "d1"}),
-    "8b": in_process("qwen3_8b", {"t2": "d1t2"}),
-    "four": in_process("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}),
-    "runs": runs,
+    "1.7b": beside("qwen3_1.7b", {"d1": "d1"}),
+    "8b": beside("qwen3_8b", {"t2": "d1t2"}),
+    "four": beside("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}),
+    "runs-one": runs(
+        ("qwen3_1.7b", "d1", "vllm:d1", "in_process", 0.5),
+        ("qwen3_1.7b", "d1", "vllm:d1", "server", 0.5),
+        ("qwen3_1.7b", "d1", "transformers", "in_process", 0.5),
+    ),
+    "runs-two": runs(("qwen3_8b", "t2", "vllm:d1t2", "in_process", 0.6), ("qwen3_8b", "t2", "vllm:d1t2", "server", 0.6)),
+    "runs-four": runs(
+        ("qwen3_8b", "d2t2", "vllm:d2t2", "in_process", 0.6), ("qwen3_1.7b", "d4", "vllm:d4", "in_process", 0.5)
+    ),
 }
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
     """[size] bytes on `device` outside torch's cache, and the handle by which another process maps them."""
     address, handle = ctypes.c_void_p(), _Handle()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()
         _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
         _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         return torch.as_tensor(_Memory(address.value or 0, size), device=device), bytes(handle.reserved).hex()
