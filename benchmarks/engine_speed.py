@@ -26,6 +26,7 @@ import torch
 from benchmarks.harness import Part, run
 from fivefold.config.schema import OffloadConfig
 from fivefold.engines.sampling import request_seed
+from fivefold.engines.weight_sync import weight_sync
 from fivefold.layout import ParallelLayout
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.gpu_models import build, is_large, timed
@@ -73,7 +74,7 @@ def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, An
     return found
 
 
-def vllm_engine(mesh, directory: Path, layout: str) -> None:
+def vllm_engine(mesh, directory: Path, layout: str, rates: bool) -> None:
     """Start, weight syncs by their parts, tokens a second by set beside vLLM alone, log-probs beside the trainer's."""
     from vllm import SamplingParams
 
@@ -91,6 +92,8 @@ def vllm_engine(mesh, directory: Path, layout: str) -> None:
     tell(mesh, "start", round(time.perf_counter() - begin, 1))
     for version in range(4):
         tell(mesh, "sync", synced(mesh, model, engine, version))
+    if not rates:
+        return
     sets = request_sets(large, model.spec.vocab)
     for name, requests in sets.items():
         mine = requests[engine.replica.index :: engine.replica.count]
@@ -120,7 +123,7 @@ def vllm_engine(mesh, directory: Path, layout: str) -> None:
         tell(mesh, "sleep", {"seconds": round(seconds, 3), "freed_gib": round(freed, 1)})
 
 
-def vllm_servers(mesh, directory: Path, layout: str) -> None:
+def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
     """The same with servers in processes of their own, on the same devices."""
     from fivefold.engines.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer
@@ -142,17 +145,9 @@ def vllm_servers(mesh, directory: Path, layout: str) -> None:
     )  # fmt: skip
     tell(mesh, "start", round(time.perf_counter() - begin, 1))
     for version in range(4):
-        seconds = {}
-        engine.sleep()
-        model.offload()
-        seconds["wake_weights"], _ = timed(mesh, engine.wake)
-        seconds["update"], _ = timed(mesh, lambda version=version: engine.update_weights(model.weights(), version))
-        model.offload()
-        if engine._is_cache_asleep:
-            seconds["wake_cache"], _ = timed(mesh, lambda: engine._each("wake", "kv_cache"))
-            engine._is_cache_asleep = False
-        seconds["all"] = sum(seconds.values())
-        tell(mesh, "sync", {key: round(value, 3) for key, value in seconds.items()} | {"verified": version % 2 == 0})
+        tell(mesh, "sync", synced(mesh, model, engine, version))
+    if not rates:
+        return engine.close()
     list(engine.generate([Request(i, [11, 12, 13 + i], Sampling(max_tokens=4), i) for i in range(256)]))
     for name, requests in request_sets(large, model.spec.vocab).items():
         mine = requests[engine.replica.index :: engine.replica.count]
@@ -162,7 +157,7 @@ def vllm_servers(mesh, directory: Path, layout: str) -> None:
         model.offload()
     seconds, _ = timed(mesh, engine.sleep)
     tell(mesh, "sleep", {"seconds": round(seconds, 3)})
-    engine.close()
+    return engine.close()
 
 
 def arguments(large: bool) -> dict[str, Any]:
@@ -181,23 +176,24 @@ def tell(mesh, what: str, found: Any) -> None:
 def synced(mesh, model, engine, version: int) -> dict[str, Any]:
     """Seconds of a sync by its parts, from a sleeping engine to one that can sample."""
     seconds: dict[str, float] = {}
-    rpc = engine._llm.collective_rpc
+    parts = {"wake_weights": "wake", "update": "update_weights"}
+    for what, method in parts.items():
 
-    def watched(name: str, **options: Any) -> Any:
-        seconds[name], result = timed(mesh, lambda: rpc(name, **options))
-        return result
+        def watched(*given: Any, what: str = what, method: str = method) -> None:
+            begin = time.perf_counter()
+            getattr(type(engine), method)(engine, *given)
+            seconds[what] = time.perf_counter() - begin
 
-    engine._llm.collective_rpc = watched
+        setattr(engine, method, watched)
     engine.sleep()
     model.offload()
-    seconds["wake_weights"], _ = timed(mesh, engine.wake)
-    seconds["all"], _ = timed(mesh, lambda: engine.update_weights(model.weights(), version))
+    engine.version = -1
+    sync, _ = timed(mesh, lambda: weight_sync(model, engine))
+    for method in parts.values():
+        delattr(engine, method)
     model.offload()
-    if engine._is_cache_asleep:
-        seconds["wake_cache"], _ = timed(mesh, lambda: engine._wake("kv_cache"))
-        engine._is_cache_asleep = False
-        seconds["all"] += seconds["wake_weights"] + seconds["wake_cache"]
-    engine._llm.collective_rpc = rpc
+    seconds["wake_cache"], _ = timed(mesh, engine._wake_cache)
+    seconds["all"] = sync + seconds["wake_cache"]
     return {name: round(value, 3) for name, value in seconds.items()} | {"verified": version % 2 == 0}
 
 
@@ -230,12 +226,12 @@ def embedded(part: Part) -> None:
         part.say("transformers", found)
 
 
-def beside(name: str, layouts: dict[str, str]) -> Callable[[Part], None]:
+def beside(name: str, layouts: dict[str, str], rates: bool = True) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
         for layout, engine in layouts.items():
             for what, function in (("in process", vllm_engine), ("as servers", vllm_servers)):
                 part.say(f"vllm:{engine} {what}, {layout}", "")
-                part.measure(f"vllm:{engine} {what}, {layout}", layout, function, part.model(name), engine)
+                part.measure(f"vllm:{engine} {what}, {layout}", layout, function, part.model(name), engine, rates)
 
     measure.__doc__ = f"vLLM in the trainer's ranks, and as servers on their devices, {name}."
     return measure
@@ -303,7 +299,8 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "transformers": embedded,
     "1.7b": beside("qwen3_1.7b", {"d1": "d1"}),
     "8b": beside("qwen3_8b", {"t2": "d1t2"}),
-    "four": beside("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}),
+    "syncs-two": beside("qwen3_8b", {"t2": "d1t2"}, rates=False),
+    "syncs-four": beside("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}, rates=False),
     "runs-one": runs(
         ("qwen3_1.7b", "d1", "vllm:d1", "in_process", 0.5),
         ("qwen3_1.7b", "d1", "vllm:d1", "server", 0.5),

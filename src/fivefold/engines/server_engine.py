@@ -230,6 +230,11 @@ class ServerEngine:
             self._each("wake", "weights")
             self._is_asleep = False
 
+    def _wake_cache(self) -> None:
+        if self._is_cache_asleep:
+            self._each("wake", "kv_cache")
+            self._is_cache_asleep = False
+
     def _each(self, name: str, *arguments: Any) -> None:
         """Ask every server, each by the rank that speaks with it; return on all ranks when all have answered."""
         if self._device.type == "cuda":
@@ -257,9 +262,7 @@ class ServerEngine:
         after new weights: the version is below 0 then.
         """
         assert self.version >= 0, "the engine has no weights yet"
-        if self._is_cache_asleep:
-            self._each("wake", "kv_cache")
-            self._is_cache_asleep = False
+        self._wake_cache()
         before = len(self._lost)
         # One server answers all requests of a prompt: it computes the prompt once.
         self._waiting = deque(list(run) for _, run in groupby(requests, lambda one: (one.prompt_ids, one.sampling)))

@@ -11,8 +11,10 @@ from fivefold.interfaces import Engine, Model
 def weight_sync(policy: Model, engine: Engine | None) -> None:
     """Give the engine the policy's weights, unless it has them already or there is none. Collective."""
     while engine is not None and engine.version != policy.version:
+        # Parameters that were away come back while the engine takes its memory.
+        weights = policy.weights()
         engine.wake()
-        engine.update_weights(policy.weights(), policy.version)
+        engine.update_weights(weights, policy.version)
 
 
 @contextmanager

@@ -92,9 +92,7 @@ class VLLMEngine:
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """A completion of each request, as they finish."""
         assert self.version >= 0, "the engine has no weights yet"
-        if self._is_cache_asleep:
-            self._wake("kv_cache")
-            self._is_cache_asleep = False
+        self._wake_cache()
         engine = self._llm.llm_engine
         params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
         for request in requests:
@@ -131,6 +129,11 @@ class VLLMEngine:
         if self._is_asleep:
             self._wake("weights")
             self._is_asleep = False
+
+    def _wake_cache(self) -> None:
+        if self._is_cache_asleep:
+            self._wake("kv_cache")
+            self._is_cache_asleep = False
 
     def _wake(self, part: str) -> None:
         # vLLM takes memory from the driver: what the trainer has freed must be back there, not in torch's cache.
