@@ -245,16 +245,17 @@ policy:
   recompute: {recompute}
   optimizer: {{lr: 1.0e-6}}
   offload: {{parameters: true, gradients: true, optimizer: true}}
-engine: {{backend: "{engine}", mode: {mode}, memory_fraction: {fraction}, max_num_seqs: 256, sampling: {{ignore_eos: true}}}}
+engine:
+  {{backend: "{engine}", mode: {mode}, memory_fraction: {fraction}, max_logprob_diff: 0.1, sampling: {{ignore_eos: true}}}}
 algorithm: {{name: grpo, group_size: 8, kl: {{coef: 0}}}}
 data: {{train: [{root}/data/train.parquet], prompts_per_step: 32, max_prompt_tokens: 64, max_response_tokens: {response}}}
 reward: {{functions: {{format: 1.0}}}}
-trainer: {{run_dir: {root}/{engine}-{mode}, steps: 4, device: {device}, save_every: 0, loggers: [console]}}
+trainer: {{run_dir: {root}/{engine}-{mode}, steps: 3, device: {device}, save_every: 0, loggers: [console]}}
 """
 
 
 def whole_run(part: Part, name: str, layout: str, engine: str, mode: str, fraction: float) -> None:
-    """Steps of GRPO from the command line: seconds of each stage, of the fastest step."""
+    """Steps of GRPO from the command line."""
     root = part.model(name).parent
     ff = [sys.executable, "-m", "fivefold.cli"]
     if not (root / "data").exists():
@@ -269,17 +270,30 @@ def whole_run(part: Part, name: str, layout: str, engine: str, mode: str, fracti
         response=1024 if part.large else 16, device="cuda" if part.large else "cpu",
     )  # fmt: skip
     (root / "run.yaml").write_text(text)
-    done = subprocess.run([*ff, "train", f"{root}/run.yaml"], capture_output=True, text=True, timeout=part.left, check=False)
-    if done.returncode:
-        return part.claim(f"{name}, {layout}, {engine} {mode}", False, (done.stdout + done.stderr)[-3000:])
-    rows = [json.loads(line) for line in (root / f"{engine}-{mode}" / "metrics.jsonl").read_text().splitlines()]
-    row = min((row for row in rows if row["step"] > 1), key=lambda row: row["time/step"])
-    times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
-    others = {key: row[key] for key in row if key.startswith(("throughput/", "memory/", "rollout/logprob", "rollout/kl"))}
-    part.say(
-        f"{name}, {layout}, {engine} {mode}", {**times, **{key: float(f"{value:.4g}") for key, value in others.items()}}
-    )
-    return None
+    what, printed = f"{name}, {layout}, {engine} {mode}", 0
+    with (root / "out").open("w+") as out:
+        process = subprocess.Popen([*ff, "train", f"{root}/run.yaml"], stdout=out, stderr=out)
+        try:
+            while process.poll() is None and part.left > 0:
+                time.sleep(1)
+                printed = say_steps(part, what, root / f"{engine}-{mode}" / "metrics.jsonl", printed)
+        finally:
+            process.kill()
+        if process.wait():
+            part.claim(what, False, (root / "out").read_text()[-3000:])
+
+
+def say_steps(part: Part, what: str, metrics: Path, printed: int) -> int:
+    """Print the steps that are new: seconds of each stage."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    for row in rows[printed:]:
+        times = {key.removeprefix("time/"): round(value, 3) for key, value in row.items() if key.startswith("time/")}
+        others = {
+            key: row[key] for key in row if key.startswith(("throughput/", "memory/", "rollout/logprob", "rollout/kl"))
+        }
+        rounded = {key: float(f"{value:.4g}") for key, value in others.items()}
+        part.say(f"{what}, step {row['step']}", {**times, **rounded})
+    return len(rows)
 
 
 def runs(*rows: tuple[str, str, str, str, float]) -> Callable[[Part], None]:
@@ -306,7 +320,8 @@ PARTS: dict[str, Callable[[Part], None]] = {
         ("qwen3_1.7b", "d1", "vllm:d1", "server", 0.5),
         ("qwen3_1.7b", "d1", "transformers", "in_process", 0.5),
     ),
-    "runs-two": runs(("qwen3_8b", "t2", "vllm:d1t2", "in_process", 0.6), ("qwen3_8b", "t2", "vllm:d1t2", "server", 0.6)),
+    "runs-two": runs(("qwen3_8b", "t2", "vllm:d1t2", "in_process", 0.6)),
+    "runs-two-servers": runs(("qwen3_8b", "t2", "vllm:d1t2", "server", 0.6)),
     "runs-four": runs(
         ("qwen3_8b", "d2t2", "vllm:d2t2", "in_process", 0.6), ("qwen3_1.7b", "d4", "vllm:d4", "in_process", 0.5)
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -77,6 +78,8 @@ def run(description: str | None, parts: Mapping[str, Callable[[Part], None]], ar
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all of them if none is named")
     parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")
     given = parser.parse_args(arguments)
+    # What it has started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if unknown := set(given.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
     gpus = torch.cuda.device_count()

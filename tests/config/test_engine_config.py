@@ -6,12 +6,15 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from fivefold.config import RunConfig
 from fivefold.config.loader import ConfigError
+from fivefold.distributed.ports import free_port
 from fivefold.plan.check import check
 from fivefold.plan.summary import describe
 from tests.support.tiny_models import load_tensors, make_model
@@ -91,6 +94,13 @@ REFUSED = [
     ({"backend": "vlm:d2"}, r"engine.backend: unknown backend 'vlm'"),
     ({"backend": "transformer"}, r"engine.backend: a layout names its backend before a colon: got 'transformer'"),
     ({"backend": "vllm:c2"}, r"engine.backend: .*c"),
+    ({"mode": "server"}, r"engine.mode must be in_process: transformers has no servers"),
+    (
+        {"url": ["http://a:1"]},
+        r"engine.backend must be vllm alone: the servers of engine.url have layouts .* got transformers",
+    ),
+    ({"url": ["http://a:1"], "backend": "vllm:d2"}, r"engine.backend must be vllm alone: .* got vllm:d2"),
+    ({"backend": "vllm"}, r"engine.backend: a layout names its backend before a colon: got 'vllm'"),
     ({"max_model_len": 63}, r"engine.max_model_len must hold the longest prompt and response, 64 tokens: got 63"),
     ({"memory_fraction": 1.0}, r"engine.memory_fraction must be in \(0, 1\): got 1.0"),
     ({"sampling": {"min_tokens": 33}}, r"engine.sampling.min_tokens must be at most data.max_response_tokens = 32: got 33"),
@@ -165,6 +175,33 @@ def test_a_layout_that_the_model_cannot_have_is_refused(files, vllm, policy, eng
     assert any(error.strip().startswith(says) for error in errors), errors
 
 
+class Stranger(BaseHTTPRequestHandler):
+    """A server of something else."""
+
+    def do_POST(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_url_where_nobody_or_somebody_else_answers_is_refused(files):
+    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        urls = [f"http://127.0.0.1:{server.server_port}", f"http://127.0.0.1:{free_port()}", "localhost:8000"]
+        stranger, nobody, unknown = check(config(files, backend="vllm", url=urls)).errors
+        server.shutdown()
+    assert f"engine.url: {urls[0]} is no server that takes weights (it answers with 404); start it by python -m" in stranger
+    assert f"engine.url: {urls[1]} does not answer (ConnectError); start a server there: python -m" in nobody
+    assert unknown == "engine.url must be http://host:port: got 'localhost:8000'"
+
+
+def test_what_servers_that_run_already_were_started_with_is_said_to_be_without_effect(files):
+    given = {"backend": "vllm", "url": [f"http://127.0.0.1:{free_port()}"], "memory_fraction": 0.7, "vllm": {"a": 1}}
+    ignored = dict(check(config(files, **given)).ignored)
+    for key in ("engine.memory_fraction", "engine.vllm"):
+        assert ignored[key] == "the servers of engine.url were started with what they have"
+
+
 def test_a_faster_engine_that_is_installed_is_told(files, vllm):
     vllm("0.26.0")
     assert any(note.startswith("vLLM 0.26.0 is installed and samples") for note in check(config(files)).notes)
@@ -186,6 +223,20 @@ def test_the_summary_says_what_samples(files, vllm):
     lines = describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
     (line,) = [line for line in lines if line.startswith("engine")]
     assert "vllm, bfloat16: 1 replicas x 2 tensor on the policy's ranks" in line and "40% of each GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({"backend": "vllm:d1t2", "mode": "server"}, "1 replicas x 2 tensor as servers on the policy's ranks"),
+        ({"backend": "vllm", "url": ["http://a:1", "http://b:2"]}, "vllm, 2 servers at http://a:1, http://b:2"),
+    ],
+)
+def test_the_summary_says_where_servers_are(files, engine, says):
+    from fivefold.models.families import load_spec
+
+    made = config(files, **engine)
+    assert says in describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from fivefold.types import Completion, Request, Sampling
+from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.engines.test_vllm_engine import SIZES, TOKENIZER, difference
 from tests.support.commands import wait_for
 from tests.support.engines import PROMPTS, complete, requests, shared_memory
@@ -239,8 +241,53 @@ def over_the_wire(mesh, directory: Path, address: str):
     return calls
 
 
+def changed_midway(mesh, directory: Path, address: str):
+    """Completions between whose tokens the weights changed, and of every token the log-prob under either weights."""
+    from fivefold.megatron.model import MegatronModel
+
+    tensors = load_tensors(directory)
+    weights = [{name: tensor * factor for name, tensor in tensors.items()} for factor in (1.0, 1.1)]
+    engine = server_engine(mesh, directory, Path(), [], addresses=[address])
+    engine.update_weights(iter(weights[0].items()), 4)
+    asked = requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(12)])
+    found: dict[int, Completion] = {}
+    for completion in engine.generate(asked):
+        found[completion.request_id] = completion
+        if len(found) == 5:
+            engine.update_weights(iter(weights[1].items()), 9)
+    under = []
+    for number, each in enumerate(weights):
+        path = directory.parent / f"changed-{number}"
+        shutil.copytree(directory, path, dirs_exist_ok=True)
+        save_file(each, path / "model.safetensors", metadata={"format": "pt"})
+        model = MegatronModel(path, POLICY, mesh)
+        under.append([logprobs_of(model, request, found[request.id]) for request in asked])
+    return [found[request.id] for request in asked], under
+
+
+def logprobs_of(model, request: Request, found: Completion) -> list[float]:
+    tokens = request.prompt_ids + found.token_ids
+    mask = torch.tensor([False] * len(request.prompt_ids) + [True] * len(found.token_ids))
+    return model.forward(TokenBatch(torch.tensor(tokens), mask, [len(tokens)]))[mask].tolist()
+
+
+def check_what_was_sampled_midway(completions: list[Completion], under: list[list[list[float]]]) -> None:
+    """Every token is said to come from the weights that gave it its log-prob, and requests went through both."""
+    mixed = [one for one in completions if one.token_versions is not None]
+    assert len(mixed) > 5
+    for number, one in enumerate(completions):
+        versions = one.token_versions or [one.policy_version] * len(one.token_ids)
+        assert len(versions) == len(one.token_ids) and versions == sorted(versions)
+        assert one.policy_version == versions[0]
+        expected = [under[[4, 9].index(version)][number][place] for place, version in enumerate(versions)]
+        assert one.logprobs == pytest.approx(expected, abs=1e-5)
+
+
 def test_servers_that_run_already_get_weights_over_a_process_group(cluster, model, tmp_path):
-    """Two tensor-parallel workers of a server that somebody else has started; `fivefold check` looks at it before."""
+    """Two tensor-parallel workers of a server that somebody else has started; `fivefold check` looks at it before.
+
+    In the middle of a rollout requests are kept, and go on with the new weights.
+    """
     from fivefold.config.findings import Findings
     from fivefold.distributed.ports import free_port
     from fivefold.engines.vllm.probe import answers, check_servers
@@ -264,6 +311,7 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
         assert "300 tokens: its max_model_len is 256" in said[1][0]
         assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in said[2][0]
         results = cluster.run(over_the_wire, "megatron:d2", model, address)
+        ((midway, under),) = cluster.run(changed_midway, "megatron:d1", model, address)
     finally:
         served.kill()
         served.wait()
@@ -272,6 +320,7 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
             assert [one.token_ids for one in served_ones] == [one.token_ids for one in other]
             for one, same in zip(served_ones, other, strict=True):
                 assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+    check_what_was_sampled_midway(midway, under)
 
 
 HOST = """

@@ -12,6 +12,10 @@ Draw = tuple[int, int]
 """Id and seed of a request."""
 
 
+Answer = tuple[int, list[int], list[float], str, list[tuple[int, int]] | None]
+"""Id, token ids, log-probs, finish reason, and which version sampled how many tokens, where the server says so."""
+
+
 class ServerLostError(Exception):
     """The server ended, or cannot be reached any more."""
 
@@ -21,10 +25,16 @@ class Server(Protocol):
 
     address: str
 
-    def generate(
-        self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
-    ) -> AsyncIterator[tuple[int, list[int], list[float], str]]:
-        """(id, token ids, log-probs, finish reason) of each draw, as they end; raises ServerLostError."""
+    def generate(self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]) -> AsyncIterator[Answer]:
+        """The answer to each draw, as they end; raises ServerLostError."""
+        ...
+
+    def pause(self) -> None:
+        """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""
+        ...
+
+    def resume(self) -> None:
+        """Go on with them."""
         ...
 
     def abort(self) -> None:
@@ -47,8 +57,8 @@ class Server(Protocol):
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None: ...
 
-    def finish_weights(self, is_whole: bool) -> list[str]:
-        """What is wrong with the weights that were received."""
+    def finish_weights(self, is_whole: bool, version: int) -> list[str]:
+        """What is wrong with the weights that were received; answers name them by `version`."""
         ...
 
     def sleep(self) -> None: ...

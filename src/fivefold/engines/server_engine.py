@@ -19,7 +19,7 @@ from torch import Tensor
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.buckets import Bucket, DeviceMemory, HostMemory, Mailroom, Memory, WireMemory, join_wire
-from fivefold.engines.server import Server, ServerLostError
+from fivefold.engines.server import Answer, Server, ServerLostError
 from fivefold.engines.server_process import ServerProcess
 from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
@@ -69,7 +69,7 @@ class ServerEngine:
         self._servers: list[Server] = []
         self._lost: set[int] = set()
         self._restarts = self._updates = 0
-        self._is_asleep = self._is_cache_asleep = False
+        self._is_asleep = self._is_cache_asleep = self._is_generating = False
         self._loop = asyncio.new_event_loop()
         self._numbers = count()
         self._waiting: deque[list[Request]] = deque()
@@ -144,8 +144,11 @@ class ServerEngine:
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Send full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else.
 
-        Where a server ends meanwhile the version stays below 0, and `wake` starts it again.
+        In the middle of `generate` requests wait meanwhile, and go on with the new weights. Where a server ends, the version
+        stays below 0, and `wake` starts it again.
         """
+        if self._is_generating:
+            self._each("pause")
         self.version = -1
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing, faults = set(self._expected), []
@@ -155,7 +158,7 @@ class ServerEngine:
             try:
                 self._send(calls, coming)
             finally:
-                faults = self._settle(self._ask_own(calls, "finish_weights", not missing))
+                faults = self._settle(self._ask_own(calls, "finish_weights", not missing, version))
                 self._mailroom.close()
         if missing:
             faults = [[f"{len(missing)} of {len(self._expected)} tensors did not come, the first: {sorted(missing)[:3]}"]]
@@ -166,6 +169,8 @@ class ServerEngine:
         if not self._lost:
             self._updates += 1
             self.version = version
+        if self._is_generating:
+            self._each("resume")
 
     def _send(self, calls: ThreadPoolExecutor, coming: Iterator[tuple[str, Tensor]]) -> None:
         """Fill one bucket while the servers read the other."""
@@ -267,7 +272,11 @@ class ServerEngine:
         # One server answers all requests of a prompt: it computes the prompt once.
         self._waiting = deque(list(run) for _, run in groupby(requests, lambda one: (one.prompt_ids, one.sampling)))
         self._aborted = []
-        yield from self._completions()
+        self._is_generating = True
+        try:
+            yield from self._completions()
+        finally:
+            self._is_generating = False
         self._agree()
         if len(self._lost) == len(self._servers):
             self.version = -1
@@ -329,12 +338,11 @@ class ServerEngine:
     async def _ask(self, number: int, run: list[Request], arrivals: asyncio.Queue[Arrival]) -> None:
         missing = {request.id: request for request in run}
         name, first = f"{self._ranks.rank}-{next(self._numbers)}", run[0]
-        draws = [(request.id, request.seed) for request in run]
+        draws, asked_at = [(request.id, request.seed) for request in run], self.version
         try:
-            answers = self._servers[number].generate(name, first.prompt_ids, first.sampling, draws)
-            async for found, tokens, logprobs, reason in answers:
-                del missing[found]
-                arrivals.put_nowait((number, Completion(found, tokens, logprobs, cast(Any, reason), self.version)))
+            async for answer in self._servers[number].generate(name, first.prompt_ids, first.sampling, draws):
+                del missing[answer[0]]
+                arrivals.put_nowait((number, self._completion(answer, asked_at)))
         except (ServerLostError, asyncio.CancelledError):
             arrivals.put_nowait((number, list(missing.values())))
         except Exception as error:
@@ -342,6 +350,18 @@ class ServerEngine:
         else:
             if missing:
                 arrivals.put_nowait((number, RuntimeError(f"{self._servers[number]} left {len(missing)} requests out")))
+
+    def _completion(self, answer: Answer, asked_at: int) -> Completion:
+        found, tokens, logprobs, reason, versions = answer
+        if not versions and self.version != asked_at:
+            raise RuntimeError(
+                f"weights changed from {asked_at} to {self.version} while a request ran, and this release of the engine "
+                "does not say which of them sampled which token"
+            )
+        each = [version for version, count in versions or () for _ in range(count)]
+        first = each[0] if each else asked_at
+        mixed = each if len(versions or ()) > 1 else None
+        return Completion(found, tokens, logprobs, cast(Any, reason), first, mixed)
 
     def _look_after(self, silences: list[int], asked: dict[asyncio.Task[None], int]) -> None:
         """A server that has requests and does not answer any more is as good as gone."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import httpx2 as httpx
 
 from fivefold.engines.buckets import Entry
-from fivefold.engines.server import Draw, ServerLostError
+from fivefold.engines.server import Answer, Draw, ServerLostError
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import CONNECT_SECONDS, answers, base_of
 from fivefold.types import Sampling
 
+_RESET_SECONDS = 30.0
 _NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
@@ -36,8 +38,8 @@ class VLLMServer:
 
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
-    ) -> AsyncIterator[Any]:
-        """(id, token ids, log-probs, finish reason) of each draw, as they end; raises ServerLostError."""
+    ) -> AsyncIterator[Answer]:
+        """The answer to each draw, as they end; raises ServerLostError."""
         sampled = sampling_arguments(sampling, self._ends)
         asked = {"name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
         try:
@@ -60,6 +62,14 @@ class VLLMServer:
     def answers(self) -> bool:
         return answers(self.address)
 
+    def pause(self) -> None:
+        """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""
+        self._post("/pause", params={"mode": "keep"})
+
+    def resume(self) -> None:
+        """Go on with them."""
+        self._post("/resume")
+
     def abort(self) -> None:
         """End the requests in flight, which answer with what they have."""
         self._post("/pause", params={"mode": "abort"})
@@ -76,10 +86,17 @@ class VLLMServer:
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
         self._call("receive_bucket", handles, entries, used)
 
-    def finish_weights(self, is_whole: bool) -> list[str]:
+    def finish_weights(self, is_whole: bool, version: int) -> list[str]:
         """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
         faults = [fault for each in self._call("finish_weights", is_whole) for fault in each]
-        self._post("/reset_prefix_cache")
+        deadline = time.monotonic() + _RESET_SECONDS
+        while not _succeeded(self._post("/reset_prefix_cache")):
+            # Requests that nobody waits for any more end a moment later.
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self} keeps keys of the old weights: requests are running")
+            time.sleep(0.05)
+        # Not every release names the weights in its answers.
+        self._post("/update_weight_version", may_miss=True, json={"new_version": str(version)})
         return faults
 
     def workers(self) -> int:
@@ -103,12 +120,12 @@ class VLLMServer:
         answer = self._post("/collective_rpc", json={"method": method, "args": arguments})
         return answer.json()["results"]  # type: ignore[no-any-return]
 
-    def _post(self, path: str, **named: Any) -> httpx.Response:
+    def _post(self, path: str, may_miss: bool = False, **named: Any) -> httpx.Response:
         try:
             response = self._control.post(path, **named)
         except httpx.TransportError as error:
             raise ServerLostError(f"{type(error).__name__}: {error}") from error
-        if response.status_code != 200:
+        if response.status_code != 200 and not (may_miss and response.status_code == 404):
             self._explain(response)
         return response
 
@@ -118,3 +135,8 @@ class VLLMServer:
 
     def __str__(self) -> str:
         return f"vLLM's server at {self.address}"
+
+
+def _succeeded(answer: httpx.Response) -> bool:
+    """Old releases answer with nothing, newer ones whether it went well."""
+    return not answer.content or bool(answer.json().get("success", True))

@@ -85,7 +85,8 @@ class VLLMEngine:
         if faults:
             raise RuntimeError(f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}")
         # Keys and values in it come from the old weights.
-        self._llm.reset_prefix_cache()
+        if self._llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM keeps keys of the old weights: requests are running")
         self._updates += 1
         self.version = version
 

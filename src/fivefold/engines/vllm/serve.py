@@ -97,7 +97,9 @@ async def _lines(engine: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
         own.seed = seed_of(seed)
         async for output in engine.generate({"prompt_token_ids": asked["prompt_ids"]}, own, name):
             (found,) = output.outputs
-        return json.dumps([number, list(found.token_ids), list(found.logprobs.logprobs), found.finish_reason])
+        spans = getattr(found, "weight_versions", None)
+        versions = spans and [(int(span.version), span.end - span.start) for span in spans]
+        return json.dumps([number, list(found.token_ids), list(found.logprobs.logprobs), found.finish_reason, versions])
 
     draws = [asyncio.ensure_future(draw(number, f"{asked['name']}-{number}", seed)) for number, seed in asked["draws"]]
     try:
