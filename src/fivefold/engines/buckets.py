@@ -31,10 +31,6 @@ class Memory(Protocol):
     handle: dict[str, Any]
     """By which the other process finds it; JSON."""
 
-    def send(self, used: int) -> None:
-        """Let the first bytes reach the receivers, who were asked to take them."""
-        ...
-
     def free(self) -> None: ...
 
 
@@ -47,9 +43,6 @@ class HostMemory:
         self.bytes_B = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
         self.handle = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": size}
 
-    def send(self, used: int) -> None:
-        """The receivers read it where it is."""
-
     def free(self) -> None:
         os.close(self._file)
 
@@ -61,23 +54,16 @@ class DeviceMemory:
         self.bytes_B, key = cuda_memory.allocate(size, device)
         self.handle = {"cuda": key, "size": size}
 
-    def send(self, used: int) -> None:
-        """The receivers read it where it is."""
-
     def free(self) -> None:
         cuda_memory.free(self.bytes_B)
 
 
 class WireMemory:
-    """Memory that is broadcast over a group whose first member is the sender."""
+    """Memory that is broadcast to the receivers, who have as much of their own."""
 
-    def __init__(self, size: int, device: torch.device, group: Any) -> None:
-        self._group = group
+    def __init__(self, size: int, device: torch.device) -> None:
         self.bytes_B = torch.empty(size, dtype=torch.uint8, device=device)
         self.handle = {"wire": True, "size": size}
-
-    def send(self, used: int) -> None:
-        broadcast(self._group, self.bytes_B[:used])
 
     def free(self) -> None:
         """It ends with the last tensor on it."""

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.buckets import Bucket, DeviceMemory, HostMemory, Mailroom, Memory, WireMemory, join_wire
+from fivefold.engines.buckets import Bucket, DeviceMemory, HostMemory, Mailroom, Memory, WireMemory, broadcast, join_wire
 from fivefold.engines.server import Answer, Server, ServerLostError
 from fivefold.engines.server_process import ServerProcess
 from fivefold.interfaces import EngineReplica
@@ -71,6 +71,7 @@ class ServerEngine:
         self._restarts = self._updates = 0
         self._is_asleep = self._is_cache_asleep = self._is_generating = False
         self._loop = asyncio.new_event_loop()
+        self._calls = ThreadPoolExecutor()
         self._numbers = count()
         self._waiting: deque[list[Request]] = deque()
         self._aborted: list[Request] = []
@@ -125,14 +126,13 @@ class ServerEngine:
         counts = [server.workers() for server in self._servers]
         firsts = [1 + sum(counts[:place]) for place in range(len(counts))]
         here, port = _own_address(self._servers[0].address), free_port()
-        with ThreadPoolExecutor(len(self._servers)) as calls:
-            joins = [
-                calls.submit(server.open_wire, here, port, first, 1 + sum(counts))
-                for server, first in zip(self._servers, firsts, strict=True)
-            ]
-            self._wire = join_wire(here, port, 0, 1 + sum(counts), self._device)
-            for join in joins:
-                join.result()
+        joins = [
+            self._calls.submit(server.open_wire, here, port, first, 1 + sum(counts))
+            for server, first in zip(self._servers, firsts, strict=True)
+        ]
+        self._wire = join_wire(here, port, 0, 1 + sum(counts), self._device)
+        for join in joins:
+            join.result()
 
     def close(self) -> None:
         """End the servers that this engine has started."""
@@ -153,13 +153,12 @@ class ServerEngine:
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing, faults = set(self._expected), []
         coming = _crossed_off(weights, missing)
-        with ThreadPoolExecutor(max(1, len(self._own))) as calls:
-            self._settle(self._ask_own(calls, "begin_weights", verify))
-            try:
-                self._send(calls, coming)
-            finally:
-                faults = self._settle(self._ask_own(calls, "finish_weights", not missing, version))
-                self._mailroom.close()
+        self._settle(self._ask_own("begin_weights", verify))
+        try:
+            self._send(coming)
+        finally:
+            faults = self._settle(self._ask_own("finish_weights", not missing, version))
+            self._mailroom.close()
         if missing:
             faults = [[f"{len(missing)} of {len(self._expected)} tensors did not come, the first: {sorted(missing)[:3]}"]]
         if found := [fault for rank in self._ranks.gather_objects(faults) for each in rank for fault in each]:
@@ -172,13 +171,14 @@ class ServerEngine:
         if self._is_generating:
             self._each("resume")
 
-    def _send(self, calls: ThreadPoolExecutor, coming: Iterator[tuple[str, Tensor]]) -> None:
+    def _send(self, coming: Iterator[tuple[str, Tensor]]) -> None:
         """Fill one bucket while the servers read the other."""
         under_way: deque[list[Future[Any]]] = deque()
         for bucket in self._mailroom.buckets(coming) if self._sends else _drained(coming):
             handles = self._handles(bucket)
-            under_way.append(self._ask_own(calls, "receive_bucket", handles, bucket.entries, bucket.used))
-            bucket.memory.send(bucket.used)
+            under_way.append(self._ask_own("receive_bucket", handles, bucket.entries, bucket.used))
+            if self._wire is not None:
+                self._hand_over(bucket, under_way[-1])
             if len(under_way) > 1:
                 self._settle(under_way.popleft())
             # The next bucket is filled into the memory of the one before.
@@ -189,7 +189,7 @@ class ServerEngine:
 
     def _allocate(self, size: int) -> Memory:
         if self._given:
-            return WireMemory(size, self._device, self._wire)
+            return WireMemory(size, self._device)
         return DeviceMemory(size, self._device) if self._device.type == "cuda" else HostMemory(size)
 
     def _handles(self, bucket: Bucket) -> list[dict[str, Any]]:
@@ -207,8 +207,20 @@ class ServerEngine:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _ask_own(self, calls: ThreadPoolExecutor, name: str, *arguments: Any) -> list[Future[Any]]:
-        return [calls.submit(getattr(self._servers[number], name), *arguments) for number in self._own]
+    def _hand_over(self, bucket: Bucket, asked: list[Future[Any]]) -> None:
+        """Broadcast a bucket to the workers that were asked to take it; raises at once where one of them cannot."""
+        sent = self._calls.submit(broadcast, self._wire, bucket.memory.bytes_B[: bucket.used])
+        waiting = {sent, *asked}
+        while not sent.done():
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for each in done:
+                try:
+                    each.result()
+                except ServerLostError as error:
+                    raise RuntimeError(f"a server of engine.url ended while it took weights: {error}") from error
+
+    def _ask_own(self, name: str, *arguments: Any) -> list[Future[Any]]:
+        return [self._calls.submit(getattr(self._servers[number], name), *arguments) for number in self._own]
 
     def _settle(self, calls: Sequence[Future[Any]]) -> list[Any]:
         """The answers of this rank's servers; one that is gone is remembered."""

@@ -131,6 +131,8 @@ class VLLMServer:
 
     def _explain(self, response: httpx.Response) -> None:
         said = f"{self} answers {response.request.url.path} with {response.status_code}: {response.text[:2000]}"
+        if response.status_code >= 500 and not self.answers():
+            raise ServerLostError(said)
         raise RuntimeError(said)
 
     def __str__(self) -> str:
