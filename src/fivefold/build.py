@@ -28,7 +28,7 @@ from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.observability.run_logger import RunLogger
-from fivefold.plan.memory import training_flops
+from fivefold.plan.memory import CPU_CACHE, training_flops
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards
 from fivefold.reward.manager import RewardManager
@@ -47,10 +47,6 @@ from fivefold.types import Prompt, Sample, Sampling
 
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
 """Engine and trainer compute the same log-probs up to rounding: about 1e-6 a token in float32, 1e-2 in bfloat16."""
-
-
-CPU_CACHE = 1 << 30
-"""Bytes of vLLM's cache on a CPU, where its share of the memory would be that of the whole machine."""
 
 
 def fetch_model(path: str, ranks: Ranks) -> Path:

@@ -175,6 +175,38 @@ def test_a_layout_that_the_model_cannot_have_is_refused(files, vllm, policy, eng
     assert any(error.strip().startswith(says) for error in errors), errors
 
 
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        # 2 layers, 2 key/value heads of 16 on each of two ranks, float32: 0.03 MiB for 64 tokens.
+        ({"vllm": {"kv_cache_memory_bytes": 4096}}, "engine.vllm.kv_cache_memory_bytes leaves 0.00 MiB for keys and values"),
+        ({"memory_fraction": 0.01}, "engine.memory_fraction leaves 0.00 MiB for keys and values, one sequence of 64 tokens"),
+    ],
+)
+def test_a_memory_that_leaves_no_cache_is_refused(files, vllm, monkeypatch, engine, says):
+    vllm("0.26.0")
+    made = config(files, backend="vllm:t2", **engine)
+    if "memory_fraction" in engine:
+        # On GPUs of 80 GiB, which are not here.
+        monkeypatch.setattr("fivefold.plan.check.on_gpus", lambda config: True)
+        monkeypatch.setattr("fivefold.plan.check.gpu_bytes", lambda: 80 << 30)
+    assert any(error.startswith(says) for error in check(made).errors), check(made).errors
+
+
+def test_the_memory_of_vllm_is_its_share_of_a_gpu(files, vllm, monkeypatch):
+    from fivefold.models.families import load_spec
+    from fivefold.plan.check import memory_of
+
+    vllm("0.26.0")
+    monkeypatch.setattr("fivefold.plan.check.on_gpus", lambda config: True)
+    monkeypatch.setattr("fivefold.plan.check.gpu_bytes", lambda: 80 << 30)
+    spec = load_spec(files / "qwen3")
+    found = memory_of(config(files, backend="vllm:t2", memory_fraction=0.4, dtype="bfloat16"), spec)
+    # Two of the 80 GiB are left to its graphs.
+    assert found.engine == spec.parameters
+    assert found.engine + found.cache == (32 << 30) - (2 << 30)
+
+
 class Stranger(BaseHTTPRequestHandler):
     """A server of something else."""
 

@@ -104,9 +104,9 @@ def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(roo
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_reason(root):
-    done = train(root, "no-server", "engine.vllm.kv_cache_memory_bytes=4096", "engine.mode=server")
+    done = train(root, "no-server", "engine.vllm.max_num_batched_tokens=7", "engine.mode=server")
     assert done.returncode != 0
-    assert "server did not start" in done.stderr and "cache blocks" in done.stderr, done.stderr[-2000:]
+    assert "server did not start" in done.stderr and "max_num_batched_tokens" in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("mode", ["in_process", "server"])
@@ -139,9 +139,9 @@ def test_grpo_with_vllm_raises_the_reward(root):
 
 
 def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(root):
-    done = train(root, "no-cache", "engine.vllm.kv_cache_memory_bytes=4096")
+    done = train(root, "no-start", "engine.vllm.max_num_batched_tokens=7", "engine.vllm.enable_chunked_prefill=false")
     assert done.returncode != 0
-    assert "vLLM did not start" in done.stderr and "cache" in done.stderr, done.stderr[-2000:]
+    assert "vLLM did not start" in done.stderr and "max_num_batched_tokens" in done.stderr, done.stderr[-2000:]
 
 
 def fail_at_the_second_sampling() -> None:

@@ -26,7 +26,8 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.memory import Memory, estimate_memory
+from fivefold.plan.devices import gpu_bytes, on_gpus, visible_gpus
+from fivefold.plan.memory import BYTES, CPU_CACHE, ENGINE_GRAPHS, Memory, estimate_memory
 from fivefold.reward.choose import check_rewards
 
 
@@ -116,10 +117,13 @@ def _check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None)
         if engine.vllm.get("quantization") and engine.verify_weights_every:
             section.ignore("verify_weights_every", "what a quantized engine holds has other bits than what it was given")
         if spec is not None:
+            before = len(section.errors)
             _check_engine_layout(section, layout, spec)
+            if len(section.errors) == before:
+                _check_engine_cache(section, config, spec)
         # Seen with 0.32: its kernel for experts on CPUs reads past the end where they are divided.
         section.require(
-            layout.ep == 1 or _on_gpus(config),
+            layout.ep == 1 or on_gpus(config),
             "backend",
             f": vLLM divides experts on GPUs only; leave the e of {layout} out",
         )
@@ -132,6 +136,37 @@ def _check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None)
             "engine.sampling draws from a part of the distribution: log-probs of the engine are those of that part, and the "
             "first step's comparison with the trainer's is left out"
         )
+
+
+def _engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
+    """Bytes on each device that vLLM keeps keys and values in; None for another engine, or where GPUs are not known."""
+    engine = config.engine
+    if engine.layout is None:
+        return None
+    if isinstance(given := engine.vllm.get("kv_cache_memory_bytes"), int):
+        return given
+    if not on_gpus(config):
+        return CPU_CACHE
+    if (memory := gpu_bytes()) is None:
+        return None
+    weights = spec.parameters * BYTES[engine.dtype or config.policy.dtype] // engine.layout.tp
+    return int(engine.memory_fraction * memory) - weights - ENGINE_GRAPHS
+
+
+def _check_engine_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:
+    """The cache must hold one sequence."""
+    engine, cache = config.engine, _engine_cache(config, spec)
+    assert engine.layout is not None
+    longest = engine.max_model_len or config.max_sequence_tokens
+    size = BYTES[engine.dtype or config.policy.dtype]
+    needed = spec.kv_numbers_per_token * size * longest // min(engine.layout.tp, spec.kv_heads)
+    key = "memory_fraction" if "kv_cache_memory_bytes" not in engine.vllm else "vllm.kv_cache_memory_bytes"
+    findings.require(
+        cache is None or cache >= needed,
+        key,
+        f"leaves {max(0, cache or 0) / 2**20:,.2f} MiB for keys and values, one sequence of {longest} tokens needs "
+        f"{needed / 2**20:,.2f}; raise it, more t in engine.backend, or a smaller engine.max_model_len",
+    )
 
 
 def _check_engine_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -> None:
@@ -251,7 +286,7 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
 def _report_engine(findings: Findings, config: RunConfig) -> None:
     """Keys that are another engine's, or act on GPUs only."""
     engine, usual, section = config.engine, EngineConfig(), findings.at("engine")
-    is_cpu = not _on_gpus(config)
+    is_cpu = not on_gpus(config)
     if engine.backend == "transformers":
         for name in ("memory_fraction", "max_model_len", "verify_weights_every", "vllm"):
             if getattr(engine, name) != getattr(usual, name):
@@ -304,6 +339,8 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         reference=config.algorithm.needs_reference,
         engine_sequences=config.engine.max_num_seqs if config.may_generate and not config.engine.url else 0,
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
+        engine_dtype=config.engine.dtype,
+        engine_cache=_engine_cache(config, spec),
         engine_sleeps=config.engine.sleep and config.trainer.device != "cpu",
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.pipeline_split,
@@ -325,22 +362,10 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
         return
-    gpus = _visible_gpus()
-    wanted = _on_gpus(config)
+    gpus = visible_gpus()
+    wanted = on_gpus(config)
     findings.require(
         not wanted or gpus >= world,
         f"layout {config.layout}",
         f"needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu",
     )
-
-
-def _on_gpus(config: RunConfig) -> bool:
-    return config.trainer.device == "cuda" or (config.trainer.device == "auto" and _visible_gpus() > 0)
-
-
-def _visible_gpus() -> int:
-    """GPUs of this machine that the run may use."""
-    found = Path("/proc/driver/nvidia/gpus")
-    gpus = len(list(found.glob("*"))) if found.is_dir() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else min(gpus, len([item for item in visible.split(",") if item.strip()]))

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.spec import ModelSpec
 
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a number, by dtype."""
+CPU_CACHE = 1 << 30
+"""Bytes of vLLM's cache on a CPU, where its share of the memory would be that of the whole machine."""
+ENGINE_GRAPHS = 2 << 30
+"""Bytes that vLLM takes beside weights and cache: CUDA graphs (0.4 to 0.6 GiB seen), workspaces, its largest prefill."""
 LOGITS_BYTES = 3 * 256 * 2**20
 """Chunks of float32 logits that exist at once in the head's backward."""
 
@@ -23,7 +29,7 @@ class Memory:
     engine: int
     """The engine's weights."""
     cache: int
-    """Keys and values of as many sequences as it may decode at once, each of the longest kind."""
+    """Its keys and values."""
     critic: int = 0
     """The critic's parameters, gradients and optimizer state."""
     critic_resident: int = 0
@@ -142,6 +148,8 @@ def estimate_memory(
     max_sequence_tokens: int,
     engine_shards: int = 1,
     engine_sleeps: bool = True,
+    engine_dtype: str | None = None,
+    engine_cache: int | None = None,
     stages: PipelineSplit | None = None,
     offload: frozenset[str] = frozenset(),
     critic: tuple[ModelSpec, PipelineSplit] | None = None,
@@ -150,14 +158,16 @@ def estimate_memory(
 ) -> Memory:
     """Memory of the fullest rank, with the engine next to the policy (0 sequences: no engine), cut in `engine_shards`.
 
+    `engine_cache`: bytes that the engine takes for its cache whatever it needs; as many as its sequences need when left out.
     Policy and critic take turns, so the activations of one of them, the policy's, are counted.
 
     `tokens_per_micro_batch` counts whole sequences; context-parallel ranks hold a part of them each.
     """
     stages = stages or PipelineSplit()
-    size = 2 if dtype == "bfloat16" else 4
+    size, engine_size = BYTES[dtype], BYTES[engine_dtype or dtype]
     logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * spec.padded_vocab // (layout.tp * layout.cp))
-    cache = spec.kv_numbers_per_token * size * max_sequence_tokens // engine_shards
+    if engine_cache is None:
+        engine_cache = engine_sequences * spec.kv_numbers_per_token * engine_size * max_sequence_tokens // engine_shards
     critic_state = _states(*critic, layout, size) if critic is not None else {}
     others = {
         "critic": sum(critic_state.values()),
@@ -181,8 +191,8 @@ def estimate_memory(
                 optimizer=_optimizer(own, layout, size),
                 activations=activations + (logits if stage == layout.pp - 1 else 0),
                 reference=own.total * size if reference else 0,
-                engine=spec.parameters * size // engine_shards if engine_sequences else 0,
-                cache=engine_sequences * cache,
+                engine=spec.parameters * engine_size // engine_shards if engine_sequences else 0,
+                cache=max(0, engine_cache) if engine_sequences else 0,
                 engine_sleeps=engine_sleeps,
                 offload=offload,
                 **others,
