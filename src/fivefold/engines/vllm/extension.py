@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from fivefold.engines.buckets import Entry, Inbox, join_wire
@@ -99,6 +99,9 @@ class WeightReceiver:
         self._inbox.close()
         model = self.get_model()
         finalize_layerwise_reload(model, self.vllm_config.model_config)
+        for head in _packed_heads(model) if self.device.type == "cpu" and self._is_tied else ():
+            # Some releases (0.28) leave a tied output layer with what its kernel made of the old weights.
+            head.quant_method.process_weights_after_loading(head)
         if not is_whole:
             return []
         # Some releases tell the names of experts as they were before they got a module of their own.
@@ -118,6 +121,7 @@ class WeightReceiver:
         # A parameter is either cut over the tensor-parallel ranks or a copy on each.
         is_wrong = (expected != local) & (expected != total)
         wrong = [name for name, found in zip(names, is_wrong.tolist(), strict=True) if found]
+        wrong += [OUTPUT for head in _packed_heads(model) if not _computes_with_its_weight(head)]
         return [f"{len(wrong)} of {len(names)} parameters are not what was sent, the first: {wrong[:3]}"] if wrong else []
 
 
@@ -158,6 +162,19 @@ class Places:
             if part in name and (held := name.replace(part, whole)) in self._names:
                 return held
         return name
+
+
+def _packed_heads(model: nn.Module) -> Iterator[Any]:
+    """Output layers, where a kernel may keep the weight in a form of its own beside the one that is read."""
+    return (module for module in model.modules() if isinstance(module, ParallelLMHead))
+
+
+def _computes_with_its_weight(head: Any) -> bool:
+    """On a CPU; on GPUs nothing else is kept."""
+    if head.weight.device.type != "cpu":
+        return True
+    unit = torch.eye(head.weight.shape[1], dtype=head.weight.dtype)
+    return bool(torch.equal(head.quant_method.apply(head, unit, None).T, head.weight))
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
