@@ -35,7 +35,7 @@ test: check test-vllm
 	$(BIN)/python -m pytest -n 2
 
 test-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 -m vllm
+	$(VLLM)/bin/python -m pytest -n 2 -m "vllm and not slow"
 
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
 # order in which one CPU adds. Three times as long as the suite.
@@ -46,9 +46,10 @@ test-cpus: $(READY)
 
 # Every layout of tests/support/layout_cases.py for three models and two micro-batch budgets, as a table, and the tests that take minutes:
 # checkpoints of ten layouts read on all the others, the demo shortened. About twenty minutes on two cores.
-test-layouts: $(READY)
+test-layouts: $(READY) $(VLLM_READY)
 	$(BIN)/python -m tests.megatron.layout_table
-	$(BIN)/python -m pytest -m slow --timeout=1800
+	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1800
+	$(VLLM)/bin/python -m pytest -m "slow and vllm" --timeout=1800
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

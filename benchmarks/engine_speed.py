@@ -125,7 +125,7 @@ def vllm_engine(mesh, directory: Path, layout: str, rates: bool) -> None:
 
 def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
     """The same with servers in processes of their own, on the same devices."""
-    from fivefold.engines.server_engine import ServerEngine
+    from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process

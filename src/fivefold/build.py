@@ -246,7 +246,7 @@ def _build_servers(
     config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
 ) -> Engine:
     """An engine of servers: one for each tensor-parallel group of its layout, or those that are there already."""
-    from fivefold.engines.server_engine import ServerEngine
+    from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process

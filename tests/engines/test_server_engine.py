@@ -47,7 +47,7 @@ def server_of(directory: Path, log: Path, tensor_parallel: int = 1):
 
 
 def server_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1, **changes):
-    from fivefold.engines.server_engine import ServerEngine
+    from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer
 
     rank, process = mesh.ranks.rank, None
@@ -110,15 +110,16 @@ def two_servers(mesh, directory: Path, logs: Path):
     assert engine._lost == set()
 
     def shared_loads():
-        seen, ask = [0, 0], engine._ask
+        seen, dispatch = [0, 0], engine._dispatch
+        ask = dispatch._ask
 
         async def noted(number, run, arrivals):
             seen[number] += len(run)
             await ask(number, run, arrivals)
 
-        engine._ask = noted
+        dispatch._ask = noted
         again = complete(engine, mine_to_ask)
-        engine._ask = ask
+        del dispatch._ask
         return seen, again == whole
 
     found["loads"] = shared_loads()
@@ -337,7 +338,11 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("victim", ["the rank", "the API server", "the engine core", "a worker"])
+OWN_END = [pytest.param(victim, marks=pytest.mark.slow) for victim in ("the engine core", "a worker")]
+"""vLLM itself ends the others then."""
+
+
+@pytest.mark.parametrize("victim", ["the rank", "the API server", *OWN_END])
 def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_path, victim):
     before = shared_memory()
     host = subprocess.Popen(

@@ -96,6 +96,8 @@ CASES = [
     ("llama", "d2", "d1t2", {}),
     ("qwen3_moe", "d2e2", "d2", {}),
     ("qwen3_moe", "p2", "d1t2", VPP2),
+    # Each of two key/value heads lies on two ranks.
+    ("qwen3", "d2t2", "d1t4", {}),
 ]
 
 

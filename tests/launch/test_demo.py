@@ -13,7 +13,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
 
 @pytest.mark.slow
-def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm:d1t2", marks=pytest.mark.vllm)])
+def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path, engine):
     def do(*arguments: object) -> None:
         done = fivefold(*arguments)
         assert done.returncode == 0, done.stderr
@@ -37,6 +38,7 @@ def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path):
     do("train", EXAMPLES / "sft.yaml", *warm, "trainer.steps=45", "trainer.eval_every=0", "trainer.stop_at={}")
     do("export", tmp_path / "runs/sft/checkpoints/step-000045", tmp_path / "warm")
     run = [f"model.path={tmp_path}/warm", *data, f"trainer.run_dir={tmp_path}/runs/grpo", "policy.backend=megatron:t2"]
+    run.append(f"engine.backend={engine}")
     do("train", EXAMPLES / "grpo.yaml", *run, "trainer.steps=60", "trainer.eval_every=0", "trainer.stop_at={}")
     rewards = [row["reward/mean"] for row in metrics(tmp_path, "grpo") if row["step"] > 0]
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5

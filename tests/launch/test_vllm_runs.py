@@ -103,13 +103,14 @@ def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(roo
     wait_for(lambda: gone(everyone) and shared_memory() <= before)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_ends_the_run_with_its_reason(root):
     done = train(root, "no-server", "engine.vllm.max_num_batched_tokens=7", "engine.mode=server")
     assert done.returncode != 0
     assert "server did not start" in done.stderr and "max_num_batched_tokens" in done.stderr, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("mode", ["in_process", "server"])
+@pytest.mark.parametrize("mode", ["in_process", pytest.param("server", marks=pytest.mark.slow)])
 def test_a_stop_string_ends_responses(root, mode):
     """The one thing that an engine needs a tokenizer for."""
     done = train(

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx2 as httpx
 
-from fivefold.engines.buckets import Entry
-from fivefold.engines.server import Answer, Draw, ServerLostError
+from fivefold.engines.servers.buckets import Entry
+from fivefold.engines.servers.server import Answer, Draw, ServerLostError
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import CONNECT_SECONDS, answers, base_of
 from fivefold.types import Sampling

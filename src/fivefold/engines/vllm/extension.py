@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-from fivefold.engines.buckets import Entry, Inbox, join_wire
+from fivefold.engines.servers.buckets import Entry, Inbox, join_wire
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

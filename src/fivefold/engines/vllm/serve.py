@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.engines.server_process import ServerProcess, own_environment
+from fivefold.engines.servers.server_process import ServerProcess, own_environment
 from fivefold.engines.vllm.parameters import seed_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from fivefold.engines.buckets import Entry
+from fivefold.engines.servers.buckets import Entry
 from fivefold.types import Sampling
 
 Draw = tuple[int, int]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.engines import cuda_memory
+from fivefold.engines.servers import cuda_memory
 
 Entry = tuple[str, str, list[int], int]
 """Name, dtype, shape and first byte of a tensor in a bucket."""

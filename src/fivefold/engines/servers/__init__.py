@@ -1,0 +1,1 @@
+"""Engines that listen in processes of their own."""

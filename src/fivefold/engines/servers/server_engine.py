@@ -1,0 +1,200 @@
+"""An engine of servers: requests spread by load, weights in buckets, and a server that ends is started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.distributed.ranks import Ranks
+from fivefold.engines.servers.courier import Courier
+from fivefold.engines.servers.dispatch import Dispatch
+from fivefold.engines.servers.server import Server, ServerLostError
+from fivefold.engines.servers.server_process import ServerProcess
+from fivefold.interfaces import EngineReplica
+from fivefold.models.families import load_spec, parameters_of
+from fivefold.types import Completion, Request
+
+MOST_RESTARTS = 3
+"""Times in a row that servers are started again, before the run ends."""
+
+
+class ServerEngine:
+    """Servers behind one engine. Every rank sends its own part of the requests, to whichever server has least of them."""
+
+    def __init__(
+        self,
+        directory: Path,
+        ranks: Ranks,
+        device: torch.device,
+        connect: Callable[[str], Server],
+        log: Callable[[str], None],
+        *,
+        process: ServerProcess | None = None,
+        ranks_per_server: int = 1,
+        addresses: Sequence[str] = (),
+        window: int,
+        bucket_bytes: int,
+        verify_every: int,
+        can_sleep: bool,
+    ) -> None:
+        """Servers on the policy's ranks, or those that are there already at `addresses`.
+
+        `process`: the server that this rank starts, the first of `ranks_per_server` ranks whose weights it gets;
+        `window`: most requests of this rank that a server has at once.
+        """
+        self._ranks, self._device, self._process, self._connect, self._log = ranks, device, process, connect, log
+        self._verify_every, self._can_sleep = verify_every, can_sleep
+        self._given, self._ranks_per_server = list(addresses), ranks_per_server
+        self._courier = Courier(ranks, device, None if addresses else ranks_per_server, bucket_bytes)
+        self._dispatch = Dispatch(ranks.rank, window, log)
+        self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
+        self._servers: list[Server] = []
+        self._lost: set[int] = set()
+        self._restarts = self._updates = 0
+        self._is_asleep = self._is_cache_asleep = self._is_generating = False
+        self.replica = EngineReplica(ranks.rank, ranks.layout.world_size)
+        self.version = -1
+        self._start()
+
+    # --- servers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _own(self) -> dict[int, Server]:
+        """The servers that this rank speaks with about weights and memory."""
+        if self._given:
+            return dict(enumerate(self._servers)) if self._ranks.is_main else {}
+        place = self._ranks.rank // self._ranks_per_server
+        return {} if self._process is None else {place: self._servers[place]}
+
+    def _start(self) -> None:
+        """Start what has ended, and know where every server is."""
+        fault = ""
+        if self._process is not None and self._process.has_ended:
+            try:
+                self._process.start()
+                self._process.wait()
+            except RuntimeError as error:
+                fault = str(error)
+        for each in self._ranks.gather_objects(fault):
+            if each:
+                raise RuntimeError(each)
+        found = self._given or self._ranks.gather_objects("" if self._process is None else self._process.address)
+        addresses, before = [address for address in found if address], {server.address: server for server in self._servers}
+        self._servers = [before[address] if address in before else self._connect(address) for address in addresses]
+        self._lost.clear()
+
+    def _restart(self) -> None:
+        """Start the servers again that were lost."""
+        self._restarts += 1
+        mine = self._process is not None and self._lost.issuperset(self._own)
+        tail = self._process.last_words() if mine and self._process is not None else ""
+        tails = [each for each in self._ranks.gather_objects(tail) if each]
+        if self._given or self._restarts > MOST_RESTARTS:
+            names = ", ".join(str(self._servers[number]) for number in sorted(self._lost))
+            raise RuntimeError("\n".join([f"the engine's servers ended {self._restarts} times: {names}", *tails]))
+        self._log(f"{len(self._lost)} of {len(self._servers)} servers of the engine ended and are started again")
+        if mine and self._process is not None:
+            self._process.end()
+        self._start()
+
+    def close(self) -> None:
+        """End the servers that this engine has started."""
+        if self._process is not None:
+            self._process.close()
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Send full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else.
+
+        In the middle of `generate` requests wait meanwhile, and go on with the new weights. Where a server ends, the version
+        stays below 0, and `wake` starts it again.
+        """
+        if self._is_generating:
+            self._each("pause")
+        self.version = -1
+        verify = self._verify_every > 0 and self._updates % self._verify_every == 0
+        missing = set(self._expected)
+        faults, lost = self._courier.deliver(self._own, weights, missing, verify, version)
+        if missing:
+            faults = [f"{len(missing)} of {len(self._expected)} tensors did not come, the first: {sorted(missing)[:3]}"]
+        if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
+            raise RuntimeError(f"the engine's weights are not those of the policy after {version} updates: {said}")
+        self._agree(lost)
+        if not self._lost:
+            self._updates += 1
+            self.version = version
+        if self._is_generating:
+            self._each("resume")
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        if self._can_sleep and not self._is_asleep:
+            self._each("sleep")
+            self._is_asleep = self._is_cache_asleep = True
+            self.version = -1
+
+    def wake(self) -> None:
+        if self._lost:
+            self._restart()
+        if self._is_asleep:
+            self._each("wake", "weights")
+            self._is_asleep = False
+
+    def _wake_cache(self) -> None:
+        if self._is_cache_asleep:
+            self._each("wake", "kv_cache")
+            self._is_cache_asleep = False
+
+    def _each(self, name: str, *arguments: Any) -> None:
+        """Ask every server, each by the rank that speaks with it; return on all ranks when all have answered."""
+        if self._device.type == "cuda":
+            # A server takes memory from the driver: what the trainer has freed must be back there, not in torch's cache.
+            torch.cuda.empty_cache()
+        self._ranks.barrier()
+        lost = set()
+        for number, server in self._own.items():
+            try:
+                getattr(server, name)(*arguments)
+            except ServerLostError:
+                lost.add(number)
+        self._agree(lost)
+
+    def _agree(self, lost: set[int]) -> None:
+        """Every rank knows of the servers that any rank has lost."""
+        rows = torch.tensor(sorted(lost), dtype=torch.long)
+        self._lost |= set(torch.cat(self._ranks.all_gather_world(rows)).tolist())
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """A completion of each request, as they finish. Collective.
+
+        What a server had when it ended goes to the others. Where none is left, what is missing is to be asked for again
+        after new weights: the version is below 0 then.
+        """
+        assert self.version >= 0, "the engine has no weights yet"
+        self._wake_cache()
+        before, lost = len(self._lost), set(self._lost)
+        self._is_generating = True
+        try:
+            yield from self._dispatch.completions(requests, self._servers, lost, lambda: self.version)
+        finally:
+            self._is_generating = False
+        self._agree(lost)
+        if len(self._lost) == len(self._servers):
+            self.version = -1
+        elif len(self._lost) == before:
+            self._restarts = 0
+
+    def abort(self) -> None:
+        """End the requests in flight: `generate` gives what they have so far."""
+        self._dispatch.abort()
+        for number, server in self._own.items():
+            if number not in self._lost:
+                server.abort()

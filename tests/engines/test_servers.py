@@ -1,0 +1,190 @@
+"""What an engine of servers does whatever the servers are: buckets of weights, and requests spread by load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.engines.servers import dispatch as module
+from fivefold.engines.servers.buckets import HostMemory, Inbox, Mailroom, WireMemory, broadcast, join_wire
+from fivefold.engines.servers.dispatch import Dispatch
+from fivefold.engines.servers.server import ServerLostError
+from fivefold.engines.servers.server_process import ServerProcess, own_environment
+from fivefold.types import Completion, Request, Sampling
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Of every kind: one larger than a bucket, an empty one, one number, and bits that no arithmetic leaves as they are."""
+    made = torch.Generator().manual_seed(0)
+    odd = torch.tensor([0x7FC1, 0x8000, 0x0001, 0xFF80], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return {
+        "large": torch.randn(700, generator=made),
+        "small": torch.randn(3, 5, generator=made).bfloat16(),
+        "odd": odd,
+        "none": torch.empty(0, 4),
+        "number": torch.tensor(7, dtype=torch.int64),
+        "turned": torch.randn(6, 4, generator=made).T,
+        **{f"many.{i}": torch.randn(17, generator=made) for i in range(40)},
+    }
+
+
+def same_bits(found: torch.Tensor, sent: torch.Tensor) -> bool:
+    if found.dtype != sent.dtype or found.shape != sent.shape:
+        return False
+    return torch.equal(found.reshape(-1).view(torch.uint8), sent.reshape(-1).view(torch.uint8))
+
+
+def through_buckets(mesh, medium: str, port: int):
+    """Rank 0 sends, rank 1 takes; what does not arrive bit for bit, and how many buckets there were."""
+    rank, sent, size = mesh.ranks.rank, tensors(), 1024
+    wire = join_wire("127.0.0.1", port, rank, 2, mesh.device) if medium == "wire" else None
+    mailroom = Mailroom(size, HostMemory if wire is None else lambda size: WireMemory(size, mesh.device))
+    inbox, found, count = Inbox(mesh.device, wire), {}, 0
+    buckets = mailroom.buckets(iter(sent.items())) if rank == 0 else None
+    while True:
+        bucket = next(buckets, None) if buckets is not None else None
+        letter = mesh.ranks.broadcast_from_main(bucket and (bucket.memory.handle, bucket.entries, bucket.used))
+        if letter is None:
+            break
+        count += 1
+        if rank == 0 and wire is not None:
+            broadcast(wire, bucket.memory.bytes_B[: bucket.used])
+        elif rank == 1:
+            found |= dict(inbox.take(*letter))
+        # Two buckets are filled in turn: the receiver must have read before.
+        mesh.ranks.barrier()
+    wrong = [name for name in sent if rank == 1 and not same_bits(found[name], sent[name])]
+    inbox.close()
+    mailroom.close()
+    return wrong, count
+
+
+@pytest.mark.parametrize("medium", ["memory", "wire"])
+def test_weights_go_to_another_process_bit_for_bit(cluster, medium):
+    from fivefold.distributed.ports import free_port
+
+    for wrong, count in cluster.run(through_buckets, "megatron:d2", medium, free_port()):
+        assert wrong == [] and count > 4
+
+
+class InMemory:
+    """A server of this process: answers after `seconds`, and can be lost or deaf from its nth answer on."""
+
+    def __init__(self, seconds: float = 0.0, lost_after: int = 10**9, deaf_after: int = 10**9) -> None:
+        self.address, self.seconds, self.asked, self.answered = "memory", seconds, 0, 0
+        self.lost_after, self.deaf_after, self.most, self.now = lost_after, deaf_after, 0, 0
+
+    def answers(self) -> bool:
+        return self.answered < self.deaf_after
+
+    async def generate(self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[tuple[int, int]]):
+        self.asked += len(draws)
+        self.now += len(draws)
+        self.most = max(self.most, self.now)
+        for number, seed in draws:
+            await asyncio.sleep(self.seconds)
+            if self.answered >= self.deaf_after:
+                await asyncio.sleep(3600)
+            if self.answered >= self.lost_after:
+                raise ServerLostError("gone")
+            self.answered += 1
+            self.now -= 1
+            yield number, [prompt_ids[0], seed], [0.0, 0.0], "stop", None
+
+
+def asked(prompts: int, each: int = 4) -> list[Request]:
+    return [Request(i, [i // each], Sampling(max_tokens=2), seed=i) for i in range(prompts * each)]
+
+
+def dispatched(servers: list[InMemory], requests: list[Request], window: int = 8) -> tuple[list[Completion], set[int]]:
+    lost: set[int] = set()
+    found = list(Dispatch(0, window, lambda line: None).completions(requests, servers, lost, lambda: 5))
+    return found, lost
+
+
+def test_the_faster_server_gets_more_requests_and_none_more_than_its_window():
+    slow, fast = InMemory(0.02), InMemory(0.002)
+    found, lost = dispatched([slow, fast], asked(30))
+    assert sorted(one.request_id for one in found) == list(range(120)) and not lost
+    assert all(one.token_ids == [one.request_id // 4, one.request_id] and one.policy_version == 5 for one in found)
+    assert fast.answered > 3 * slow.answered > 0
+    # All responses to a prompt are asked of one server, so that the last group may pass the window.
+    assert max(slow.most, fast.most) < 8 + 4
+
+
+@pytest.mark.parametrize("when", [0, 1, 7])
+def test_what_a_lost_server_had_is_sampled_by_another_and_counted_once(when):
+    dying, other = InMemory(0.001, lost_after=when), InMemory(0.001)
+    found, lost = dispatched([dying, other], asked(10))
+    assert sorted(one.request_id for one in found) == list(range(40))
+    assert lost == {0} and dying.answered == when
+
+
+def test_where_no_server_is_left_what_is_missing_is_not_answered():
+    found, lost = dispatched([InMemory(lost_after=3), InMemory(lost_after=6)], asked(10))
+    assert len(found) == len({one.request_id for one in found}) == 9 and lost == {0, 1}
+
+
+def test_a_server_that_says_nothing_any_more_is_lost(monkeypatch):
+    monkeypatch.setattr(module, "_SILENCE", 0.05)
+    deaf, other = InMemory(0.001, deaf_after=5), InMemory(0.001)
+    found, lost = dispatched([deaf, other], asked(10))
+    assert sorted(one.request_id for one in found) == list(range(40)) and lost == {0}
+
+
+def test_a_server_that_is_slow_is_not_lost(monkeypatch):
+    monkeypatch.setattr(module, "_SILENCE", 0.02)
+    found, lost = dispatched([InMemory(0.5)], asked(1, each=1))
+    assert len(found) == 1 and not lost
+
+
+class Broken(InMemory):
+    async def generate(self, name, prompt_ids, sampling, draws):
+        yield 0, [1], [0.0], "stop", None
+        raise RuntimeError("a prompt longer than the engine's max_model_len")
+
+
+def test_an_error_of_a_server_that_lives_is_raised():
+    with pytest.raises(RuntimeError, match="longer than the engine's"):
+        dispatched([Broken()], asked(1))
+
+
+def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):
+    module_file = tmp_path / "dies.py"
+    module_file.write_text(
+        "import sys\nprint('noise\\n' * 50)\nprint('ValueError: no room for the cache', file=sys.stderr)\n"
+        "print('more\\n' * 50)\nraise RuntimeError('the engine failed')\n"
+    )
+    served = ServerProcess(
+        ["dies"], own_environment({"PYTHONPATH": str(tmp_path)}), tmp_path / "log", "--uds", lambda _: False
+    )
+    served.start()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        served.wait()
+    assert time.monotonic() - begin < 10
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the engine's server did not start"
+    assert {"ValueError: no room for the cache", "RuntimeError: the engine failed"} <= set(lines[1:4])
+    served.close()
+
+
+def test_sockets_of_a_process_that_was_killed_are_removed_by_the_next_one(tmp_path):
+    made = "import sys; from fivefold.engines.servers.server_process import ServerProcess\n"
+    made += "p = ServerProcess([], {}, None, '', bool); print(p.address, flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    directory = Path(process.stdout.readline().strip().removeprefix("unix:")).parent
+    assert directory.is_dir() and directory.stat().st_mode & 0o777 == 0o700
+    process.kill()
+    process.communicate()
+    ServerProcess([], {}, tmp_path / "log", "", bool).close()
+    assert not directory.exists()
+    assert not any(f"-{os.getpid()}-" in path.name for path in directory.parent.glob("fivefold-servers-*"))
