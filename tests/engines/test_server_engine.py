@@ -291,8 +291,9 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
     """
     from fivefold.config.findings import Findings
     from fivefold.distributed.ports import free_port
+    from fivefold.engines.vllm.arguments import ON_CPU
     from fivefold.engines.vllm.probe import answers, check_servers
-    from fivefold.engines.vllm.serve import ON_CPU, flags
+    from fivefold.engines.vllm.serve import flags
     from fivefold.models.config_json import read_config
 
     address = f"http://127.0.0.1:{(port := free_port())}"

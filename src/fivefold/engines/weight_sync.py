@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from torch import Tensor
 
 from fivefold.interfaces import Engine, Model
 
@@ -15,6 +17,20 @@ def weight_sync(policy: Model, engine: Engine | None) -> None:
         weights = policy.weights()
         engine.wake()
         engine.update_weights(weights, policy.version)
+
+
+def crossed_off(weights: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The same, while the names that come are taken out of `missing`."""
+    for name, tensor in weights:
+        missing.discard(name)
+        yield name, tensor
+
+
+def not_come(missing: set[str], expected: Sequence[str]) -> list[str]:
+    """What is wrong where tensors are missing."""
+    if not missing:
+        return []
+    return [f"{len(missing)} of {len(expected)} tensors did not come, the first: {sorted(missing)[:3]}"]
 
 
 @contextmanager

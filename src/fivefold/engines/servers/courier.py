@@ -26,6 +26,7 @@ from fivefold.engines.servers.buckets import (
     join_wire,
 )
 from fivefold.engines.servers.server import Server, ServerLostError
+from fivefold.engines.weight_sync import crossed_off
 
 
 class Courier:
@@ -58,7 +59,7 @@ class Courier:
         if self._is_remote and self._sends and self._wire is None:
             self._open_wire(list(servers.values()))
         self._servers, self._lost = servers, set()
-        coming = _crossed_off(weights, missing)
+        coming = crossed_off(weights, missing)
         self._settle(self._ask("begin_weights", verify))
         try:
             self._send(coming)
@@ -140,12 +141,6 @@ class Courier:
         self._wire = join_wire(here, port, 0, 1 + sum(counts), self._device)
         for join in joins:
             join.result()
-
-
-def _crossed_off(weights: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        missing.discard(name)
-        yield name, tensor
 
 
 def _drained(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:

@@ -14,6 +14,7 @@ from fivefold.engines.servers.courier import Courier
 from fivefold.engines.servers.dispatch import Dispatch
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess
+from fivefold.engines.weight_sync import not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import Completion, Request
@@ -73,7 +74,10 @@ class ServerEngine:
     def _start(self) -> None:
         """Start what has ended, and know where every server is."""
         fault = ""
+        # What a server got first is compared, whenever it was started.
+        self._updates = 0
         if self._process is not None and self._process.has_ended:
+            self._log(f"starting the engine's server; what it says is in {self._process.log}")
             try:
                 self._process.start()
                 self._process.wait()
@@ -120,8 +124,7 @@ class ServerEngine:
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
         faults, lost = self._courier.deliver(self._own, weights, missing, verify, version)
-        if missing:
-            faults = [f"{len(missing)} of {len(self._expected)} tensors did not come, the first: {sorted(missing)[:3]}"]
+        faults = not_come(missing, self._expected) or faults
         if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
             raise RuntimeError(f"the engine's weights are not those of the policy after {version} updates: {said}")
         self._agree(lost)

@@ -19,6 +19,8 @@ from fivefold.distributed.processes import descendants, kill
 
 _ERROR = re.compile(r"\b\w+(Error|Exception): ")
 _MOST_ERRORS, _TAIL_LINES = 3, 20
+_LONGEST_START = 1800.0
+"""Seconds: a large model that is compiled for the first time takes minutes."""
 _SOCKETS = "fivefold-servers-"
 
 
@@ -34,7 +36,7 @@ class ServerProcess:
         is_ready: Callable[[str], bool],
     ) -> None:
         """`socket_option`: the argument that takes the socket's path; `is_ready`: does the server answer at an address."""
-        self._arguments, self._environment, self._log = list(arguments), dict(environment), log
+        self._arguments, self._environment, self.log = list(arguments), dict(environment), log
         self._socket_option, self._is_ready = socket_option, is_ready
         _remove_stale()
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
@@ -50,8 +52,8 @@ class ServerProcess:
         """Start it anew; `wait` then says when it answers."""
         self.end()
         self._starts += 1
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *self._arguments, self._socket_option, self.address.removeprefix("unix:")],
                 env=self._environment,
@@ -63,10 +65,13 @@ class ServerProcess:
             )
 
     def wait(self) -> None:
-        """Return when it answers; raises RuntimeError with the end of its log where it ends instead."""
+        """Return when it answers; raises RuntimeError with the end of its log where it ends instead, or takes too long."""
+        deadline = time.monotonic() + _LONGEST_START
         while not self._is_ready(self.address):
             if self.has_ended:
                 raise RuntimeError(f"the engine's server did not start\n{self.last_words()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the engine's server does not answer after {_LONGEST_START:.0f} s\n{self.last_words()}")
             time.sleep(0.2)
         self._unname_shared_memory()
 
@@ -76,9 +81,9 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """Errors in its log, the first of which caused the others, and the end of it."""
-        lines = self._log.read_text(errors="replace").splitlines() if self._log.is_file() else []
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         errors = [line for line in lines if _ERROR.search(line)][:_MOST_ERRORS]
-        return "\n".join([*errors, f"the end of {self._log}:", *lines[-_TAIL_LINES:]])
+        return "\n".join([*errors, f"the end of {self.log}:", *lines[-_TAIL_LINES:]])
 
     def end(self) -> None:
         """Kill it and what it started."""

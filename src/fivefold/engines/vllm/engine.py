@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.engines.transformers import stop_token_ids
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
+from fivefold.engines.weight_sync import crossed_off, not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import Completion, Request, Sampling
-
-EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
 
 
 class VLLMEngine:
@@ -39,7 +39,7 @@ class VLLMEngine:
     ) -> None:
         """`arguments` are vLLM's own; `verify_every`: updates between comparisons of what is held with what was sent, the
         first among them (0: never)."""
-        for name, value in (_ENVIRONMENT | (_ON_CPU if device.type == "cpu" else {})).items():
+        for name, value in (_ENVIRONMENT | (ON_CPU if device.type == "cpu" else {})).items():
             os.environ.setdefault(name, value)
         if device.type == "cpu":
             arguments = {"enforce_eager": True} | arguments
@@ -76,13 +76,11 @@ class VLLMEngine:
         self._llm.collective_rpc("begin_weights", args=(verify,))
         missing, is_whole = set(self._expected), False
         try:
-            self._llm.collective_rpc("receive_weights", args=(_crossed_off(weights, missing),))
+            self._llm.collective_rpc("receive_weights", args=(crossed_off(weights, missing),))
             is_whole = not missing
         finally:
             faults = [fault for each in self._llm.collective_rpc("finish_weights", args=(is_whole,)) for fault in each]
-        if missing:
-            faults = [f"{len(missing)} of {len(self._expected)} tensors did not come, the first: {sorted(missing)[:3]}"]
-        if faults:
+        if faults := not_come(missing, self._expected) or faults:
             raise RuntimeError(f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}")
         # Keys and values in it come from the old weights.
         if self._llm.reset_prefix_cache() is False:
@@ -165,8 +163,6 @@ class VLLMEngine:
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it, not a file of ours
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 """One process: the engine shares this rank's."""
-_ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Threads stay those of the rank, and kernels that are compiled at start-up are left out."""
 
 
 @contextmanager
@@ -178,12 +174,6 @@ def _start_explained() -> Iterator[None]:
             f"vLLM did not start: {error}\nLook at engine.memory_fraction (weights, cache and graphs must fit into it), "
             "engine.max_model_len, engine.max_num_seqs and what stands in engine.vllm"
         ) from error
-
-
-def _crossed_off(weights: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        missing.discard(name)
-        yield name, tensor
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
 from fivefold.engines.vllm.parameters import seed_of
 
 if TYPE_CHECKING:
     import torch
 
-EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
 ROUTE = "/fivefold/generate"
 PARENT = "FIVEFOLD_SERVER_PARENT"
 _ENVIRONMENT = {
@@ -30,10 +30,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # Only what starts anew runs `end_with_parent`: a forked process would not.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
-ON_CPU = {
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _PR_SET_PDEATHSIG = 1
 
