@@ -284,8 +284,8 @@ def _refresh(models: Models, engine: Engine) -> None:
     engine.sleep()
     with models.on_device():
         weight_sync(models.policy, engine)
-    with models.on_device():
-        """The rollout goes on with what it had of the device."""
+    # The rollout goes on with what it had of the device.
+    models.policy.offload()
 
 
 def build_rollouts(

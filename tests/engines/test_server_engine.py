@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.engines.test_vllm_engine import SIZES, TOKENIZER, difference
 from tests.support.commands import wait_for
-from tests.support.engines import PROMPTS, complete, requests, shared_memory
+from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.tiny_models import load_tensors, make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
@@ -104,6 +104,9 @@ def two_servers(mesh, directory: Path, logs: Path):
     asked = requests(2, GREEDY)
     found["greedy"] = complete(engine, asked), undisturbed(mesh, directory, tensors, [asked])[0]
 
+    cut = requests(1, replace(SAMPLING, **OPTIONS["all"]))
+    found["cut"] = list(zip(cut, complete(engine, cut), strict=True))
+
     # Each rank's own requests, twelve prompts of it.
     mine_to_ask = [replace(one, seed=one.seed + rank) for one in requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(12)])]
     whole = complete(engine, mine_to_ask)
@@ -185,6 +188,13 @@ def test_greedy_tokens_of_servers_equal_the_transformers_engine_s(both):
         for one, same in zip(served, other, strict=True):
             assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
             assert one.finish_reason == same.finish_reason
+
+
+def test_log_probs_of_servers_are_those_of_the_distribution_that_was_drawn_from(both, model):
+    """With every option at once, as they go through JSON."""
+    for found in both:
+        for request, one in found["cut"]:
+            assert one.logprobs == pytest.approx(expected_logprobs(model, request, one, 2), abs=5e-5)
 
 
 def test_requests_are_spread_over_the_servers_and_draw_what_their_keys_say(both):
@@ -345,7 +355,6 @@ OWN_END = [pytest.param(victim, marks=pytest.mark.slow) for victim in ("the engi
 
 @pytest.mark.parametrize("victim", ["the rank", "the API server", *OWN_END])
 def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_path, victim):
-    before = shared_memory()
     host = subprocess.Popen(
         [sys.executable, "-c", HOST, str(model), str(tmp_path / "log")],
         stdin=subprocess.PIPE,
@@ -363,9 +372,10 @@ def test_whatever_is_killed_no_process_and_no_shared_memory_stays(model, tmp_pat
         "the engine core": core,
         "a worker": core.children()[-1],
     }
+    blocks = named_blocks(each.pid for each in family)
     killed[victim].kill()
     _, alive = psutil.wait_procs(family, timeout=15)
     host.communicate()
     assert alive == [], [each.cmdline() for each in alive]
     # Python's tracker removes what a killed process had under a name, a moment later.
-    wait_for(lambda: shared_memory() <= before)
+    wait_for(lambda: not any(block.exists() for block in blocks))

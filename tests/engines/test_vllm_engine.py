@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from fivefold.config.schema import MegatronConfig
 from fivefold.layout import ParallelLayout
 from fivefold.types import Completion, Request, Sampling, TokenBatch
-from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, requests
+from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.layout_cases import VPP2
 from tests.support.tiny_models import load_tensors, make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
@@ -250,10 +251,11 @@ def test_weights_that_are_not_those_of_the_policy_are_refused_and_the_next_ones_
 
 def closed(mesh, directory: Path):
     engine = vllm_engine(mesh, directory, f"d1t{mesh.layout.world_size}")
+    blocks = named_blocks([os.getpid()])
     engine.close()
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
-    return float(total), sorted(path.name for path in Path("/dev/shm").glob("*") if "fivefold" in path.name)
+    return float(total), sorted(block.name for block in blocks if block.exists())
 
 
 def test_closing_the_engine_leaves_the_trainer_s_groups_and_no_shared_memory(cluster, sized):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.commands import Command, children_of, fivefold, gone, wait_for
-from tests.support.engines import shared_memory
+from tests.support.engines import named_blocks
 from tests.support.whole_runs import REWARD, assert_same, metrics
 from tests.support.zygote import THREADS
 
@@ -77,10 +77,10 @@ def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind
     checkpoints = root / "runs/killed/checkpoints"
     wait_for((checkpoints / "step-000002").exists, process)
     everyone = children_of(process.pid)
+    blocks = named_blocks(everyone)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: gone(everyone))
-    assert not [path for path in Path("/dev/shm").iterdir() if "fivefold" in path.name or path.name.startswith("psm_")]
+    wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
     done = train(root, "killed")
     assert done.returncode == 0, done.stderr
     assert "resumed after step" in done.stdout
@@ -89,18 +89,18 @@ def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind
 
 def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(root, base):
     """The one server there is, killed by SIGKILL between two steps or in one: it is started again, nothing counts twice."""
-    before = shared_memory()
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/server", "engine.mode=server")
     wait_for((root / "runs/server/checkpoints/step-000002").exists, process)
     everyone = children_of(process.pid)
     (api,) = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+    blocks = named_blocks(everyone)
     os.kill(api, signal.SIGKILL)
     done = process.finish()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 1 servers of the engine ended and are started again" in done.stdout
     assert_same(metrics(root, "server"), base)
     # Python's tracker removes what a killed process had under a name, a moment later.
-    wait_for(lambda: gone(everyone) and shared_memory() <= before)
+    wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
 
 
 @pytest.mark.slow

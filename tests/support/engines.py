@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fivefold.distributed.processes import shared_memory_of
 from fivefold.engines.sampling import request_seed
 from fivefold.types import Completion, Request, Sampling
 
@@ -30,9 +32,9 @@ def complete(engine: Any, asked: list[Request]) -> list[Completion]:
     return [found[request.id] for request in asked]
 
 
-def shared_memory() -> set[str]:
-    """Names of the blocks that there are on this machine."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def named_blocks(pids: Iterable[int]) -> set[Path]:
+    """The shared memory of these processes that has a name."""
+    return {Path("/dev/shm", name) for pid in pids for name in shared_memory_of(pid)}
 
 
 def own_logits(model: Path, prompt: list[int], token_ids: list[int]) -> torch.Tensor:

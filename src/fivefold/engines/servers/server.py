@@ -10,8 +10,6 @@ from fivefold.types import Sampling
 
 Draw = tuple[int, int]
 """Id and seed of a request."""
-
-
 Answer = tuple[int, list[int], list[float], str, list[tuple[int, int]] | None]
 """Id, token ids, log-probs, finish reason, and which version sampled how many tokens, where the server says so."""
 
@@ -53,16 +51,22 @@ class Server(Protocol):
         """Join the group over which weights come, with `first` as its first worker's place of `size`."""
         ...
 
-    def begin_weights(self, verify: bool) -> None: ...
+    def begin_weights(self, verify: bool) -> None:
+        """`verify`: compare what is held at the end with what came."""
+        ...
 
-    def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None: ...
+    def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
+        """Take the tensors of a bucket, `handles[i]` its memory for tensor-parallel rank i."""
+        ...
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
         """What is wrong with the weights that were received; answers name them by `version`."""
         ...
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache."""
+        ...
 
-    def wake(self, part: str) -> None: ...
-
-    def close(self) -> None: ...
+    def wake(self, part: str) -> None:
+        """Take memory again: of `weights` or `kv_cache`."""
+        ...

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from fivefold.distributed.processes import descendants, kill
+from fivefold.distributed.processes import descendants, kill, unname_shared_memory
 
 _ERROR = re.compile(r"\b\w+(Error|Exception): ")
 _MOST_ERRORS, _TAIL_LINES = 3, 20
@@ -41,7 +41,7 @@ class ServerProcess:
         _remove_stale()
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
         self._process: subprocess.Popen[bytes] | None = None
-        self._starts = 0
+        self._starts = self._log_begin = 0
 
     @property
     def address(self) -> str:
@@ -54,6 +54,7 @@ class ServerProcess:
         self._starts += 1
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *self._arguments, self._socket_option, self.address.removeprefix("unix:")],
                 env=self._environment,
@@ -73,15 +74,18 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the engine's server does not answer after {_LONGEST_START:.0f} s\n{self.last_words()}")
             time.sleep(0.2)
-        self._unname_shared_memory()
+        for each in self._family():
+            unname_shared_memory(each.pid)
 
     @property
     def has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
     def last_words(self) -> str:
-        """Errors in its log, the first of which caused the others, and the end of it."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        """Errors in its log since it was started, the first of which caused the others, and the end of it."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_begin)
+            lines = log.read().decode(errors="replace").splitlines()
         errors = [line for line in lines if _ERROR.search(line)][:_MOST_ERRORS]
         return "\n".join([*errors, f"the end of {self.log}:", *lines[-_TAIL_LINES:]])
 
@@ -103,15 +107,6 @@ class ServerProcess:
             parent = psutil.Process(self._process.pid)
             return [parent, *descendants(parent)]
         return []
-
-    def _unname_shared_memory(self) -> None:
-        """A block lives as long as a process maps it; with a name it would outlive processes that are killed."""
-        for each in self._family():
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
-                    path = line.partition("/dev/shm/")[2]  # noqa: S108 - where Linux keeps it, not a file of ours
-                    if path and not path.endswith("(deleted)"):
-                        Path("/dev/shm", path).unlink(missing_ok=True)  # noqa: S108
 
 
 def _remove_stale() -> None:

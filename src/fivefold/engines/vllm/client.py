@@ -11,6 +11,7 @@ import httpx2 as httpx
 
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError
+from fivefold.engines.vllm.arguments import ROUTE
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import CONNECT_SECONDS, answers, base_of
 from fivefold.types import Sampling
@@ -43,18 +44,15 @@ class VLLMServer:
         sampled = sampling_arguments(sampling, self._ends)
         asked = {"name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
         try:
-            async with self._requests.stream("POST", "/fivefold/generate", json=asked) as response:
+            async with self._requests.stream("POST", ROUTE, json=asked) as response:
                 if response.status_code != 200:
                     await response.aread()
                     self._explain(response)
                 async for line in response.aiter_lines():
                     found = json.loads(line)
                     if isinstance(found, dict):
-                        raise (
-                            ServerLostError(found["error"])
-                            if found["is_dead"]
-                            else RuntimeError(f"{self}: {found['error']}")
-                        )
+                        kind = ServerLostError if found["is_dead"] else RuntimeError
+                        raise kind(f"{self}: {found['error']}")
                     yield found
         except httpx.TransportError as error:
             raise ServerLostError(f"{type(error).__name__}: {error}") from error
@@ -112,9 +110,6 @@ class VLLMServer:
     def wake(self, part: str) -> None:
         """Take memory again: of `weights` or `kv_cache`."""
         self._post("/wake_up", params={"tags": part})
-
-    def close(self) -> None:
-        self._control.close()
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         answer = self._post("/collective_rpc", json={"method": method, "args": arguments})

@@ -7,6 +7,7 @@ and for mixtures of experts.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from fivefold.distributed.processes import unname_shared_memory
 from fivefold.engines.servers.buckets import Entry, Inbox, join_wire
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,6 +46,8 @@ class WeightReceiver:
 
     def open_wire(self, address: str, port: int, first: int, size: int) -> None:
         """Join the group over which weights come; `first`: this server's first member."""
+        if self.device.type == "cpu":
+            unname_shared_memory(os.getpid())
         self._wire = join_wire(address, port, first + get_tp_group().rank_in_group, size, self.device)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:

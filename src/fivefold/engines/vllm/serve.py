@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
-from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE
 from fivefold.engines.vllm.parameters import seed_of
 
 if TYPE_CHECKING:
     import torch
 
-ROUTE = "/fivefold/generate"
 PARENT = "FIVEFOLD_SERVER_PARENT"
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
