@@ -27,8 +27,8 @@ class Generator:
     tokenizer: Decoder
     rewards: RewardManager
     logger: RunLogger
-    refresh: Callable[[], None]
-    """Gives an engine new weights that lost them with its servers. Collective."""
+    refresh: Callable[[], None] | None = None
+    """Gives an engine new weights that can lose them, with its servers. Collective."""
 
     def sample(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...]) -> list[Group]:
         """This rank's groups of `group_size` scored responses, by the place of their prompt; every rank names all prompts.
@@ -55,7 +55,7 @@ class Generator:
                     found[completion.request_id] = sample
                     self.rewards.submit(prompts[completion.request_id // group_size], sample)
                 self.logger.advance(len(found), len(requests))
-            if self.engine.version >= 0:
+            if self.engine.version >= 0 or self.refresh is None:
                 break
             self.refresh()
         groups = [
