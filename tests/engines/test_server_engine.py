@@ -113,16 +113,16 @@ def two_servers(mesh, directory: Path, logs: Path):
     assert engine._lost == set()
 
     def shared_loads():
-        seen, dispatch = [0, 0], engine._dispatch
-        ask = dispatch._ask
+        seen, router = [0, 0], engine._router
+        ask = router._ask
 
         async def noted(number, run, arrivals):
             seen[number] += len(run)
             await ask(number, run, arrivals)
 
-        dispatch._ask = noted
+        router._ask = noted
         again = complete(engine, mine_to_ask)
-        del dispatch._ask
+        del router._ask
         return seen, again == whole
 
     found["loads"] = shared_loads()
@@ -240,7 +240,7 @@ def test_closing_an_engine_of_servers_ends_them(both):
     assert [found["left"] for found in both] == [[], []]
 
 
-def over_the_wire(mesh, directory: Path, address: str):
+def over_a_process_group(mesh, directory: Path, address: str):
     """Sampled by servers that are there already, and by the transformers engine."""
     tensors, asked = load_tensors(directory), requests(2, GREEDY)
     engine = server_engine(mesh, directory, Path(), [], addresses=[address])
@@ -322,7 +322,7 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
         assert said[0] == []
         assert "300 tokens: its max_model_len is 256" in said[1][0]
         assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in said[2][0]
-        results = cluster.run(over_the_wire, "megatron:d2", model, address)
+        results = cluster.run(over_a_process_group, "megatron:d2", model, address)
         ((midway, under),) = cluster.run(changed_midway, "megatron:d1", model, address)
     finally:
         served.kill()

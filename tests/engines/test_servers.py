@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.engines.servers import dispatch as module
-from fivefold.engines.servers.buckets import HostMemory, Inbox, Mailroom, WireMemory, broadcast, join_wire
-from fivefold.engines.servers.dispatch import Dispatch
+from fivefold.engines.servers import request_router as module
+from fivefold.engines.servers.buckets import (
+    BroadcastMemory,
+    BucketReader,
+    BucketWriter,
+    HostMemory,
+    broadcast,
+    join_transfer_group,
+)
+from fivefold.engines.servers.request_router import RequestRouter
 from fivefold.engines.servers.server import ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
 from fivefold.types import Completion, Request, Sampling
@@ -45,29 +52,29 @@ def same_bits(found: torch.Tensor, sent: torch.Tensor) -> bool:
 def through_buckets(mesh, medium: str, port: int):
     """Rank 0 sends, rank 1 takes; what does not arrive bit for bit, and how many buckets there were."""
     rank, sent, size = mesh.ranks.rank, tensors(), 1024
-    wire = join_wire("127.0.0.1", port, rank, 2, mesh.device) if medium == "wire" else None
-    mailroom = Mailroom(size, HostMemory if wire is None else lambda size: WireMemory(size, mesh.device))
-    inbox, found, count = Inbox(mesh.device, wire), {}, 0
-    buckets = mailroom.buckets(iter(sent.items())) if rank == 0 else None
+    group = join_transfer_group("127.0.0.1", port, rank, 2, mesh.device) if medium == "broadcast" else None
+    writer = BucketWriter(size, HostMemory if group is None else lambda size: BroadcastMemory(size, mesh.device))
+    reader, found, count = BucketReader(mesh.device, group), {}, 0
+    buckets = writer.buckets(iter(sent.items())) if rank == 0 else None
     while True:
         bucket = next(buckets, None) if buckets is not None else None
         letter = mesh.ranks.broadcast_from_main(bucket and (bucket.memory.handle, bucket.entries, bucket.used))
         if letter is None:
             break
         count += 1
-        if rank == 0 and wire is not None:
-            broadcast(wire, bucket.memory.bytes_B[: bucket.used])
+        if rank == 0 and group is not None:
+            broadcast(group, bucket.memory.bytes_B[: bucket.used])
         elif rank == 1:
-            found |= dict(inbox.take(*letter))
+            found |= dict(reader.take(*letter))
         # Two buckets are filled in turn: the receiver must have read before.
         mesh.ranks.barrier()
     wrong = [name for name in sent if rank == 1 and not same_bits(found[name], sent[name])]
-    inbox.close()
-    mailroom.close()
+    reader.close()
+    writer.close()
     return wrong, count
 
 
-@pytest.mark.parametrize("medium", ["memory", "wire"])
+@pytest.mark.parametrize("medium", ["memory", "broadcast"])
 def test_weights_go_to_another_process_bit_for_bit(cluster, medium):
     from fivefold.distributed.ports import free_port
 
@@ -104,15 +111,15 @@ def asked(prompts: int, each: int = 4) -> list[Request]:
     return [Request(i, [i // each], Sampling(max_tokens=2), seed=i) for i in range(prompts * each)]
 
 
-def dispatched(servers: list[InMemory], requests: list[Request], window: int = 8) -> tuple[list[Completion], set[int]]:
+def routed(servers: list[InMemory], requests: list[Request], window: int = 8) -> tuple[list[Completion], set[int]]:
     lost: set[int] = set()
-    found = list(Dispatch(0, window, lambda line: None).completions(requests, servers, lost, lambda: 5))
+    found = list(RequestRouter(0, window, lambda line: None).completions(requests, servers, lost, lambda: 5))
     return found, lost
 
 
 def test_the_faster_server_gets_more_requests_and_none_more_than_its_window():
     slow, fast = InMemory(0.02), InMemory(0.002)
-    found, lost = dispatched([slow, fast], asked(30))
+    found, lost = routed([slow, fast], asked(30))
     assert sorted(one.request_id for one in found) == list(range(120)) and not lost
     assert all(one.token_ids == [one.request_id // 4, one.request_id] and one.policy_version == 5 for one in found)
     assert fast.answered > 3 * slow.answered > 0
@@ -123,26 +130,26 @@ def test_the_faster_server_gets_more_requests_and_none_more_than_its_window():
 @pytest.mark.parametrize("when", [0, 1, 7])
 def test_what_a_lost_server_had_is_sampled_by_another_and_counted_once(when):
     dying, other = InMemory(0.001, lost_after=when), InMemory(0.001)
-    found, lost = dispatched([dying, other], asked(10))
+    found, lost = routed([dying, other], asked(10))
     assert sorted(one.request_id for one in found) == list(range(40))
     assert lost == {0} and dying.answered == when
 
 
 def test_where_no_server_is_left_what_is_missing_is_not_answered():
-    found, lost = dispatched([InMemory(lost_after=3), InMemory(lost_after=6)], asked(10))
+    found, lost = routed([InMemory(lost_after=3), InMemory(lost_after=6)], asked(10))
     assert len(found) == len({one.request_id for one in found}) == 9 and lost == {0, 1}
 
 
 def test_a_server_that_says_nothing_any_more_is_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.05)
     deaf, other = InMemory(0.001, deaf_after=5), InMemory(0.001)
-    found, lost = dispatched([deaf, other], asked(10))
+    found, lost = routed([deaf, other], asked(10))
     assert sorted(one.request_id for one in found) == list(range(40)) and lost == {0}
 
 
 def test_a_server_that_is_slow_is_not_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.02)
-    found, lost = dispatched([InMemory(0.5)], asked(1, each=1))
+    found, lost = routed([InMemory(0.5)], asked(1, each=1))
     assert len(found) == 1 and not lost
 
 
@@ -154,7 +161,7 @@ class Broken(InMemory):
 
 def test_an_error_of_a_server_that_lives_is_raised():
     with pytest.raises(RuntimeError, match="longer than the engine's"):
-        dispatched([Broken()], asked(1))
+        routed([Broken()], asked(1))
 
 
 def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):

@@ -58,18 +58,18 @@ class DeviceMemory:
         cuda_memory.free(self.bytes_B)
 
 
-class WireMemory:
+class BroadcastMemory:
     """Memory that is broadcast to the receivers, who have as much of their own."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes_B = torch.empty(size, dtype=torch.uint8, device=device)
-        self.handle = {"wire": True, "size": size}
+        self.handle = {"broadcast": True, "size": size}
 
     def free(self) -> None:
         """It ends with the last tensor on it."""
 
 
-def join_wire(address: str, port: int, rank: int, size: int, device: torch.device) -> Any:
+def join_transfer_group(address: str, port: int, rank: int, size: int, device: torch.device) -> Any:
     """A process group apart from every other of this process: NCCL on GPUs, Gloo on hosts."""
     store = dist.TCPStore(address, port, size, rank == 0, timedelta(seconds=_PATIENCE), wait_for_workers=False)  # type: ignore[attr-defined]
     prefixed = dist.PrefixStore("fivefold-weights", store)  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class Bucket:
         self.used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Mailroom:
+class BucketWriter:
     """Two buckets in turn: one is filled while the other is read."""
 
     def __init__(self, size: int, allocate: Any) -> None:
@@ -145,25 +145,25 @@ class Mailroom:
         self._slots = [None, None]
 
 
-class Inbox:
+class BucketReader:
     """The receiver's side: maps each bucket's memory once."""
 
-    def __init__(self, device: torch.device, wire: Any = None) -> None:
-        self._device, self._wire = device, wire
+    def __init__(self, device: torch.device, group: Any = None) -> None:
+        self._device, self._transfer_group = device, group
         self._open: dict[str, Tensor] = {}
 
     def take(self, handle: dict[str, Any], entries: Sequence[Entry], used: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a bucket, copied out of it: it may be overwritten afterwards."""
         bytes_B = self._memory(handle)
-        if "wire" in handle:
-            broadcast(self._wire, bytes_B[:used])
+        if "broadcast" in handle:
+            broadcast(self._transfer_group, bytes_B[:used])
         for name, dtype, shape, begin in entries:
             kind = getattr(torch, dtype)
             end = begin + kind.itemsize * torch.Size(shape).numel()
             yield name, bytes_B[begin:end].view(kind).view(shape).clone()
 
     def _memory(self, handle: dict[str, Any]) -> Tensor:
-        if "wire" in handle:
+        if "broadcast" in handle:
             return torch.empty(handle["size"], dtype=torch.uint8, device=self._device)
         key = str(sorted(handle.items()))
         if key not in self._open:

@@ -47,7 +47,7 @@ class Server(Protocol):
         """How many processes take weights."""
         ...
 
-    def open_wire(self, address: str, port: int, first: int, size: int) -> None:
+    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
         """Join the group over which weights come, with `first` as its first worker's place of `size`."""
         ...
 

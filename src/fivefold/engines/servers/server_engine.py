@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.servers.courier import Courier
-from fivefold.engines.servers.dispatch import Dispatch
+from fivefold.engines.servers.request_router import RequestRouter
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess
+from fivefold.engines.servers.weight_sender import WeightSender
 from fivefold.engines.weight_sync import not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
@@ -50,8 +50,8 @@ class ServerEngine:
         self._ranks, self._device, self._process, self._connect, self._log = ranks, device, process, connect, log
         self._verify_every, self._can_sleep = verify_every, can_sleep
         self._given, self._ranks_per_server = list(addresses), ranks_per_server
-        self._courier = Courier(ranks, device, None if addresses else ranks_per_server, bucket_bytes)
-        self._dispatch = Dispatch(ranks.rank, window, log)
+        self._sender = WeightSender(ranks, device, None if addresses else ranks_per_server, bucket_bytes)
+        self._router = RequestRouter(ranks.rank, window, log)
         self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
         self._servers: list[Server] = []
         self._lost: set[int] = set()
@@ -123,7 +123,7 @@ class ServerEngine:
         self.version = -1
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
-        faults, lost = self._courier.deliver(self._own, weights, missing, verify, version)
+        faults, lost = self._sender.deliver(self._own, weights, missing, verify, version)
         faults = not_come(missing, self._expected) or faults
         if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
             raise RuntimeError(f"the engine's weights are not those of the policy after {version} updates: {said}")
@@ -186,7 +186,7 @@ class ServerEngine:
         before, lost = len(self._lost), set(self._lost)
         self._is_generating = True
         try:
-            yield from self._dispatch.completions(requests, self._servers, lost, lambda: self.version)
+            yield from self._router.completions(requests, self._servers, lost, lambda: self.version)
         finally:
             self._is_generating = False
         self._agree(lost)
@@ -197,7 +197,7 @@ class ServerEngine:
 
     def abort(self) -> None:
         """End the requests in flight: `generate` gives what they have so far."""
-        self._dispatch.abort()
+        self._router.abort()
         for number, server in self._own.items():
             if number not in self._lost:
                 server.abort()

@@ -75,8 +75,8 @@ class VLLMServer:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def open_wire(self, address: str, port: int, first: int, size: int) -> None:
-        self._call("open_wire", address, port, first, size)
+    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
+        self._call("join_transfer_group", address, port, first, size)
 
     def begin_weights(self, verify: bool) -> None:
         self._call("begin_weights", verify)

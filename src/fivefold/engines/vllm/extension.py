@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from fivefold.distributed.processes import unname_shared_memory
-from fivefold.engines.servers.buckets import Entry, Inbox, join_wire
+from fivefold.engines.servers.buckets import BucketReader, Entry, join_transfer_group
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -35,8 +35,8 @@ class WeightReceiver:
     vllm_config: Any
     get_model: Any
 
-    _wire: Any = None
-    _inbox: Inbox
+    _transfer_group: Any = None
+    _reader: BucketReader
 
     def describe(self) -> dict[str, Any]:
         """What whoever sends weights and requests must know about this engine."""
@@ -44,16 +44,16 @@ class WeightReceiver:
         sizes = {name: getattr(model.hf_config, name) for name in SIZES if hasattr(model.hf_config, name)}
         return {"sizes": sizes, "max_model_len": model.max_model_len}
 
-    def open_wire(self, address: str, port: int, first: int, size: int) -> None:
+    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
         """Join the group over which weights come; `first`: this server's first member."""
         if self.device.type == "cpu":
             unname_shared_memory(os.getpid())
-        self._wire = join_wire(address, port, first + get_tp_group().rank_in_group, size, self.device)
+        self._transfer_group = join_transfer_group(address, port, first + get_tp_group().rank_in_group, size, self.device)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
         """`receive_weights` of tensors in memory of another process, `handles[i]` that of tensor-parallel rank i."""
         handle = handles[get_tp_group().rank_in_group % len(handles)]
-        self.receive_weights(self._inbox.take(handle, entries, used))
+        self.receive_weights(self._reader.take(handle, entries, used))
         if self.device.type == "cuda":
             # The sender overwrites it when this is answered.
             torch.cuda.current_stream().synchronize()
@@ -76,7 +76,7 @@ class WeightReceiver:
         self._loaded: set[str] = set()
         self._places = Places(self._names, getattr(model, "packed_modules_mapping", {}))
         self._sent: dict[str, Tensor] | None = {} if verify else None
-        self._inbox = Inbox(self.device, self._wire)
+        self._reader = BucketReader(self.device, self._transfer_group)
         initialize_layerwise_reload(model)
 
     def receive_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -100,7 +100,7 @@ class WeightReceiver:
 
         Without an end the next `begin_weights` would meet half a model: whatever did not come is what lies in memory.
         """
-        self._inbox.close()
+        self._reader.close()
         model = self.get_model()
         finalize_layerwise_reload(model, self.vllm_config.model_config)
         for head in _packed_heads(model) if self.device.type == "cpu" and self._is_tied else ():

@@ -17,7 +17,7 @@ Arrival = tuple[int, Completion | list[Request] | Exception]
 """Number of a server, and what it sampled, what it had when it was lost, or another error."""
 
 
-class Dispatch:
+class RequestRouter:
     """Gives requests to servers, all of a prompt to one of them, and takes back what a server had when it ended."""
 
     def __init__(self, rank: int, window: int, log: Callable[[str], None]) -> None:

@@ -16,20 +16,20 @@ from torch import Tensor
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.buckets import (
+    BroadcastMemory,
     Bucket,
+    BucketWriter,
     DeviceMemory,
     HostMemory,
-    Mailroom,
     Memory,
-    WireMemory,
     broadcast,
-    join_wire,
+    join_transfer_group,
 )
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.weight_sync import crossed_off
 
 
-class Courier:
+class WeightSender:
     """Delivers weights in buckets: to servers on this rank's devices in memory that they map, to others over a group."""
 
     def __init__(self, ranks: Ranks, device: torch.device, ranks_per_server: int | None, bucket_bytes: int) -> None:
@@ -38,9 +38,9 @@ class Courier:
         self._device, self._is_remote = device, ranks_per_server is None
         self._sends = ranks_per_server is not None or ranks.is_main
         self._group = None if ranks_per_server is None else ranks.consecutive(ranks_per_server)
-        self._mailroom = Mailroom(bucket_bytes, self._allocate)
+        self._writer = BucketWriter(bucket_bytes, self._allocate)
         self._calls = ThreadPoolExecutor()
-        self._wire: Any = None
+        self._transfer_group: Any = None
         self._servers: Mapping[int, Server] = {}
         self._lost: set[int] = set()
 
@@ -56,8 +56,8 @@ class Courier:
 
         Names are taken out of `missing` as they come. Called on all ranks.
         """
-        if self._is_remote and self._sends and self._wire is None:
-            self._open_wire(list(servers.values()))
+        if self._is_remote and self._sends and self._transfer_group is None:
+            self._join_servers(list(servers.values()))
         self._servers, self._lost = servers, set()
         coming = crossed_off(weights, missing)
         self._settle(self._ask("begin_weights", verify))
@@ -65,17 +65,17 @@ class Courier:
             self._send(coming)
         finally:
             faults = self._settle(self._ask("finish_weights", not missing, version))
-            self._mailroom.close()
+            self._writer.close()
         return [fault for each in faults for fault in each], self._lost
 
     def _send(self, coming: Iterator[tuple[str, Tensor]]) -> None:
         """Fill one bucket while the servers read the other."""
         under_way: deque[list[Future[Any]]] = deque()
-        for bucket in self._mailroom.buckets(coming) if self._sends else _drained(coming):
+        for bucket in self._writer.buckets(coming) if self._sends else _drained(coming):
             handles = self._handles(bucket)
             under_way.append(self._ask("receive_bucket", handles, bucket.entries, bucket.used))
-            if self._wire is not None:
-                self._hand_over(bucket, under_way[-1])
+            if self._transfer_group is not None:
+                self._broadcast(bucket, under_way[-1])
             if len(under_way) > 1:
                 self._settle(under_way.popleft())
             # The next bucket is filled into the memory of the one before.
@@ -86,7 +86,7 @@ class Courier:
 
     def _allocate(self, size: int) -> Memory:
         if self._is_remote:
-            return WireMemory(size, self._device)
+            return BroadcastMemory(size, self._device)
         return DeviceMemory(size, self._device) if self._device.type == "cuda" else HostMemory(size)
 
     def _handles(self, bucket: Bucket) -> list[dict[str, Any]]:
@@ -104,9 +104,9 @@ class Courier:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _hand_over(self, bucket: Bucket, asked: list[Future[Any]]) -> None:
+    def _broadcast(self, bucket: Bucket, asked: list[Future[Any]]) -> None:
         """Broadcast a bucket to the workers that were asked to take it; raises at once where one of them cannot."""
-        sent = self._calls.submit(broadcast, self._wire, bucket.memory.bytes_B[: bucket.used])
+        sent = self._calls.submit(broadcast, self._transfer_group, bucket.memory.bytes_B[: bucket.used])
         waiting = {sent, *asked}
         while not sent.done():
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -129,16 +129,16 @@ class Courier:
                 self._lost.add(number)
         return answers
 
-    def _open_wire(self, servers: Sequence[Server]) -> None:
+    def _join_servers(self, servers: Sequence[Server]) -> None:
         """Join the servers' workers in one group, over which weights go to them."""
         counts = [server.workers() for server in servers]
         firsts = [1 + sum(counts[:place]) for place in range(len(counts))]
         here, port = _own_address(servers[0].address), free_port()
         joins = [
-            self._calls.submit(server.open_wire, here, port, first, 1 + sum(counts))
+            self._calls.submit(server.join_transfer_group, here, port, first, 1 + sum(counts))
             for server, first in zip(servers, firsts, strict=True)
         ]
-        self._wire = join_wire(here, port, 0, 1 + sum(counts), self._device)
+        self._transfer_group = join_transfer_group(here, port, 0, 1 + sum(counts), self._device)
         for join in joins:
             join.result()
 
