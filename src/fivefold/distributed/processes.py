@@ -1,9 +1,10 @@
-"""Ending processes together with those that they started."""
+"""Ending processes together with those that they started, and with the shared memory that they hold."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,8 @@ import psutil
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps it, not a file of ours
 _BLOCK = re.compile(r"(psm_|torch_|sem\.mp-)[^ ]*|[^ ]*-cpushm_\d+")
 """Names that Python, torch, and vLLM on CPUs give."""
+_LONGEST_END = 20.0
+"""Seconds: a process that waits for a driver or a disk ends late."""
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -27,10 +30,22 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """End them at once, as far as they are still there."""
+    """End them, as far as they are still there, and return when they hold nothing any more.
+
+    A signal only asks for it: what a process has on a device is there until it is gone, and would be missing to the next.
+    """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
+    deadline = time.monotonic() + _LONGEST_END
+    while any(map(_is_there, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def shared_memory_of(pid: int) -> set[str]:
@@ -41,7 +56,11 @@ def shared_memory_of(pid: int) -> set[str]:
     return set()
 
 
-def unname_shared_memory(pid: int) -> None:
-    """A block lives as long as a process maps it; with a name it would outlive processes that are killed."""
+def unname_shared_memory(pid: int, prefix: str = "") -> None:
+    """Take away the names of a process's blocks that begin so.
+
+    A block lives as long as a process maps it; with a name it would outlive processes that are killed.
+    """
     for name in shared_memory_of(pid):
-        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+        if name.startswith(prefix):
+            (_SHARED_MEMORY / name).unlink(missing_ok=True)

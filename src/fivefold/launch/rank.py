@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this rank and the processes that it or Megatron-Core's saving started, without waiting for any of them."""
+    """End this rank and the processes that it or Megatron-Core's saving started, whatever they are doing."""
     sys.stdout.flush()
     sys.stderr.flush()
     kill(descendants(psutil.Process()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.distributed.processes import unname_shared_memory
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
@@ -160,7 +161,6 @@ class VLLMEngine:
         return SamplingParams(**sampling_arguments(sampling, self._ends), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it, not a file of ours
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 """One process: the engine shares this rank's."""
 
@@ -185,7 +185,7 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
     """
     from vllm.distributed import parallel_state
 
-    name, before = [f"fivefold-{os.getpid()}"], _mapped_shared_memory()
+    name = [f"fivefold-{os.getpid()}"]
     dist.broadcast_object_list(name, 0)
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Blocks
@@ -196,10 +196,7 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
         yield
         dist.barrier()
     finally:
-        for path in _mapped_shared_memory() - before:
-            if path.name.startswith(name[0]):
-                with suppress(FileNotFoundError):
-                    path.unlink()
+        unname_shared_memory(os.getpid(), name[0])
         groups = [group for reference in parallel_state._groups.values() if (group := reference()) is not None]
         queues = [group.mq_broadcaster for group in groups]
         for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
@@ -209,11 +206,6 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
                 block.is_creator = False
         if device.type == "cpu":
             Blocks.make_group_name = staticmethod(original)
-
-
-def _mapped_shared_memory() -> set[Path]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {Path(line.split(maxsplit=5)[5]) for line in lines if f"{_SHARED_MEMORY}/" in line}
 
 
 @contextmanager
