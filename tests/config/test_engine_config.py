@@ -208,10 +208,15 @@ def test_the_memory_of_vllm_is_its_share_of_a_gpu(files, vllm, monkeypatch):
 
 
 class Stranger(BaseHTTPRequestHandler):
-    """A server of something else."""
+    """A server of something else: it knows no path but one, and says something of its own there."""
 
     def do_POST(self) -> None:
-        self.send_error(404)
+        if not self.path.startswith("/polite"):
+            return self.send_error(404)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"results": "welcome"}')
+        return None
 
     def log_message(self, *_: object) -> None: ...
 
@@ -219,9 +224,12 @@ class Stranger(BaseHTTPRequestHandler):
 def test_a_url_where_nobody_or_somebody_else_answers_is_refused(files):
     with HTTPServer(("127.0.0.1", 0), Stranger) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        urls = [f"http://127.0.0.1:{server.server_port}", f"http://127.0.0.1:{free_port()}", "localhost:8000"]
-        stranger, nobody, unknown = check(config(files, backend="vllm", url=urls)).errors
+        here = f"http://127.0.0.1:{server.server_port}"
+        urls = [here, f"http://127.0.0.1:{free_port()}", "localhost:8000", f"{here}/polite", "http://a:b"]
+        stranger, nobody, unknown, polite, nonsense = check(config(files, backend="vllm", url=urls)).errors
         server.shutdown()
+    assert f"engine.url: {urls[3]} is no server that takes weights (it answers with 200)" in polite
+    assert "engine.url: http://a:b does not answer (InvalidURL)" in nonsense
     assert f"engine.url: {urls[0]} is no server that takes weights (it answers with 404); start it by python -m" in stranger
     assert f"engine.url: {urls[1]} does not answer (ConnectError); start a server there: python -m" in nobody
     assert unknown == "engine.url must be http://host:port: got 'localhost:8000'"
@@ -232,6 +240,15 @@ def test_what_servers_that_run_already_were_started_with_is_said_to_be_without_e
     ignored = dict(check(config(files, **given)).ignored)
     for key in ("engine.memory_fraction", "engine.vllm"):
         assert ignored[key] == "the servers of engine.url were started with what they have"
+
+
+def test_servers_of_a_run_on_several_machines_are_refused(files, vllm, monkeypatch):
+    vllm("0.26.0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    (error,) = check(config(files, backend="vllm:t2", mode="server")).errors
+    assert error.startswith("engine.mode: servers are reached on their own machine, and 1 of 2 ranks are here")
+    assert check(config(files, backend="vllm:t2")).errors == []
 
 
 def test_a_faster_engine_that_is_installed_is_told(files, vllm):

@@ -361,6 +361,12 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
     if "WORLD_SIZE" in os.environ:
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        findings.require(
+            config.engine.mode == "in_process" or bool(config.engine.url) or here == world,
+            "engine.mode",
+            f": servers are reached on their own machine, and {here} of {world} ranks are here: use in_process",
+        )
         return
     gpus = visible_gpus()
     wanted = on_gpus(config)

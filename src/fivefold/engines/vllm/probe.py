@@ -37,16 +37,15 @@ def check_servers(findings: Findings, addresses: Sequence[str], model: Mapping[s
             continue
         try:
             answer = _ask(address, "POST", "/collective_rpc", {"method": "describe"})
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             findings.error("url", f": {address} does not answer ({type(error).__name__}); start a server there: {COMMAND}")
             continue
-        if answer.status_code != 200:
+        if (found := _description(answer)) is None:
             findings.error(
                 "url",
                 f": {address} is no server that takes weights (it answers with {answer.status_code}); start it by {COMMAND}",
             )
             continue
-        (found, *_) = answer.json()["results"]
         wrong = {name: value for name, value in found["sizes"].items() if name in model and value != model[name]}
         if wrong:
             own = {name: model[name] for name in wrong}
@@ -57,6 +56,15 @@ def check_servers(findings: Findings, addresses: Sequence[str], model: Mapping[s
             f": {address} must hold the longest prompt and response, {longest} tokens: its max_model_len is "
             f"{found['max_model_len']}",
         )
+
+
+def _description(answer: httpx.Response) -> dict[str, Any] | None:
+    """What the first worker says of its model; None where somebody else has answered."""
+    try:
+        found: dict[str, Any] = answer.json()["results"][0]
+        return {"sizes": dict(found["sizes"]), "max_model_len": int(found["max_model_len"])}
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None
 
 
 def _ask(address: str, method: str, path: str, content: Any = None) -> httpx.Response:
