@@ -140,7 +140,8 @@ def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
         process = server_process(given, mesh.device, each, directory.parent / f"server-{layout}-{rank}.log", answers)
     begin = time.perf_counter()
     engine = ServerEngine(
-        directory, mesh.ranks, mesh.device, partial(VLLMServer, ends=set()), print, process=process, ranks_per_server=each,
+        directory, mesh.ranks, mesh.device, partial(VLLMServer, ends=set(), run="benchmark"), print,
+        process=process, ranks_per_server=each,
         window=320, bucket_bytes=512 << 20, verify_every=2, can_sleep=large,
     )  # fmt: skip
     tell(mesh, "start", round(time.perf_counter() - begin, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -267,7 +268,7 @@ def _build_servers(
         directory,
         ranks,
         device,
-        partial(VLLMServer, ends=ends),
+        partial(VLLMServer, ends=ends, run=ranks.broadcast_from_main(uuid.uuid4().hex)),
         log,
         process=process,
         ranks_per_server=each,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,7 @@ def server_engine(mesh, directory: Path, logs: Path, said: list[str], each: int 
     if not changes.get("addresses") and rank % each == 0:
         process = server_of(directory, logs / f"server-{rank}.log", each)
     settings = {"window": 64, "bucket_bytes": BUCKET, "verify_every": 1, "can_sleep": False} | changes
-    connect = partial(VLLMServer, ends={TOKENIZER.eos_token_id})
+    connect = partial(VLLMServer, ends={TOKENIZER.eos_token_id}, run=mesh.ranks.broadcast_from_main(uuid.uuid4().hex))
     return ServerEngine(
         directory, mesh.ranks, mesh.device, connect, said.append, process=process, ranks_per_server=each, **settings
     )
@@ -276,6 +277,24 @@ def changed_midway(mesh, directory: Path, address: str):
     return [found[request.id] for request in asked], under
 
 
+def taken_over(mesh, directory: Path, address: str):
+    """What a server gives a run after another one was killed in the middle of a sync, and what it says to the other."""
+    tensors, asked, said = load_tensors(directory), requests(2, GREEDY), []
+    first = server_engine(mesh, directory, Path(), [], addresses=[address])
+    first.update_weights(iter(tensors.items()), 0)
+    first._servers[0].pause()
+    first._servers[0].begin_weights(False)
+    second = server_engine(mesh, directory, Path(), [], addresses=[address])
+    second.update_weights(iter(tensors.items()), 0)
+    found = complete(second, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+    for call in (lambda: complete(first, asked), lambda: first.update_weights(iter(tensors.items()), 1)):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    return found, said, complete(second, asked) == found[0]
+
+
 def logprobs_of(model, request: Request, found: Completion) -> list[float]:
     tokens = request.prompt_ids + found.token_ids
     mask = torch.tensor([False] * len(request.prompt_ids) + [True] * len(found.token_ids))
@@ -297,7 +316,8 @@ def check_what_was_sampled_midway(completions: list[Completion], under: list[lis
 def test_servers_that_run_already_get_weights_over_a_process_group(cluster, model, tmp_path):
     """Two tensor-parallel workers of a server that somebody else has started; `fivefold check` looks at it before.
 
-    In the middle of a rollout requests are kept, and go on with the new weights.
+    In the middle of a rollout requests are kept, and go on with the new weights. A server belongs to the run that came last,
+    whatever the one before has left.
     """
     from fivefold.config.findings import Findings
     from fivefold.distributed.ports import free_port
@@ -324,10 +344,13 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
         assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in said[2][0]
         results = cluster.run(over_a_process_group, "megatron:d2", model, address)
         ((midway, under),) = cluster.run(changed_midway, "megatron:d1", model, address)
+        ((taken, refused, undisturbed_after),) = cluster.run(taken_over, "megatron:d1", model, address)
     finally:
         served.kill()
         served.wait()
-    for calls in results:
+    assert len(refused) == 2 and all("another run has taken this server" in error for error in refused), refused
+    assert undisturbed_after
+    for calls in [*results, [taken]]:
         for served_ones, other in calls:
             assert [one.token_ids for one in served_ones] == [one.token_ids for one in other]
             for one, same in zip(served_ones, other, strict=True):

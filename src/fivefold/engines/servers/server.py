@@ -23,6 +23,10 @@ class Server(Protocol):
 
     address: str
 
+    def take(self) -> None:
+        """Make the server this run's alone, and end what another one has left there."""
+        ...
+
     def generate(self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]) -> AsyncIterator[Answer]:
         """The answer to each draw, as they end; raises ServerLostError."""
         ...

@@ -90,6 +90,10 @@ class ServerEngine:
         addresses, before = [address for address in found if address], {server.address: server for server in self._servers}
         self._servers = [before[address] if address in before else self._connect(address) for address in addresses]
         self._lost.clear()
+        for server in self._own.values():
+            if server.address not in before:
+                server.take()
+        self._ranks.barrier()
 
     def _restart(self) -> None:
         """Start the servers again that were lost."""

@@ -11,29 +11,39 @@ import httpx2 as httpx
 
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError
-from fivefold.engines.vllm.arguments import ROUTE
+from fivefold.engines.vllm.arguments import ROUTE, TAKE
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import CONNECT_SECONDS, answers, base_of
 from fivefold.types import Sampling
 
-_RESET_SECONDS = 30.0
+_RESET_SECONDS, _LONGEST_CALL = 30.0, 600.0
 _NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 class VLLMServer:
     """Calls of one server; `generate` belongs to an event loop, the others block."""
 
-    def __init__(self, address: str, ends: Collection[int]) -> None:
-        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response."""
-        self.address, self._ends = address, ends
-        self._base, self._socket = base_of(address)
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._control = httpx.Client(base_url=self._base, transport=httpx.HTTPTransport(uds=self._socket), timeout=timeout)
-        self._requests = httpx.AsyncClient(
-            base_url=self._base,
-            transport=httpx.AsyncHTTPTransport(uds=self._socket, limits=_NO_LIMIT),
-            timeout=timeout,
+    def __init__(self, address: str, ends: Collection[int], run: str) -> None:
+        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks."""
+        self.address, self._ends, self._run = address, ends, run
+        base, socket = base_of(address)
+        self._control = httpx.Client(
+            base_url=base,
+            transport=httpx.HTTPTransport(uds=socket),
+            timeout=httpx.Timeout(_LONGEST_CALL, connect=CONNECT_SECONDS),
         )
+        # How long a response takes is not known: whoever asks looks whether the server is still there.
+        self._requests = httpx.AsyncClient(
+            base_url=base,
+            transport=httpx.AsyncHTTPTransport(uds=socket, limits=_NO_LIMIT),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        )
+
+    def take(self) -> None:
+        """Make the server this run's alone, and end what another one has left there."""
+        self._post(TAKE, json={"run": self._run})
+        self._call("take", self._run)
+        self.abort()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -42,7 +52,7 @@ class VLLMServer:
     ) -> AsyncIterator[Answer]:
         """The answer to each draw, as they end; raises ServerLostError."""
         sampled = sampling_arguments(sampling, self._ends)
-        asked = {"name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
+        asked = {"run": self._run, "name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
         try:
             async with self._requests.stream("POST", ROUTE, json=asked) as response:
                 if response.status_code != 200:
@@ -55,7 +65,7 @@ class VLLMServer:
                         raise kind(f"{self}: {found['error']}")
                     yield found
         except httpx.TransportError as error:
-            raise ServerLostError(f"{type(error).__name__}: {error}") from error
+            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
 
     def answers(self) -> bool:
         return answers(self.address)
@@ -79,7 +89,7 @@ class VLLMServer:
         self._call("join_transfer_group", address, port, first, size)
 
     def begin_weights(self, verify: bool) -> None:
-        self._call("begin_weights", verify)
+        self._call("begin_weights", verify, self._run)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
         self._call("receive_bucket", handles, entries, used)
@@ -113,13 +123,14 @@ class VLLMServer:
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         answer = self._post("/collective_rpc", json={"method": method, "args": arguments})
-        return answer.json()["results"]  # type: ignore[no-any-return]
+        results: list[Any] = answer.json()["results"]
+        return results
 
     def _post(self, path: str, may_miss: bool = False, **named: Any) -> httpx.Response:
         try:
             response = self._control.post(path, **named)
         except httpx.TransportError as error:
-            raise ServerLostError(f"{type(error).__name__}: {error}") from error
+            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
         if response.status_code != 200 and not (may_miss and response.status_code == 404):
             self._explain(response)
         return response

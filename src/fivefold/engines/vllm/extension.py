@@ -35,6 +35,8 @@ class WeightReceiver:
     vllm_config: Any
     get_model: Any
 
+    _run: str | None = None
+    _is_receiving = False
     _transfer_group: Any = None
     _reader: BucketReader
 
@@ -58,8 +60,18 @@ class WeightReceiver:
             # The sender overwrites it when this is answered.
             torch.cuda.current_stream().synchronize()
 
-    def begin_weights(self, verify: bool) -> None:
+    def take(self, run: str) -> None:
+        """Take weights of this run alone from now on."""
+        self._run = run
+
+    def begin_weights(self, verify: bool, run: str | None = None) -> None:
         """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
+        if run != self._run:
+            raise RuntimeError("another run has taken this server")
+        if self._is_receiving:
+            # Whoever sent the last ones was killed: a new model cannot begin on half of one.
+            self.finish_weights(False)
+        self._is_receiving = True
         model = self.get_model()
         for module in model.modules() if self.device.type == "cpu" else ():
             # On a CPU a kernel that exists keeps weights of experts in its own order, and would not be given the new ones.
@@ -100,6 +112,7 @@ class WeightReceiver:
 
         Without an end the next `begin_weights` would meet half a model: whatever did not come is what lies in memory.
         """
+        self._is_receiving = False
         self._reader.close()
         model = self.get_model()
         finalize_layerwise_reload(model, self.vllm_config.model_config)

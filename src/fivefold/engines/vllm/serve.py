@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
-from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE
 from fivefold.engines.vllm.parameters import seed_of
 
 if TYPE_CHECKING:
@@ -66,17 +66,30 @@ def main(arguments: list[str]) -> None:
 def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
     def build(*arguments: Any, **named: Any) -> Any:
         app = build_app(*arguments, **named)
+        app.state.run = None
+        app.router.add_route(TAKE, _take, methods=["POST"])
         app.router.add_route(ROUTE, _generate, methods=["POST"])
         return app
 
     return build
 
 
-async def _generate(raw: Any) -> Any:
-    """{prompt_ids, sampling, draws: [[id, seed], ...]} -> a line of JSON for each draw, as they end."""
-    from starlette.responses import StreamingResponse
+async def _take(raw: Any) -> Any:
+    """{run}: from now on requests of this run alone are answered."""
+    from starlette.responses import Response
 
-    return StreamingResponse(_lines(raw.app.state.engine_client, await raw.json()), media_type="application/x-ndjson")
+    raw.app.state.run = (await raw.json())["run"]
+    return Response()
+
+
+async def _generate(raw: Any) -> Any:
+    """{run, prompt_ids, sampling, draws: [[id, seed], ...]} -> a line of JSON for each draw, as they end."""
+    from starlette.responses import PlainTextResponse, StreamingResponse
+
+    asked = await raw.json()
+    if asked["run"] != raw.app.state.run:
+        return PlainTextResponse("another run has taken this server", status_code=409)
+    return StreamingResponse(_lines(raw.app.state.engine_client, asked), media_type="application/x-ndjson")
 
 
 async def _lines(engine: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
