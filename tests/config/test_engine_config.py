@@ -188,8 +188,8 @@ def test_a_memory_that_leaves_no_cache_is_refused(files, vllm, monkeypatch, engi
     made = config(files, backend="vllm:t2", **engine)
     if "memory_fraction" in engine:
         # On GPUs of 80 GiB, which are not here.
-        monkeypatch.setattr("fivefold.plan.check.on_gpus", lambda config: True)
-        monkeypatch.setattr("fivefold.plan.check.gpu_bytes", lambda: 80 << 30)
+        monkeypatch.setattr("fivefold.plan.engine_checks.on_gpus", lambda config: True)
+        monkeypatch.setattr("fivefold.plan.engine_checks.gpu_bytes", lambda: 80 << 30)
     assert any(error.startswith(says) for error in check(made).errors), check(made).errors
 
 
@@ -198,8 +198,8 @@ def test_the_memory_of_vllm_is_its_share_of_a_gpu(files, vllm, monkeypatch):
     from fivefold.plan.check import memory_of
 
     vllm("0.26.0")
-    monkeypatch.setattr("fivefold.plan.check.on_gpus", lambda config: True)
-    monkeypatch.setattr("fivefold.plan.check.gpu_bytes", lambda: 80 << 30)
+    monkeypatch.setattr("fivefold.plan.engine_checks.on_gpus", lambda config: True)
+    monkeypatch.setattr("fivefold.plan.engine_checks.gpu_bytes", lambda: 80 << 30)
     spec = load_spec(files / "qwen3")
     found = memory_of(config(files, backend="vllm:t2", memory_fraction=0.4, dtype="bfloat16"), spec)
     # Two of the 80 GiB are left to its graphs.

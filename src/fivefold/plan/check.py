@@ -13,21 +13,18 @@ from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
-    EngineConfig,
     PolicyConfig,
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
 )
 from fivefold.config.validate import validate
-from fivefold.engines.vllm.arguments import check_vllm, installed_version
-from fivefold.engines.vllm.probe import check_servers
-from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.devices import gpu_bytes, on_gpus, visible_gpus
-from fivefold.plan.memory import BYTES, CPU_CACHE, ENGINE_GRAPHS, Memory, estimate_memory
+from fivefold.plan.devices import on_gpus, visible_gpus
+from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
+from fivefold.plan.memory import Memory, estimate_memory
 from fivefold.reward.choose import check_rewards
 
 
@@ -75,7 +72,7 @@ def check(config: RunConfig) -> Findings:
     check_rewards(findings.at("reward"), config.reward)
     _check_devices(findings, config)
     if config.may_generate:
-        _check_engine(findings, config, specs.get("policy"))
+        check_engine(findings, config, specs.get("policy"))
     _report_ignored(findings, config, specs)
     return findings
 
@@ -98,93 +95,6 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         findings.error(part.key, f": no directory {part.path}")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
-
-
-def _check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> None:
-    """Whether what is to sample is installed, takes its arguments and can be laid out so."""
-    engine, section = config.engine, findings.at("engine")
-    try:
-        layout = engine.layout
-    except ValueError:
-        return
-    if spec is not None:
-        for key, tokens in (("stop_token_ids", engine.sampling.stop_token_ids), ("logit_bias", engine.sampling.logit_bias)):
-            outside = [token for token in tokens if not 0 <= token < spec.vocab]
-            message = f"must name tokens of the vocabulary, 0 to {spec.vocab - 1}: got {outside[:3]}"
-            section.require(not outside, f"sampling.{key}", message)
-    if layout is not None and layout.backend == "vllm":
-        check_vllm(section, engine.vllm)
-        if engine.vllm.get("quantization") and engine.verify_weights_every:
-            section.ignore("verify_weights_every", "what a quantized engine holds has other bits than what it was given")
-        if spec is not None:
-            before = len(section.errors)
-            _check_engine_layout(section, layout, spec)
-            if len(section.errors) == before:
-                _check_engine_cache(section, config, spec)
-        # Seen with 0.32: its kernel for experts on CPUs reads past the end where they are divided.
-        section.require(
-            layout.ep == 1 or on_gpus(config),
-            "backend",
-            f": vLLM divides experts on GPUs only; leave the e of {layout} out",
-        )
-    if engine.url and spec is not None:
-        check_servers(section, engine.url, read_config(Path(config.model.path)), config.max_sequence_tokens)
-    if engine.backend == "transformers" and not config.algorithm.offline and installed_version() is not None:
-        section.note(f"vLLM {installed_version()} is installed and samples several times as fast: engine.backend: vllm:...")
-    if not config.algorithm.offline and engine.sampling.is_changed:
-        section.note(
-            "engine.sampling draws from a part of the distribution: log-probs of the engine are those of that part, and the "
-            "first step's comparison with the trainer's is left out"
-        )
-
-
-def _engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
-    """Bytes on each device that vLLM keeps keys and values in; None for another engine, or where GPUs are not known."""
-    engine = config.engine
-    if engine.layout is None:
-        return None
-    if isinstance(given := engine.vllm.get("kv_cache_memory_bytes"), int):
-        return given
-    if not on_gpus(config):
-        return CPU_CACHE
-    if (memory := gpu_bytes()) is None:
-        return None
-    weights = spec.parameters * BYTES[engine.dtype or config.policy.dtype] // engine.layout.tp
-    return int(engine.memory_fraction * memory) - weights - ENGINE_GRAPHS
-
-
-def _check_engine_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:
-    """The cache must hold one sequence."""
-    engine, cache = config.engine, _engine_cache(config, spec)
-    assert engine.layout is not None
-    longest = engine.max_model_len or config.max_sequence_tokens
-    size = BYTES[engine.dtype or config.policy.dtype]
-    needed = spec.kv_numbers_per_token * size * longest // min(engine.layout.tp, spec.kv_heads)
-    key = "memory_fraction" if "kv_cache_memory_bytes" not in engine.vllm else "vllm.kv_cache_memory_bytes"
-    findings.require(
-        cache is None or cache >= needed,
-        key,
-        f"leaves {max(0, cache or 0) / 2**20:,.2f} MiB for keys and values, one sequence of {longest} tokens needs "
-        f"{needed / 2**20:,.2f}; raise it, more t in engine.backend, or a smaller engine.max_model_len",
-    )
-
-
-def _check_engine_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -> None:
-    """What of the model cannot be divided as vLLM would; key/value heads may also be copied."""
-    sizes = [("attention heads", spec.heads, "t", layout.tp)]
-    if spec.moe is None:
-        sizes.append(("ffn size", spec.ffn, "t", layout.tp))
-        findings.require(layout.ep == 1, "backend", f": {spec.family} has no experts: leave the e of {layout} out")
-    else:
-        sizes.append(("experts", spec.moe.num_experts, "e", layout.ep))
-        sizes.append(("expert ffn size", spec.moe.ffn, "t", layout.tp // layout.ep))
-    for what, size, letter, parts in sizes:
-        message = f": {what} must be divisible by {letter}: got {size} for {layout}; choose a {letter} that divides {size}"
-        findings.require(size % parts == 0, "backend", message)
-    if spec.mla is None and spec.kv_heads % layout.tp and layout.tp % spec.kv_heads:
-        findings.error(
-            "backend", f": {spec.kv_heads} key/value heads can be neither divided by nor copied to {layout.tp} ranks"
-        )
 
 
 def _check_files(findings: Findings, config: RunConfig) -> None:
@@ -264,7 +174,7 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
     if algorithm.offline:
         _report_unsampled(findings, config)
     if config.may_generate:
-        _report_engine(findings, config)
+        report_engine(findings, config)
     for keys in COLUMNS.values():
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
@@ -281,24 +191,6 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("eval.samples and generate", "there are no validation files")
     elif config.eval.samples and not config.may_generate:
         findings.ignore("eval.samples", "nothing is sampled for evaluation: set eval.generate: true")
-
-
-def _report_engine(findings: Findings, config: RunConfig) -> None:
-    """Keys that are another engine's, or act on GPUs only."""
-    engine, usual, section = config.engine, EngineConfig(), findings.at("engine")
-    is_cpu = not on_gpus(config)
-    if engine.backend == "transformers":
-        for name in ("memory_fraction", "max_model_len", "verify_weights_every", "vllm"):
-            if getattr(engine, name) != getattr(usual, name):
-                section.ignore(name, "it is vLLM's, and engine.backend is transformers")
-    elif engine.url:
-        for name in ("memory_fraction", "max_model_len", "sleep", "dtype", "vllm", "mode"):
-            if getattr(engine, name) != getattr(usual, name):
-                section.ignore(name, "the servers of engine.url were started with what they have")
-    elif is_cpu and engine.memory_fraction != usual.memory_fraction:
-        section.ignore("memory_fraction", "on a CPU the cache has 1 GiB, or engine.vllm.kv_cache_memory_bytes")
-    if is_cpu and not engine.url and engine.sleep != usual.sleep:
-        section.ignore("sleep", "on a CPU there is nothing to leave")
 
 
 def _report_unsampled(findings: Findings, config: RunConfig) -> None:
@@ -340,7 +232,7 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         engine_sequences=config.engine.max_num_seqs if config.may_generate and not config.engine.url else 0,
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
         engine_dtype=config.engine.dtype,
-        engine_cache=_engine_cache(config, spec),
+        engine_cache=engine_cache(config, spec),
         engine_sleeps=config.engine.sleep and config.trainer.device != "cpu",
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.pipeline_split,
