@@ -170,9 +170,7 @@ def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):
         "import sys\nprint('noise\\n' * 50)\nprint('ValueError: no room for the cache', file=sys.stderr)\n"
         "print('more\\n' * 50)\nraise RuntimeError('the engine failed')\n"
     )
-    served = ServerProcess(
-        ["dies"], own_environment({"PYTHONPATH": str(tmp_path)}), tmp_path / "log", "--uds", lambda _: False
-    )
+    served = ServerProcess(["dies"], own_environment({"PYTHONPATH": str(tmp_path)}), tmp_path / "log", lambda _: False)
     served.start()
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
@@ -186,12 +184,12 @@ def test_a_process_that_ends_at_once_is_told_with_its_first_error(tmp_path):
 
 def test_sockets_of_a_process_that_was_killed_are_removed_by_the_next_one(tmp_path):
     made = "import sys; from fivefold.engines.servers.server_process import ServerProcess\n"
-    made += "p = ServerProcess([], {}, None, '', bool); print(p.address, flush=True); sys.stdin.read()"
+    made += "p = ServerProcess([], {}, None, bool); print(p.address, flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     directory = Path(process.stdout.readline().strip().removeprefix("unix:")).parent
     assert directory.is_dir() and directory.stat().st_mode & 0o777 == 0o700
     process.kill()
     process.communicate()
-    ServerProcess([], {}, tmp_path / "log", "", bool).close()
+    ServerProcess([], {}, tmp_path / "log", bool).close()
     assert not directory.exists()
     assert not any(f"-{os.getpid()}-" in path.name for path in directory.parent.glob("fivefold-servers-*"))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from fivefold.distributed.processes import descendants, kill, unname_shared_memory
+
+if TYPE_CHECKING:
+    import torch
 
 _ERROR = re.compile(r"\b\w+(Error|Exception): ")
 _MOST_ERRORS, _TAIL_LINES = 3, 20
@@ -32,12 +38,11 @@ class ServerProcess:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
-        socket_option: str,
         is_ready: Callable[[str], bool],
     ) -> None:
-        """`socket_option`: the argument that takes the socket's path; `is_ready`: does the server answer at an address."""
+        """The module takes the socket's path as `--uds`; `is_ready`: does the server answer at an address."""
         self._arguments, self._environment, self.log = list(arguments), dict(environment), log
-        self._socket_option, self._is_ready = socket_option, is_ready
+        self._is_ready = is_ready
         _remove_stale()
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,7 +61,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._arguments, self._socket_option, self.address.removeprefix("unix:")],
+                [sys.executable, "-m", *self._arguments, "--uds", self.address.removeprefix("unix:")],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -118,9 +123,34 @@ def _remove_stale() -> None:
 
 
 def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without what makes it a rank."""
+    """This process's, without what makes it a rank, and with whom the server is to end with."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-    return {**own, **changes}
+    return {**own, **changes, _PARENT: str(os.getpid())}
+
+
+def devices_from(device: torch.device, devices: int) -> dict[str, str]:
+    """The environment of a server on this rank's GPU and the next ones."""
+    if device.type != "cuda":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(number) for number in range(device.index + devices)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[device.index : device.index + devices])}
+
+
+def end_with_parent(is_first: bool) -> None:
+    """Let the kernel end this process when its parent ends, in whatever way.
+
+    `is_first`: it is what a `ServerProcess` started, or a person, whose shell may end before it.
+    """
+    parent = os.environ.get(_PARENT)
+    if is_first and parent is None:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if is_first and os.getppid() != int(parent or 0):
+        # It ended before the kernel was told.
+        os._exit(1)
 
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_PARENT = "FIVEFOLD_SERVER_PARENT"
+_PR_SET_PDEATHSIG = 1

@@ -10,14 +10,14 @@ from typing import Any
 import httpx2 as httpx
 
 from fivefold.engines.servers.buckets import Entry
+from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError
 from fivefold.engines.vllm.arguments import ROUTE, TAKE
 from fivefold.engines.vllm.parameters import sampling_arguments
-from fivefold.engines.vllm.probe import CONNECT_SECONDS, answers, base_of
+from fivefold.engines.vllm.probe import answers
 from fivefold.types import Sampling
 
-_RESET_SECONDS, _LONGEST_CALL = 30.0, 600.0
-_NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+_RESET_SECONDS = 30.0
 
 
 class VLLMServer:
@@ -26,18 +26,7 @@ class VLLMServer:
     def __init__(self, address: str, ends: Collection[int], run: str) -> None:
         """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks."""
         self.address, self._ends, self._run = address, ends, run
-        base, socket = base_of(address)
-        self._control = httpx.Client(
-            base_url=base,
-            transport=httpx.HTTPTransport(uds=socket),
-            timeout=httpx.Timeout(_LONGEST_CALL, connect=CONNECT_SECONDS),
-        )
-        # How long a response takes is not known: whoever asks looks whether the server is still there.
-        self._requests = httpx.AsyncClient(
-            base_url=base,
-            transport=httpx.AsyncHTTPTransport(uds=socket, limits=_NO_LIMIT),
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-        )
+        self._control, self._requests = blocking_client(address), streaming_client(address)
 
     def take(self) -> None:
         """Make the server this run's alone, and end what another one has left there."""

@@ -8,12 +8,10 @@ and for mixtures of experts.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
@@ -22,6 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 
 from fivefold.distributed.processes import unname_shared_memory
 from fivefold.engines.servers.buckets import BucketReader, Entry, join_transfer_group
+from fivefold.engines.weight_comparison import SentWeights
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -78,7 +77,7 @@ class WeightReceiver:
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
         self._names = {name: tensor.dtype for name, tensor in model.named_parameters() if not name.endswith(_DERIVED)}
-        self._key_value_copies = {
+        copies = {
             f"{name}.{kind}": module.num_kv_head_replicas
             for name, module in model.named_modules()
             if isinstance(module, QKVParallelLinear)
@@ -86,8 +85,8 @@ class WeightReceiver:
         }
         self._is_tied = self.vllm_config.model_config.hf_config.tie_word_embeddings
         self._loaded: set[str] = set()
-        self._places = Places(self._names, getattr(model, "packed_modules_mapping", {}))
-        self._sent: dict[str, Tensor] | None = {} if verify else None
+        fused = getattr(model, "packed_modules_mapping", {})
+        self._sent = SentWeights(self._names, fused, copies) if verify else None
         self._reader = BucketReader(self.device, self._transfer_group)
         initialize_layerwise_reload(model)
 
@@ -98,10 +97,7 @@ class WeightReceiver:
     def _noted(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
             if self._sent is not None:
-                place = self._places.of(name)
-                copies = self._key_value_copies.get(place, 1) if ".q_proj." not in name else 1
-                found = copies * bit_sum(tensor.to(self._names.get(place, tensor.dtype)))
-                self._sent[place] = self._sent[place] + found if place in self._sent else found
+                self._sent.add(name, tensor)
             yield name, tensor
             if self._is_tied and name == EMBEDDING:
                 # vLLM waits for the output layer by its own name, whoever it shares its memory with.
@@ -125,60 +121,14 @@ class WeightReceiver:
         loaded = {name.replace(".routed_experts.", ".") for name in self._loaded}
         if missing := sorted(name for name in self._names if name.replace(".routed_experts.", ".") not in loaded):
             return [f"{len(missing)} of {len(self._names)} parameters got no new weights, the first: {missing[:3]}"]
-        return [] if self._sent is None else self._differences(model, self._sent)
-
-    def _differences(self, model: nn.Module, sent: dict[str, Tensor]) -> list[str]:
-        own = {name: bit_sum(tensor) for name, tensor in held_weights(model) if name in sent}
-        if unknown := sorted(set(sent) - set(own)):
-            return [f"{len(unknown)} tensors have no parameter to be compared with, the first: {unknown[:3]}"]
-        names = sorted(own)
-        local, expected = (torch.stack([sums[name] for name in names]).cpu() for sums in (own, sent))
-        total = local.clone()
-        dist.all_reduce(total, group=get_tp_group().cpu_group)
-        # A parameter is either cut over the tensor-parallel ranks or a copy on each.
-        is_wrong = (expected != local) & (expected != total)
-        wrong = [name for name, found in zip(names, is_wrong.tolist(), strict=True) if found]
-        wrong += [OUTPUT for head in _packed_heads(model) if not _computes_with_its_weight(head)]
-        return [f"{len(wrong)} of {len(names)} parameters are not what was sent, the first: {wrong[:3]}"] if wrong else []
+        if self._sent is None:
+            return []
+        unused = [OUTPUT for head in _packed_heads(model) if not _computes_with_its_weight(head)]
+        return self._sent.faults(held_weights(model), get_tp_group().cpu_group, unused)
 
 
 _DERIVED = (".W_UK_T", ".W_UV")
 """Parameters that vLLM makes of others: parts of latent attention's projections."""
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_EXPERT = re.compile(r"(?P<layer>.*\.)experts\.\d+\.(?P<part>\w+)\.weight")
-_EXPERT_PARTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
-_EXPERT_PARTS |= {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of all bit patterns, modulo 2^64: the same in whatever order, and padded with zeros, a kernel keeps them."""
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    # Adding 0 makes one zero of two: what a product gives for -0 is 0.
-    return (tensor.detach() + 0).contiguous().view(kind).sum(dtype=torch.int64)
-
-
-class Places:
-    """Which parameter of the engine holds a tensor of the files."""
-
-    def __init__(self, names: Collection[str], fused: Mapping[str, Sequence[str]]) -> None:
-        """`fused`: name of a linear map -> those of the files that it joins, as vLLM's models tell."""
-        self._names = names
-        self._wholes = [(f".{part}.", f".{whole}.") for whole, parts in {**_FUSED, **fused}.items() for part in parts]
-        self._experts = {
-            (name.partition("experts.")[0], end): name
-            for name in names
-            for end in ("w13_weight", "w2_weight")
-            if name.endswith(end)
-        }
-
-    def of(self, name: str) -> str:
-        """The name itself where the tensor is held alone."""
-        if expert := _EXPERT.fullmatch(name):
-            return self._experts.get((expert["layer"], _EXPERT_PARTS.get(expert["part"], "")), name)
-        for part, whole in self._wholes:
-            if part in name and (held := name.replace(part, whole)) in self._names:
-                return held
-        return name
 
 
 def _packed_heads(model: nn.Module) -> Iterator[Any]:

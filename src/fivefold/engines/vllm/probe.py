@@ -8,24 +8,15 @@ from typing import Any
 import httpx2 as httpx
 
 from fivefold.config.findings import Findings
+from fivefold.engines.servers.http import answers as is_well
+from fivefold.engines.servers.http import ask
 
-CONNECT_SECONDS = 10.0
 COMMAND = "python -m fivefold.engines.vllm.serve --model ... --port ..."
-
-
-def base_of(address: str) -> tuple[str, str | None]:
-    """Address -> what requests name, and the path of its socket where it is one on this machine (unix:/path)."""
-    if address.startswith("unix:"):
-        return "http://server", address.removeprefix("unix:")
-    return address, None
 
 
 def answers(address: str) -> bool:
     """The server is there and ready."""
-    try:
-        return _ask(address, "GET", "/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    return is_well(address, "/health")
 
 
 def check_servers(findings: Findings, addresses: Sequence[str], model: Mapping[str, Any], longest: int) -> None:
@@ -36,7 +27,7 @@ def check_servers(findings: Findings, addresses: Sequence[str], model: Mapping[s
             findings.error("url", f"must be http://host:port: got {address!r}")
             continue
         try:
-            answer = _ask(address, "POST", "/collective_rpc", {"method": "describe"})
+            answer = ask(address, "POST", "/collective_rpc", {"method": "describe"})
         except (httpx.TransportError, httpx.InvalidURL) as error:
             findings.error("url", f": {address} does not answer ({type(error).__name__}); start a server there: {COMMAND}")
             continue
@@ -65,9 +56,3 @@ def _description(answer: httpx.Response) -> dict[str, Any] | None:
         return {"sizes": dict(found["sizes"]), "max_model_len": int(found["max_model_len"])}
     except (ValueError, TypeError, KeyError, IndexError):
         return None
-
-
-def _ask(address: str, method: str, path: str, content: Any = None) -> httpx.Response:
-    base, socket = base_of(address)
-    with httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=socket), timeout=CONNECT_SECONDS) as client:
-        return client.request(method, path, json=content)

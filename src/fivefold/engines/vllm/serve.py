@@ -7,38 +7,26 @@ routes describe every token by an object, which costs more than a small model ta
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.engines.servers.server_process import ServerProcess, own_environment
+from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE
 from fivefold.engines.vllm.parameters import seed_of
 
 if TYPE_CHECKING:
     import torch
 
-PARENT = "FIVEFOLD_SERVER_PARENT"
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     # Only what starts anew runs `end_with_parent`: a forked process would not.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(parent: int | None) -> None:
-    """Let the kernel end this process when its parent ends, in whatever way: vLLM's own processes outlive theirs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        # It ended before the kernel was told.
-        os._exit(1)
 
 
 def main(arguments: list[str]) -> None:
@@ -130,13 +118,8 @@ def server_process(
         given = {"enforce_eager": True} | given
         # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
         environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if given["enforce_eager"] else {})
-    if device.type == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = visible.split(",") if visible else [str(number) for number in range(device.index + devices)]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[device.index : device.index + devices])
-    environment = own_environment(environment | {PARENT: str(os.getpid())})
-    command = ["fivefold.engines.vllm.serve", *flags(given)]
-    return ServerProcess(command, environment, log, "--uds", is_ready)
+    environment |= devices_from(device, devices)
+    return ServerProcess(["fivefold.engines.vllm.serve", *flags(given)], own_environment(environment), log, is_ready)
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -157,6 +140,6 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 # vLLM's other processes are started anew, and run this module again under its second name.
 if __name__ in ("__main__", "__mp_main__"):
-    end_with_parent(int(os.environ[PARENT]) if __name__ == "__main__" and PARENT in os.environ else None)
+    end_with_parent(is_first=__name__ == "__main__")
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -1,0 +1,47 @@
+"""Where servers are: addresses of hosts, and of sockets on this machine. No torch: `fivefold check` asks too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2 as httpx
+
+CONNECT_SECONDS, LONGEST_CALL = 10.0, 600.0
+
+
+def base_of(address: str) -> tuple[str, str | None]:
+    """Address -> what requests name, and the path of its socket where it is one on this machine (unix:/path)."""
+    if address.startswith("unix:"):
+        return "http://server", address.removeprefix("unix:")
+    return address, None
+
+
+def ask(address: str, method: str, path: str, content: Any = None) -> httpx.Response:
+    """One short request."""
+    base, socket = base_of(address)
+    with httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=socket), timeout=CONNECT_SECONDS) as client:
+        return client.request(method, path, json=content)
+
+
+def answers(address: str, path: str) -> bool:
+    """A server is there, and says that it is well."""
+    try:
+        return ask(address, "GET", path).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def blocking_client(address: str) -> httpx.Client:
+    """For calls that are waited for."""
+    base, socket = base_of(address)
+    timeout = httpx.Timeout(LONGEST_CALL, connect=CONNECT_SECONDS)
+    return httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=socket), timeout=timeout)
+
+
+def streaming_client(address: str) -> httpx.AsyncClient:
+    """For responses. How long one takes is not known: whoever asks looks whether the server is still there."""
+    base, socket = base_of(address)
+    transport = httpx.AsyncHTTPTransport(
+        uds=socket, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    )
+    return httpx.AsyncClient(base_url=base, transport=transport, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))

@@ -1,0 +1,80 @@
+"""Does an engine hold what the policy sent? Sums of bits: of the tensors that come, and of what they became."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_EXPERT = re.compile(r"(?P<layer>.*\.)experts\.\d+\.(?P<part>\w+)\.weight")
+_EXPERT_PARTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
+_EXPERT_PARTS |= {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
+
+
+class SentWeights:
+    """The sums of the tensors that came, by the parameter of the engine that holds them."""
+
+    def __init__(
+        self, dtypes: Mapping[str, torch.dtype], fused: Mapping[str, Sequence[str]], copies: Mapping[str, int]
+    ) -> None:
+        """`dtypes`: of the engine's parameters; `fused`: name of a linear map -> those of the files that it joins; `copies`:
+        how many tensor-parallel ranks hold the same key/value heads of a parameter."""
+        self._dtypes, self._copies, self._places = dtypes, copies, Places(dtypes, fused)
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor by its name in Hugging Face files."""
+        place = self._places.of(name)
+        copies = self._copies.get(place, 1) if ".q_proj." not in name else 1
+        found = copies * bit_sum(tensor.to(self._dtypes.get(place, tensor.dtype)))
+        self._sums[place] = self._sums[place] + found if place in self._sums else found
+
+    def faults(self, held: Iterable[tuple[str, Tensor]], group: Any, also_wrong: Collection[str] = ()) -> list[str]:
+        """What differs, said for users; `group`: the engine's tensor-parallel ranks, all of which call this."""
+        own = {name: bit_sum(tensor) for name, tensor in held if name in self._sums}
+        if unknown := sorted(set(self._sums) - set(own)):
+            return [f"{len(unknown)} tensors have no parameter to be compared with, the first: {unknown[:3]}"]
+        names = sorted(own)
+        local, expected = (torch.stack([sums[name] for name in names]).cpu() for sums in (own, self._sums))
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        # A parameter is either cut over the tensor-parallel ranks or a copy on each.
+        is_wrong = (expected != local) & (expected != total)
+        wrong = [*(name for name, found in zip(names, is_wrong.tolist(), strict=True) if found), *also_wrong]
+        return [f"{len(wrong)} of {len(names)} parameters are not what was sent, the first: {wrong[:3]}"] if wrong else []
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of all bit patterns, modulo 2^64: the same in whatever order, and padded with zeros, a kernel keeps them."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    # Adding 0 makes one zero of two: what a product gives for -0 is 0.
+    return (tensor.detach() + 0).contiguous().view(kind).sum(dtype=torch.int64)
+
+
+class Places:
+    """Which parameter of an engine holds a tensor of the files; vLLM and SGLang name theirs alike."""
+
+    def __init__(self, names: Collection[str], fused: Mapping[str, Sequence[str]]) -> None:
+        """`fused`: name of a linear map -> those of the files that it joins, as the engine's models tell."""
+        self._names = names
+        self._wholes = [(f".{part}.", f".{whole}.") for whole, parts in {**_FUSED, **fused}.items() for part in parts]
+        self._experts = {
+            (name.partition("experts.")[0], end): name
+            for name in names
+            for end in ("w13_weight", "w2_weight")
+            if name.endswith(end)
+        }
+
+    def of(self, name: str) -> str:
+        """The name itself where the tensor is held alone."""
+        if expert := _EXPERT.fullmatch(name):
+            return self._experts.get((expert["layer"], _EXPERT_PARTS.get(expert["part"], "")), name)
+        for part, whole in self._wholes:
+            if part in name and (held := name.replace(part, whole)) in self._names:
+                return held
+        return name
