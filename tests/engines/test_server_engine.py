@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
-import uuid
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from fivefold.types import Completion, Request, Sampling, TokenBatch
-from tests.engines.test_vllm_engine import SIZES, TOKENIZER, difference
+from fivefold.types import Completion, Sampling
+from tests.engines.test_vllm_engine import SIZES, difference
 from tests.support.commands import wait_for
 from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, named_blocks, requests
+from tests.support.servers import (
+    LONG,
+    check_what_was_sampled_midway,
+    kill_api,
+    midway,
+    refreshed,
+    server_engine,
+    undisturbed,
+)
 from tests.support.tiny_models import load_tensors, make_model
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 pytestmark = pytest.mark.vllm
 
 GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
-LONG = Sampling(max_tokens=200)
 ARGUMENTS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0, "kv_cache_memory_bytes": 64 << 20}
-BUCKET = 1 << 14
-"""Bytes: less than the embeddings of the tiny models, more than most of their tensors."""
 
 
 @pytest.fixture(scope="module")
@@ -47,37 +48,17 @@ def server_of(directory: Path, log: Path, tensor_parallel: int = 1):
     return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers)
 
 
-def server_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1, **changes):
-    from fivefold.engines.servers.server_engine import ServerEngine
+def vllm_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1, **changes):
     from fivefold.engines.vllm.client import VLLMServer
 
     rank, process = mesh.ranks.rank, None
     if not changes.get("addresses") and rank % each == 0:
         process = server_of(directory, logs / f"server-{rank}.log", each)
-    settings = {"window": 64, "bucket_bytes": BUCKET, "verify_every": 1, "can_sleep": False} | changes
-    connect = partial(VLLMServer, ends={TOKENIZER.eos_token_id}, run=mesh.ranks.broadcast_from_main(uuid.uuid4().hex))
-    return ServerEngine(
-        directory, mesh.ranks, mesh.device, connect, said.append, process=process, ranks_per_server=each, **settings
-    )
+    return server_engine(mesh, directory, VLLMServer, process, said, each, **changes)
 
 
-def undisturbed(mesh, directory: Path, tensors, calls: list[list[Request]]) -> list[list[Completion]]:
-    """By the transformers engine (greedy tokens only)."""
-    from fivefold.engines.transformers import TransformersEngine
-
-    engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.float32, 64)
-    engine.update_weights(iter(tensors.items()), 0)
-    return [complete(engine, asked) for asked in calls]
-
-
-def kill_api(engine) -> None:
-    os.kill(engine._process._process.pid, signal.SIGKILL)
-
-
-def refreshed(engine, weights) -> None:
-    while engine.version < 0:
-        engine.wake()
-        engine.update_weights(iter(weights.items()), 3)
+def changed_midway(mesh, directory: Path, address: str):
+    return midway(mesh, directory, vllm_engine(mesh, directory, Path(), [], addresses=[address]))
 
 
 def two_servers(mesh, directory: Path, logs: Path):
@@ -87,7 +68,7 @@ def two_servers(mesh, directory: Path, logs: Path):
 
     said: list[str] = []
     found: dict[str, object] = {"said": said}
-    engine = server_engine(mesh, directory, logs, said)
+    engine = vllm_engine(mesh, directory, logs, said)
     trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
     mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
     rank, first = mesh.ranks.rank, requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
@@ -244,7 +225,7 @@ def test_closing_an_engine_of_servers_ends_them(both):
 def over_a_process_group(mesh, directory: Path, address: str):
     """Sampled by servers that are there already, and by the transformers engine."""
     tensors, asked = load_tensors(directory), requests(2, GREEDY)
-    engine = server_engine(mesh, directory, Path(), [], addresses=[address])
+    engine = vllm_engine(mesh, directory, Path(), [], addresses=[address])
     changed = {name: tensor * 1.01 for name, tensor in tensors.items()}
     calls = []
     for weights in (changed, tensors):
@@ -253,38 +234,14 @@ def over_a_process_group(mesh, directory: Path, address: str):
     return calls
 
 
-def changed_midway(mesh, directory: Path, address: str):
-    """Completions between whose tokens the weights changed, and of every token the log-prob under either weights."""
-    from fivefold.megatron.model import MegatronModel
-
-    tensors = load_tensors(directory)
-    weights = [{name: tensor * factor for name, tensor in tensors.items()} for factor in (1.0, 1.1)]
-    engine = server_engine(mesh, directory, Path(), [], addresses=[address])
-    engine.update_weights(iter(weights[0].items()), 4)
-    asked = requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(12)])
-    found: dict[int, Completion] = {}
-    for completion in engine.generate(asked):
-        found[completion.request_id] = completion
-        if len(found) == 5:
-            engine.update_weights(iter(weights[1].items()), 9)
-    under = []
-    for number, each in enumerate(weights):
-        path = directory.parent / f"changed-{number}"
-        shutil.copytree(directory, path, dirs_exist_ok=True)
-        save_file(each, path / "model.safetensors", metadata={"format": "pt"})
-        model = MegatronModel(path, POLICY, mesh)
-        under.append([logprobs_of(model, request, found[request.id]) for request in asked])
-    return [found[request.id] for request in asked], under
-
-
 def taken_over(mesh, directory: Path, address: str):
     """What a server gives a run after another one was killed in the middle of a sync, and what it says to the other."""
     tensors, asked, said = load_tensors(directory), requests(2, GREEDY), []
-    first = server_engine(mesh, directory, Path(), [], addresses=[address])
+    first = vllm_engine(mesh, directory, Path(), [], addresses=[address])
     first.update_weights(iter(tensors.items()), 0)
     first._servers[0].pause()
     first._servers[0].begin_weights(False)
-    second = server_engine(mesh, directory, Path(), [], addresses=[address])
+    second = vllm_engine(mesh, directory, Path(), [], addresses=[address])
     second.update_weights(iter(tensors.items()), 0)
     found = complete(second, asked), undisturbed(mesh, directory, tensors, [asked])[0]
     for call in (lambda: complete(first, asked), lambda: first.update_weights(iter(tensors.items()), 1)):
@@ -295,24 +252,6 @@ def taken_over(mesh, directory: Path, address: str):
     return found, said, complete(second, asked) == found[0]
 
 
-def logprobs_of(model, request: Request, found: Completion) -> list[float]:
-    tokens = request.prompt_ids + found.token_ids
-    mask = torch.tensor([False] * len(request.prompt_ids) + [True] * len(found.token_ids))
-    return model.forward(TokenBatch(torch.tensor(tokens), mask, [len(tokens)]))[mask].tolist()
-
-
-def check_what_was_sampled_midway(completions: list[Completion], under: list[list[list[float]]]) -> None:
-    """Every token is said to come from the weights that gave it its log-prob, and requests went through both."""
-    mixed = [one for one in completions if one.token_versions is not None]
-    assert len(mixed) > 5
-    for number, one in enumerate(completions):
-        versions = one.token_versions or [one.policy_version] * len(one.token_ids)
-        assert len(versions) == len(one.token_ids) and versions == sorted(versions)
-        assert one.policy_version == versions[0]
-        expected = [under[[4, 9].index(version)][number][place] for place, version in enumerate(versions)]
-        assert one.logprobs == pytest.approx(expected, abs=1e-5)
-
-
 def test_servers_that_run_already_get_weights_over_a_process_group(cluster, model, tmp_path):
     """Two tensor-parallel workers of a server that somebody else has started; `fivefold check` looks at it before.
 
@@ -321,14 +260,15 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
     """
     from fivefold.config.findings import Findings
     from fivefold.distributed.ports import free_port
+    from fivefold.engines.arguments import flags
+    from fivefold.engines.servers.probe import check_servers
     from fivefold.engines.vllm.arguments import ON_CPU
-    from fivefold.engines.vllm.probe import answers, check_servers
-    from fivefold.engines.vllm.serve import flags
+    from fivefold.engines.vllm.probe import COMMAND, answers, describe
     from fivefold.models.config_json import read_config
 
     address = f"http://127.0.0.1:{(port := free_port())}"
     given = {"model": str(model), "tensor_parallel_size": 2, **ARGUMENTS, "enforce_eager": True, "port": port}
-    command = [sys.executable, "-m", "fivefold.engines.vllm.serve", *flags(given)]
+    command = [sys.executable, "-m", "fivefold.engines.vllm.serve", *flags(given, says_no=True)]
     with (tmp_path / "log").open("wb") as log:
         served = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ON_CPU | {"TORCH_COMPILE_DISABLE": "1"})
     try:
@@ -337,10 +277,10 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
             time.sleep(0.2)
         config, said = read_config(model), []
         for expected, longest in ((config, 256), (config, 300), (config | {"vocab_size": 7}, 256)):
-            check_servers(findings := Findings(), [address], expected, longest)
+            check_servers(findings := Findings(), [address], describe, COMMAND, expected, longest)
             said.append(findings.errors)
         assert said[0] == []
-        assert "300 tokens: its max_model_len is 256" in said[1][0]
+        assert "300 tokens: its most is 256" in said[1][0]
         assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in said[2][0]
         results = cluster.run(over_a_process_group, "megatron:d2", model, address)
         ((midway, under),) = cluster.run(changed_midway, "megatron:d1", model, address)

@@ -176,17 +176,19 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class EngineConfig:
     backend: str = "transformers"
-    """What samples: `transformers`, a model on every rank of the policy, or vLLM on the same ranks by its layout:
+    """What samples: `transformers`, a model on every rank of the policy, or vLLM or SGLang on the same ranks by its layout:
     `vllm:d4t2` is four replicas of two tensor-parallel ranks, `vllm:d4t2e2` divides experts over the two instead of cutting
-    each. `vllm` alone where engine.url names servers."""
-    mode: Literal["in_process", "server"] = "in_process"
-    """Where vLLM runs: in the policy's ranks, or as servers of their own processes on the same devices."""
+    each. `vllm` or `sglang` alone where engine.url names servers."""
+    mode: Literal["in_process", "server"] | None = None
+    """Where the engine runs: in the policy's ranks, or as servers of their own processes on the same devices. When left out
+    vLLM runs in the ranks; SGLang runs as servers only."""
     url: list[str] = field(default_factory=list)
-    """Servers that run already (`python -m fivefold.engines.vllm.serve`), instead of those of a layout."""
+    """Servers that run already, instead of those of a layout; docs/engines.md has how they are started."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the engine's weights; the policy's when left out."""
     memory_fraction: Annotated[float, within("(0, 1)")] = 0.5
-    """Share of a GPU's memory for the engine's weights, cache and graphs (vLLM's gpu_memory_utilization)."""
+    """Share of a GPU's memory for the engine's weights, cache and graphs (vLLM's gpu_memory_utilization, SGLang's
+    mem_fraction_static)."""
     max_num_seqs: Annotated[int, above(0)] = 256
     """Most sequences decoded at once by one replica."""
     max_model_len: Annotated[int, above(0)] | None = None
@@ -197,6 +199,8 @@ class EngineConfig:
     """Weight syncs between comparisons of what the engine holds with what the trainer sent, from the first on; 0: never."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """vLLM's own arguments by its names: enforce_eager, max_num_batched_tokens, enable_prefix_caching, ..."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """SGLang's own arguments by its names: attention_backend, chunked_prefill_size, disable_cuda_graph, ..."""
     max_logprob_diff: Annotated[float, above(0)] | None = None
     """Largest mean difference of rollout and trainer log-probs at the first step; by dtype when left out."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -206,7 +210,17 @@ class EngineConfig:
     @property
     def is_server(self) -> bool:
         """It samples in processes of its own."""
-        return self.mode == "server" or bool(self.url)
+        return self.mode == "server" or bool(self.url) or self.kind == "sglang"
+
+    @property
+    def kind(self) -> str:
+        """Whose engine it is: transformers, vllm or sglang."""
+        return self.backend.partition(":")[0]
+
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Those that are given by the engine's own names."""
+        return self.sglang if self.kind == "sglang" else self.vllm
 
     @property
     def layout(self) -> ParallelLayout | None:

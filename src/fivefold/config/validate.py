@@ -10,6 +10,7 @@ from fivefold.config.method_rules import check_method
 from fivefold.config.ranges import check_values
 from fivefold.config.schema import OptimizerConfig, PolicyConfig, RunConfig
 from fivefold.layout import ParallelLayout
+from fivefold.layout.parallel import ENGINES
 
 
 def validate(config: RunConfig) -> Findings:
@@ -66,26 +67,28 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         f"must be at most data.max_response_tokens = {config.data.max_response_tokens}: got {engine.sampling.min_tokens}",
     )
     if engine.url:
-        message = f"must be vllm alone: the servers of engine.url have layouts of their own; got {engine.backend}"
-        findings.require(engine.backend == "vllm", "engine.backend", message)
+        message = f"must be vllm or sglang alone: the servers of engine.url have layouts of their own; got {engine.backend}"
+        findings.require(engine.backend in ENGINES, "engine.backend", message)
     if layout is None:
-        message = "must be in_process: transformers has no servers"
-        findings.require(bool(engine.url) or engine.mode == "in_process", "engine.mode", message)
+        message = "must be in_process or left out: transformers has no servers"
+        findings.require(bool(engine.url) or engine.mode != "server", "engine.mode", message)
         return
-    if layout.backend != "vllm":
-        findings.error("engine.backend", f"must be transformers or a layout of vllm: got {engine.backend}")
+    if layout.backend not in ENGINES:
+        findings.error("engine.backend", f"must be transformers or a layout of vllm or sglang: got {engine.backend}")
         return
+    message = "must be server or left out: SGLang runs in processes of its own"
+    findings.require(layout.backend == "vllm" or engine.mode != "in_process", "engine.mode", message)
     findings.require(
         layout.world_size == policy.world_size,
         "engine.backend",
         f"shares the policy's ranks, so it must have as many: {layout} has {layout.world_size} and {policy} "
         f"{policy.world_size}",
     )
-    findings.require(layout.pp == 1, "engine.backend", f"must have p1: tensor parallelism shards vLLM here; got {layout}")
+    findings.require(layout.pp == 1, "engine.backend", f"must have p1: tensor parallelism shards engines here; got {layout}")
     findings.require(
         layout.ep in (1, layout.tp),
         "engine.backend",
-        f"must have e1 or e{layout.tp}: vLLM divides experts over all {layout.tp} ranks of a replica or none; got {layout}",
+        f"must have e1 or e{layout.tp}: experts are divided over all {layout.tp} ranks of a replica or none; got {layout}",
     )
 
 

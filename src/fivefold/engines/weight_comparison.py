@@ -34,6 +34,10 @@ class SentWeights:
         found = copies * bit_sum(tensor.to(self._dtypes.get(place, tensor.dtype)))
         self._sums[place] = self._sums[place] + found if place in self._sums else found
 
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Those of the engine's parameters for which nothing came."""
+        return sorted(name for name in names if name not in self._sums)
+
     def faults(self, held: Iterable[tuple[str, Tensor]], group: Any, also_wrong: Collection[str] = ()) -> list[str]:
         """What differs, said for users; `group`: the engine's tensor-parallel ranks, all of which call this."""
         own = {name: bit_sum(tensor) for name, tensor in held if name in self._sums}

@@ -255,9 +255,9 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         findings.require(
-            config.engine.mode == "in_process" or bool(config.engine.url) or here == world,
+            not config.engine.is_server or bool(config.engine.url) or here == world,
             "engine.mode",
-            f": servers are reached on their own machine, and {here} of {world} ranks are here: use in_process",
+            f": servers are reached on their own machine, and {here} of {world} ranks are here: use vLLM in_process",
         )
         return
     gpus = visible_gpus()

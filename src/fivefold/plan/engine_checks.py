@@ -7,13 +7,19 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.config.schema import EngineConfig
+from fivefold.engines.servers.probe import check_servers
+from fivefold.engines.sglang import probe as sglang
+from fivefold.engines.sglang.arguments import check_sglang, refusals
+from fivefold.engines.vllm import probe as vllm
 from fivefold.engines.vllm.arguments import check_vllm, installed_version
-from fivefold.engines.vllm.probe import check_servers
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.devices import gpu_bytes, on_gpus
 from fivefold.plan.memory import BYTES, CPU_CACHE, ENGINE_GRAPHS
+
+CACHE_SIZES = {"vllm": "kv_cache_memory_bytes", "sglang": "max_total_tokens"}
+"""Their own arguments that say how large the cache is."""
 
 
 def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> None:
@@ -28,9 +34,15 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             outside = [token for token in tokens if not 0 <= token < spec.vocab]
             message = f"must name tokens of the vocabulary, 0 to {spec.vocab - 1}: got {outside[:3]}"
             section.require(not outside, f"sampling.{key}", message)
-    if layout is not None and layout.backend == "vllm":
-        check_vllm(section, engine.vllm)
-        if engine.vllm.get("quantization") and engine.verify_weights_every:
+    if engine.kind == "sglang" and not config.algorithm.offline:
+        for key, reason in refusals(engine.sampling):
+            section.error(f"sampling.{key}", reason)
+    if layout is not None:
+        if engine.kind == "sglang":
+            check_sglang(section, engine.sglang)
+        else:
+            check_vllm(section, engine.vllm)
+        if engine.own_arguments.get("quantization") and engine.verify_weights_every:
             section.ignore("verify_weights_every", "what a quantized engine holds has other bits than what it was given")
         if spec is not None:
             before = len(section.errors)
@@ -41,10 +53,12 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
         section.require(
             layout.ep == 1 or on_gpus(config),
             "backend",
-            f": vLLM divides experts on GPUs only; leave the e of {layout} out",
+            f": experts are divided on GPUs only; leave the e of {layout} out",
         )
     if engine.url and spec is not None:
-        check_servers(section, engine.url, read_config(Path(config.model.path)), config.max_sequence_tokens)
+        probe = sglang if engine.kind == "sglang" else vllm
+        model = read_config(Path(config.model.path))
+        check_servers(section, engine.url, probe.describe, probe.COMMAND, model, config.max_sequence_tokens)
     if engine.backend == "transformers" and not config.algorithm.offline and installed_version() is not None:
         section.note(f"vLLM {installed_version()} is installed and samples several times as fast: engine.backend: vllm:...")
     if not config.algorithm.offline and engine.sampling.is_changed:
@@ -55,12 +69,12 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
 
 
 def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
-    """Bytes on each device that vLLM keeps keys and values in; None for another engine, or where GPUs are not known."""
+    """Bytes on each device for keys and values of vLLM or SGLang; None for another engine, or where GPUs are not known."""
     engine = config.engine
     if engine.layout is None:
         return None
-    if isinstance(given := engine.vllm.get("kv_cache_memory_bytes"), int):
-        return given
+    if isinstance(given := engine.own_arguments.get(CACHE_SIZES[engine.kind]), int):
+        return given if engine.kind == "vllm" else given * token_bytes(config, spec)
     if not on_gpus(config):
         return CPU_CACHE
     if (memory := gpu_bytes()) is None:
@@ -74,9 +88,8 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
     engine, cache = config.engine, engine_cache(config, spec)
     assert engine.layout is not None
     longest = engine.max_model_len or config.max_sequence_tokens
-    size = BYTES[engine.dtype or config.policy.dtype]
-    needed = spec.kv_numbers_per_token * size * longest // min(engine.layout.tp, spec.kv_heads)
-    key = "memory_fraction" if "kv_cache_memory_bytes" not in engine.vllm else "vllm.kv_cache_memory_bytes"
+    needed, size = token_bytes(config, spec) * longest, CACHE_SIZES[engine.kind]
+    key = f"{engine.kind}.{size}" if size in engine.own_arguments else "memory_fraction"
     findings.require(
         cache is None or cache >= needed,
         key,
@@ -85,8 +98,15 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
     )
 
 
+def token_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """Of the keys and values of a token, on each tensor-parallel rank."""
+    layout = config.engine.layout
+    assert layout is not None
+    return spec.kv_numbers_per_token * BYTES[config.engine.dtype or config.policy.dtype] // min(layout.tp, spec.kv_heads)
+
+
 def _check_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -> None:
-    """What of the model cannot be divided as vLLM would; key/value heads may also be copied."""
+    """What of the model cannot be divided as engines do; key/value heads may also be copied."""
     sizes = [("attention heads", spec.heads, "t", layout.tp)]
     if spec.moe is None:
         sizes.append(("ffn size", spec.ffn, "t", layout.tp))
@@ -107,15 +127,21 @@ def report_engine(findings: Findings, config: RunConfig) -> None:
     """Keys that are another engine's, or act on GPUs only."""
     engine, usual, section = config.engine, EngineConfig(), findings.at("engine")
     is_cpu = not on_gpus(config)
-    if engine.backend == "transformers":
-        for name in ("memory_fraction", "max_model_len", "verify_weights_every", "vllm"):
-            if getattr(engine, name) != getattr(usual, name):
-                section.ignore(name, "it is vLLM's, and engine.backend is transformers")
-    elif engine.url:
-        for name in ("memory_fraction", "max_model_len", "sleep", "dtype", "vllm", "mode"):
+    others = {"vllm": "it is vLLM's", "sglang": "it is SGLang's"}
+    others.pop(engine.kind, None)
+    if engine.kind == "transformers":
+        others |= dict.fromkeys(("memory_fraction", "max_model_len", "verify_weights_every"), "it is vLLM's and SGLang's")
+    for name, whose in others.items():
+        if getattr(engine, name) != getattr(usual, name):
+            section.ignore(name, f"{whose}, and engine.backend is {engine.kind}")
+    if engine.url:
+        for name in ("memory_fraction", "max_model_len", "sleep", "dtype", engine.kind, "mode"):
             if getattr(engine, name) != getattr(usual, name):
                 section.ignore(name, "the servers of engine.url were started with what they have")
     elif is_cpu and engine.memory_fraction != usual.memory_fraction:
-        section.ignore("memory_fraction", "on a CPU the cache has 1 GiB, or engine.vllm.kv_cache_memory_bytes")
+        section.ignore(
+            "memory_fraction",
+            "on a CPU the cache has 1 GiB, or what engine.vllm.kv_cache_memory_bytes or engine.sglang.max_total_tokens say",
+        )
     if is_cpu and not engine.url and engine.sleep != usual.sleep:
         section.ignore("sleep", "on a CPU there is nothing to leave")

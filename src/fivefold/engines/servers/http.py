@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
@@ -18,8 +20,8 @@ def base_of(address: str) -> tuple[str, str | None]:
 
 def ask(address: str, method: str, path: str, content: Any = None) -> httpx.Response:
     """One short request."""
-    base, socket = base_of(address)
-    with httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=socket), timeout=CONNECT_SECONDS) as client:
+    base, uds = base_of(address)
+    with httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=uds), timeout=CONNECT_SECONDS) as client:
         return client.request(method, path, json=content)
 
 
@@ -33,15 +35,23 @@ def answers(address: str, path: str) -> bool:
 
 def blocking_client(address: str) -> httpx.Client:
     """For calls that are waited for."""
-    base, socket = base_of(address)
+    base, uds = base_of(address)
     timeout = httpx.Timeout(LONGEST_CALL, connect=CONNECT_SECONDS)
-    return httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=socket), timeout=timeout)
+    return httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=uds), timeout=timeout)
 
 
 def streaming_client(address: str) -> httpx.AsyncClient:
     """For responses. How long one takes is not known: whoever asks looks whether the server is still there."""
-    base, socket = base_of(address)
-    transport = httpx.AsyncHTTPTransport(
-        uds=socket, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    )
+    base, uds = base_of(address)
+    transport = httpx.AsyncHTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))
     return httpx.AsyncClient(base_url=base, transport=transport, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+
+
+def own_address(other: str) -> str:
+    """This machine's, as a server at `other` reaches it."""
+    if other.startswith("unix:"):
+        return "127.0.0.1"
+    url = urlsplit(other)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.hostname, url.port or 80))
+        return str(probe.getsockname()[0])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -25,6 +23,7 @@ from fivefold.engines.servers.buckets import (
     broadcast,
     join_transfer_group,
 )
+from fivefold.engines.servers.http import own_address
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.weight_sync import crossed_off
 
@@ -133,7 +132,7 @@ class WeightSender:
         """Join the servers' workers in one group, over which weights go to them."""
         counts = [server.workers() for server in servers]
         firsts = [1 + sum(counts[:place]) for place in range(len(counts))]
-        here, port = _own_address(servers[0].address), free_port()
+        here, port = own_address(servers[0].address), free_port()
         joins = [
             self._calls.submit(server.join_transfer_group, here, port, first, 1 + sum(counts))
             for server, first in zip(servers, firsts, strict=True)
@@ -148,11 +147,3 @@ def _drained(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
     for _ in weights:
         pass
     yield from ()
-
-
-def _own_address(other: str) -> str:
-    """This machine's, as a server at `other` reaches it."""
-    url = urlsplit(other)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((url.hostname, url.port or 80))
-        return str(probe.getsockname()[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.findings import Findings
-from fivefold.config.ranges import suggest
+from fivefold.engines.arguments import check_arguments, declared_fields, dotted
 
 VERSIONS = ((0, 20), (0, 32))
 """First and last minor version that this door is written for."""
@@ -46,13 +46,6 @@ FIXED = {
     "max_logprobs": "that of the drawn token is what is asked for",
 }
 """Arguments that cannot be another, with the reason."""
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-    "None": (type(None),),
-}
 
 
 def installed_version() -> str | None:
@@ -77,37 +70,15 @@ def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
     findings.require(
         VERSIONS[0] <= minor <= VERSIONS[1],
         "backend",
-        f": vLLM {version} is installed, supported are {_dotted(VERSIONS[0])} to {_dotted(VERSIONS[1])}",
+        f": vLLM {version} is installed, supported are {dotted(VERSIONS[0])} to {dotted(VERSIONS[1])}",
     )
     known = engine_arguments(Path(found.origin).parent / "engine" / "arg_utils.py")
-    section = findings.at("vllm")
-    for name, value in given.items():
-        if name in OURS:
-            section.error(name, f"is {OURS[name]}: set it there")
-        elif name in FIXED:
-            section.error(name, f"cannot be set: {FIXED[name]}")
-        elif name not in known:
-            section.unknown(name, f": vLLM {version} has no such argument{suggest(name, known)}")
-        elif not _fits(value, known[name]):
-            section.error(name, f"must be {known[name]}, as vLLM {version} declares it: got {value!r}")
+    check_arguments(findings.at("vllm"), f"vLLM {version}", given, known, OURS, FIXED)
 
 
 def engine_arguments(source: Path) -> dict[str, str]:
-    """Name -> declared type of vLLM's `EngineArgs`, read from its source: importing vLLM takes seconds."""
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            fields = {ast.unparse(item.target): item.annotation for item in node.body if isinstance(item, ast.AnnAssign)}
-            return {name: ast.unparse(kind) for name, kind in fields.items() if not name.startswith("_")}
-    raise ValueError(f"{source} declares no EngineArgs: this release of vLLM is not one that fivefold knows")
-
-
-def _fits(value: Any, declared: str) -> bool:
-    """Whether a value is of a declared type, as far as the types are plain: of others vLLM itself is the judge."""
-    names = [part.strip() for part in declared.split("|")]
-    if any(name not in _TYPES for name in names):
-        return True
-    return any(isinstance(value, _TYPES[name]) and isinstance(value, bool) == (name == "bool") for name in names)
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+    """Name -> declared type of vLLM's `EngineArgs`, read from its source."""
+    fields = declared_fields([source], "EngineArgs".__eq__)
+    if not fields:
+        raise ValueError(f"{source} declares no EngineArgs: this release of vLLM is not one that fivefold knows")
+    return {name: ast.unparse(kind) for name, kind in fields.items()}

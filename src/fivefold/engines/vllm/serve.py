@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fivefold.engines.arguments import flags
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE
 from fivefold.engines.vllm.parameters import seed_of
@@ -119,23 +120,9 @@ def server_process(
         # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
         environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if given["enforce_eager"] else {})
     environment |= devices_from(device, devices)
-    return ServerProcess(["fivefold.engines.vllm.serve", *flags(given)], own_environment(environment), log, is_ready)
-
-
-def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """vLLM's arguments as its command line takes them."""
-    found: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            found.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, dict):
-            found += [f"--{option}", json.dumps(value)]
-        elif isinstance(value, list):
-            found += [f"--{option}", *map(str, value)]
-        elif value is not None:
-            found += [f"--{option}", str(value)]
-    return found
+    return ServerProcess(
+        ["fivefold.engines.vllm.serve", *flags(given, says_no=True)], own_environment(environment), log, is_ready
+    )
 
 
 # vLLM's other processes are started anew, and run this module again under its second name.

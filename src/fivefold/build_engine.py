@@ -1,0 +1,151 @@
+"""Configuration -> the engine that samples, on this rank."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.config import RunConfig
+from fivefold.distributed.ranks import Ranks
+from fivefold.engines.servers.server import Server
+from fivefold.engines.servers.server_process import ServerProcess
+from fivefold.engines.transformers import TransformersEngine, stop_token_ids
+from fivefold.interfaces import Engine, EngineReplica
+from fivefold.megatron.transformer_config import DTYPES
+from fivefold.models.families import load_spec
+from fivefold.plan.engine_checks import engine_cache, token_bytes
+from fivefold.plan.memory import CPU_CACHE
+
+
+def build_engine(
+    config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
+) -> Engine:
+    """What samples, on this rank."""
+    settings, layout = config.engine, config.engine.layout
+    if settings.is_server:
+        return _build_servers(config, directory, tokenizer, ranks, device, log)
+    if layout is not None:
+        from fivefold.engines.vllm.engine import VLLMEngine
+
+        return VLLMEngine(
+            directory,
+            tokenizer,
+            layout,
+            ranks.rank,
+            device,
+            _vllm_arguments(config, directory, device),
+            verify_every=settings.verify_weights_every,
+            can_sleep=settings.sleep and device.type != "cpu",
+        )
+    return TransformersEngine(
+        directory,
+        tokenizer,
+        device,
+        DTYPES[settings.dtype or config.policy.dtype],
+        settings.max_num_seqs,
+        EngineReplica(ranks.turn, ranks.layout.world_size),
+        settings.sleep,
+    )
+
+
+def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:
+    """Those of vLLM's own that the configuration decides."""
+    settings = config.engine
+    arguments: dict[str, Any] = {
+        "dtype": settings.dtype or config.policy.dtype,
+        "max_model_len": settings.max_model_len or config.max_sequence_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "seed": config.trainer.seed,
+        # A tokenizer is needed only to see stop strings.
+        "skip_tokenizer_init": not settings.sampling.stop,
+        "tokenizer": config.model.tokenizer or str(directory),
+    }
+    if "kv_cache_memory_bytes" not in settings.vllm:
+        is_cpu = device.type == "cpu"
+        arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
+    return arguments | settings.vllm
+
+
+def _build_servers(
+    config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
+) -> Engine:
+    """An engine of servers: one for each tensor-parallel group of its layout, or those that are there already."""
+    from fivefold.engines.servers.server_engine import ServerEngine
+
+    settings, layout = config.engine, config.engine.layout
+    ends, process, each = stop_token_ids(directory, tokenizer), None, 1
+    run, connect = ranks.broadcast_from_main(uuid.uuid4().hex), _client(settings.kind)
+    if not settings.url:
+        assert layout is not None
+        each = layout.tp
+        if ranks.rank % each == 0:
+            start = _start_sglang if settings.kind == "sglang" else _start_vllm
+            process = start(config, directory, device, config.run_dir / "logs" / f"server-{ranks.rank // each}.log")
+    return ServerEngine(
+        directory,
+        ranks,
+        device,
+        partial(connect, ends=ends, run=run),
+        log,
+        process=process,
+        ranks_per_server=each,
+        addresses=settings.url,
+        window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size)),
+        bucket_bytes=settings.sync_bucket_mb << 20,
+        verify_every=0 if settings.own_arguments.get("quantization") else settings.verify_weights_every,
+        can_sleep=settings.sleep and device.type == "cuda" and not settings.url,
+    )
+
+
+def _client(kind: str) -> Callable[..., Server]:
+    """What speaks with a server of vLLM or SGLang."""
+    if kind == "sglang":
+        from fivefold.engines.sglang.client import SGLangServer
+
+        return SGLangServer
+    from fivefold.engines.vllm.client import VLLMServer
+
+    return VLLMServer
+
+
+def _start_vllm(config: RunConfig, directory: Path, device: torch.device, log: Path) -> ServerProcess:
+    from fivefold.engines.vllm.probe import answers
+    from fivefold.engines.vllm.serve import server_process
+
+    settings, layout = config.engine, config.engine.layout
+    assert layout is not None
+    arguments = _vllm_arguments(config, directory, device) | {
+        "model": str(directory),
+        "tensor_parallel_size": layout.tp,
+        "enable_sleep_mode": settings.sleep and device.type == "cuda",
+        "enable_expert_parallel": layout.ep > 1,
+    }
+    return server_process(arguments, device, layout.tp, log, answers)
+
+
+def _start_sglang(config: RunConfig, directory: Path, device: torch.device, log: Path) -> ServerProcess:
+    from fivefold.engines.sglang.probe import answers
+    from fivefold.engines.sglang.serve import server_process
+
+    settings, layout = config.engine, config.engine.layout
+    assert layout is not None
+    cache = engine_cache(config, load_spec(directory)) if device.type == "cpu" else None
+    arguments: dict[str, Any] = {
+        "model_path": str(directory),
+        "dtype": settings.dtype or config.policy.dtype,
+        "context_length": settings.max_model_len or config.max_sequence_tokens,
+        "max_running_requests": settings.max_num_seqs,
+        "mem_fraction_static": settings.memory_fraction,
+        "random_seed": config.trainer.seed,
+        "tp_size": layout.tp,
+        "ep_size": layout.ep,
+        "enable_memory_saver": settings.sleep and device.type == "cuda",
+    }
+    if cache is not None:
+        arguments["max_total_tokens"] = cache // token_bytes(config, load_spec(directory))
+    return server_process(arguments | settings.sglang, device, layout.tp, log, answers)

@@ -1,0 +1,80 @@
+"""An engine's own arguments, given by their names: do they exist in the installed release, are values of their type."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.findings import Findings
+from fivefold.config.ranges import suggest
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
+}
+
+
+def check_arguments(
+    findings: Findings,
+    release: str,
+    given: Mapping[str, Any],
+    known: Mapping[str, str],
+    ours: Mapping[str, str],
+    fixed: Mapping[str, str],
+) -> None:
+    """Errors for arguments that `release` does not have or declares otherwise (`known`: name -> type), or that are not to be
+    set; `findings` are at the section that gives them."""
+    for name, value in given.items():
+        if name in ours:
+            findings.error(name, f"is {ours[name]}: set it there")
+        elif name in fixed:
+            findings.error(name, f"cannot be set: {fixed[name]}")
+        elif name not in known:
+            findings.unknown(name, f": {release} has no such argument{suggest(name, known)}")
+        elif not _fits(value, known[name]):
+            findings.error(name, f"must be {known[name]}, as {release} declares it: got {value!r}")
+
+
+def declared_fields(sources: Iterable[Path], is_wanted: Callable[[str], bool]) -> dict[str, ast.expr]:
+    """Name -> annotation of the fields of the classes whose names are wanted; importing an engine takes seconds."""
+    found: dict[str, ast.expr] = {}
+    for source in sources:
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.ClassDef) and is_wanted(node.name):
+                fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+                found |= {ast.unparse(item.target): item.annotation for item in fields}
+    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+
+
+def _fits(value: Any, declared: str) -> bool:
+    """Whether a value is of a declared type, as far as the types are plain: of others the engine itself is the judge."""
+    names = [part.strip() for part in declared.split("|")]
+    if any(name not in _TYPES for name in names):
+        return True
+    return any(isinstance(value, _TYPES[name]) and isinstance(value, bool) == (name == "bool") for name in names)
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def flags(arguments: Mapping[str, Any], says_no: bool) -> list[str]:
+    """Arguments as a command line takes them; `says_no`: what is off has an option of its own, --no-..."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found += [f"--{option}"] if value else [f"--no-{option}"] if says_no else []
+        elif isinstance(value, dict):
+            found += [f"--{option}", json.dumps(value)]
+        elif isinstance(value, list):
+            found += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            found += [f"--{option}", str(value)]
+    return found

@@ -1,0 +1,54 @@
+"""Are servers that run already there, and do they hold what a run needs? No torch: `fivefold check` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2 as httpx
+
+from fivefold.config.findings import Findings
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a server says of itself; sizes and names as in the model's config.json."""
+
+    model: Mapping[str, Any]
+    longest: int
+    """Most tokens of a prompt and its response."""
+
+
+def check_servers(
+    findings: Findings,
+    addresses: Sequence[str],
+    describe: Callable[[str], Description | int],
+    command: str,
+    model: Mapping[str, Any],
+    longest: int,
+) -> None:
+    """Errors where servers do not answer, hold another model than `model` (of config.json) or take less than `longest`
+    tokens; `describe` gives a stranger's HTTP status, `findings` are at `engine`."""
+    for address in addresses:
+        if not address.startswith(("http://", "https://")):
+            findings.error("url", f"must be http://host:port: got {address!r}")
+            continue
+        try:
+            found = describe(address)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            findings.error("url", f": {address} does not answer ({type(error).__name__}); start a server there: {command}")
+            continue
+        if isinstance(found, int):
+            stranger = f": {address} is no server that takes weights (it answers with {found}); start it by {command}"
+            findings.error("url", stranger)
+            continue
+        wrong = {name: value for name, value in found.model.items() if name in model and value != model[name]}
+        if wrong:
+            own = {name: model[name] for name in wrong}
+            findings.error("url", f": {address} holds another model than model.path: {wrong} != {own}")
+        findings.require(
+            found.longest >= longest,
+            "url",
+            f": {address} must hold the longest prompt and response, {longest} tokens: its most is {found.longest}",
+        )

@@ -1,0 +1,125 @@
+"""SGLang's own arguments: do they exist in the installed release, are values of their type. No torch, no SGLang here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.findings import Findings
+from fivefold.config.schema import SamplingConfig
+from fivefold.engines.arguments import check_arguments, declared_fields, dotted
+
+VERSIONS = ((0, 5, 20), (0, 5, 23))
+"""First and last version that this door is written for."""
+LOADER = "fivefold.engines.sglang.receiver.receive"
+"""What SGLang calls with what comes for its weights (`--custom-weight-loader`)."""
+MARGIN = 8
+"""Tokens of its context that SGLang gives to no request: it would end longer ones earlier, without a word."""
+OURS = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "tp_size": "the t of engine.backend",
+    "dp_size": "the d of engine.backend",
+    "pp_size": "the p of engine.backend",
+    "ep_size": "the e of engine.backend",
+    "dtype": "engine.dtype",
+    "random_seed": "trainer.seed",
+    "context_length": "engine.max_model_len",
+    "max_running_requests": "engine.max_num_seqs",
+    "mem_fraction_static": "engine.memory_fraction",
+    "enable_memory_saver": "engine.sleep",
+    "device": "trainer.device",
+}
+"""Arguments that have a key of their own, for every engine."""
+_STARTED = "servers are started by the trainer's ranks"
+_SAMPLED = "engine.sampling says how tokens are drawn"
+FIXED = {
+    "custom_weight_loader": "it takes the policy's weights",
+    "load_format": "weights come from the policy",
+    "weight_version": "it names the policy's version",
+    "skip_tokenizer_init": "tokens go in and come out",
+    "sampling_defaults": _SAMPLED,
+    "preferred_sampling_params": _SAMPLED,
+    "host": _STARTED,
+    "port": _STARTED,
+    "nnodes": _STARTED,
+    "node_rank": _STARTED,
+    "dist_init_addr": _STARTED,
+    "base_gpu_id": _STARTED,
+    "tokenizer_worker_num": _STARTED,
+    "enable_http2": _STARTED,
+}
+"""Arguments that cannot be another, with the reason."""
+
+
+MOST_TOP_K = 4096
+"""Most tokens whose set SGLang says with a sample."""
+
+
+def refusals(sampling: SamplingConfig) -> Iterator[tuple[str, str]]:
+    """(key of engine.sampling, reason) of what SGLang would draw or score otherwise than the other engines."""
+    is_cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
+    if is_cut and not 1 < sampling.top_k <= MOST_TOP_K:
+        yield (
+            "top_k",
+            f"must be 2 to {MOST_TOP_K} with top_p or min_p: SGLang gives log-probs of what it drew from only then",
+        )
+    if sampling.repetition_penalty != 1:
+        yield "repetition_penalty", "must be 1: SGLang's leaves the prompt's tokens out"
+    if sampling.min_tokens:
+        yield "min_tokens", "must be 0: SGLang's servers have no tokenizer, which it needs for it"
+    if sampling.stop:
+        yield "stop", "must be left out: SGLang's servers have no tokenizer, which it needs for it"
+    if sampling.ignore_eos and sampling.stop_token_ids:
+        yield "stop_token_ids", "must be left out with ignore_eos: SGLang ignores both then"
+
+
+def installed_version() -> str | None:
+    """The version of SGLang that is installed."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_sglang(findings: Findings, given: dict[str, Any]) -> None:
+    """Errors where SGLang is not there, too old or too new, or does not have an argument; `findings` are at `engine`."""
+    version, found = installed_version(), importlib.util.find_spec("sglang")
+    if version is None or found is None or found.origin is None:
+        findings.error(
+            "backend", ": SGLang is not installed; `pip install sglang`, or engine.backend: transformers or vllm:..."
+        )
+        return
+    release = tuple(int(part) for part in version.split(".")[:3])
+    findings.require(
+        VERSIONS[0] <= release <= VERSIONS[1],
+        "backend",
+        f": SGLang {version} is installed, supported are {dotted(VERSIONS[0])} to {dotted(VERSIONS[1])}",
+    )
+    known = server_arguments(Path(found.origin).parent / "srt")
+    check_arguments(findings.at("sglang"), f"SGLang {version}", given, known, OURS, FIXED)
+
+
+def server_arguments(directory: Path) -> dict[str, str]:
+    """Name -> declared type of SGLang's server arguments, read from its source."""
+    parts = sorted((directory / "arg_groups" / "fields").glob("*.py"))
+    fields = declared_fields([directory / "server_args.py"], "ServerArgs".__eq__) | declared_fields(parts, str.isidentifier)
+    if "tp_size" not in fields:
+        raise ValueError(f"{directory} declares no server arguments: this release of SGLang is not one that fivefold knows")
+    return {name: _declared(kind) for name, kind in fields.items()}
+
+
+def _declared(annotation: ast.expr) -> str:
+    """`A[Optional[int], "what it is for"]` -> int | None."""
+    if isinstance(annotation, ast.Subscript):
+        outer, inner = ast.unparse(annotation.value), annotation.slice
+        if outer == "A" and isinstance(inner, ast.Tuple):
+            return _declared(inner.elts[0])
+        if outer == "Optional":
+            return f"{_declared(inner)} | None"
+    return ast.unparse(annotation)

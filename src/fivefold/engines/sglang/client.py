@@ -1,0 +1,206 @@
+"""One server of SGLang: requests, weights and memory over its own HTTP calls."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import httpx2 as httpx
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from fivefold.engines.servers.buckets import Entry
+from fivefold.engines.servers.http import blocking_client, own_address, streaming_client
+from fivefold.engines.servers.server import Answer, Draw, ServerLostError
+from fivefold.engines.sglang.arguments import LOADER
+from fivefold.engines.sglang.parameters import is_cut, sampling_arguments
+from fivefold.engines.sglang.probe import answers
+from fivefold.types import Sampling
+
+_FLUSH_SECONDS, _ANSWER_SECONDS = 30.0, 600.0
+
+
+class SGLangServer:
+    """Calls of one server; `generate` belongs to an event loop, the others block."""
+
+    def __init__(self, address: str, ends: Collection[int], run: str) -> None:
+        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks."""
+        self.address, self._ends, self._run = address, ends, run
+        self._control, self._requests = blocking_client(address), streaming_client(address)
+        self._calls = 0
+
+    def take(self) -> None:
+        """Make the server this run's alone, and end what another one has left there."""
+        self._post("/continue_generation", {})
+        self.abort()
+        self._post("/end_weight_update", {}, may_refuse=True)
+        self._post("/freeze_gc", {})
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
+    ) -> AsyncIterator[Answer]:
+        """The answer to each draw, as they end; raises ServerLostError."""
+        asked = [asyncio.ensure_future(self._draw(name, prompt_ids, sampling, *draw)) for draw in draws]
+        try:
+            for done in asyncio.as_completed(asked):
+                yield await done
+        except httpx.TransportError as error:
+            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
+        finally:
+            # The server ends requests that nobody waits for any more.
+            for each in asked:
+                each.cancel()
+
+    async def _draw(self, name: str, prompt_ids: list[int], sampling: Sampling, number: int, seed: int) -> Answer:
+        is_part = is_cut(sampling)
+        asked = {
+            "rid": f"{self._run}-{name}-{number}",
+            "input_ids": prompt_ids,
+            "sampling_params": sampling_arguments(sampling, self._ends, seed),
+            "return_logprob": True,
+            "return_sampling_mask": is_part,
+        }
+        response = await self._requests.post("/generate", json=asked)
+        if response.status_code != 200:
+            self._explain(response)
+        answer = response.json()
+        said, tokens = answer["meta_info"], answer["output_ids"]
+        reason = said["finish_reason"]["type"]
+        if reason == "length" and len(tokens) < sampling.max_tokens:
+            raise RuntimeError(
+                f"{self} ended a response after {len(tokens)} of {sampling.max_tokens} tokens: its context is too short"
+            )
+        self._own(said["weight_version"])
+        logprobs = said["output_token_sampling_logprobs"] if is_part else [one[0] for one in said["output_token_logprobs"]]
+        spans = said.get("weight_versions")
+        versions = spans and [(self._own(span["version"]), span["end"] - span["start"]) for span in spans]
+        return number, tokens, logprobs, reason, versions
+
+    def _own(self, version: str) -> int:
+        """The number of a version of this run; raises RuntimeError for another run's: its weights have sampled."""
+        run, _, number = version.rpartition(":")
+        if run != self._run:
+            raise RuntimeError(f"{self}: another run has taken this server")
+        return int(number)
+
+    def answers(self) -> bool:
+        return answers(self.address)
+
+    def pause(self) -> None:
+        """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""
+        self._post("/pause_generation", {"mode": "retract"})
+
+    def resume(self) -> None:
+        """Go on with them."""
+        self._post("/continue_generation", {})
+
+    def abort(self) -> None:
+        """End the requests in flight, which answer with what they have."""
+        self._post("/abort_request", {"abort_all": True})
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def workers(self) -> int:
+        """How many processes take weights."""
+        return self._workers
+
+    @cached_property
+    def _workers(self) -> int:
+        return int(self._control.get("/server_info").json()["tp_size"])
+
+    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
+        self._in_session("join_transfer_group", address, port, first, size)
+
+    def begin_weights(self, verify: bool) -> None:
+        """`verify`: compare what is held at the end with what came."""
+        self._post("/begin_weight_update", {})
+        self._call("begin_weights", verify)
+
+    def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
+        self._call("receive_bucket", handles, entries, used)
+
+    def finish_weights(self, is_whole: bool, version: int) -> list[str]:
+        """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
+        found = self._call("finish_weights", is_whole, version=f"{self._run}:{version}")
+        self._post("/end_weight_update", {})
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while self._control.post("/flush_cache").status_code != 200:
+            # Requests that nobody waits for any more end a moment later.
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self} keeps keys of the old weights: requests are running")
+            time.sleep(0.05)
+        return [fault for each in found for fault in each]
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache."""
+        self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    def wake(self, part: str) -> None:
+        """Take memory again: of `weights` or `kv_cache`."""
+        self._post("/resume_memory_occupation", {"tags": [part]})
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _answers(self) -> TCPStore:
+        """Where the schedulers leave their answers: SGLang's own call gives none back."""
+        return TCPStore("0.0.0.0", 0, is_master=True, timeout=timedelta(seconds=_ANSWER_SECONDS), wait_for_workers=False)  # noqa: S104
+
+    def _call(self, method: str, *arguments: Any, version: str | None = None) -> list[Any]:
+        """The answers of all schedulers; raises RuntimeError with what went wrong in one."""
+        self._calls += 1
+        message = {
+            "method": method,
+            "arguments": arguments,
+            "number": self._calls,
+            "answers_to": [own_address(self.address), self._answers.port],
+        }
+        # SGLang takes pickles, and of tensors only.
+        pickled = base64.b64encode(pickle.dumps([(json.dumps(message), torch.empty(0))])).decode()
+        content = {
+            "serialized_named_tensors": [pickled] * self._workers,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": version,
+        }
+        self._post("/update_weights_from_tensor", content)
+        found = [json.loads(self._answers.get(f"{self._calls}/{rank}")) for rank in range(self._workers)]
+        for each in found:
+            if "error" in each:
+                raise RuntimeError(f"{self}: {each['error']}")
+        return [each["result"] for each in found]
+
+    def _in_session(self, method: str, *arguments: Any) -> None:
+        """A call beside an update of weights, for which SGLang wants one to have begun."""
+        self._post("/begin_weight_update", {})
+        try:
+            self._call(method, *arguments)
+        finally:
+            self._post("/end_weight_update", {})
+
+    def _post(self, path: str, content: Any, may_refuse: bool = False) -> None:
+        try:
+            response = self._control.post(path, json=content)
+        except httpx.TransportError as error:
+            raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
+        # Sessions came with 0.5.21.
+        missing = response.status_code == 404 and path.endswith("_weight_update")
+        if response.status_code != 200 and not (may_refuse or missing):
+            self._explain(response)
+
+    def _explain(self, response: httpx.Response) -> None:
+        raise RuntimeError(f"{self} answers with {response.status_code}: {response.text[:2000]}")
+
+    def __str__(self) -> str:
+        return self.address

@@ -1,0 +1,109 @@
+"""What runs inside SGLang's schedulers: new weights in any number of pieces, and what the scheduler holds afterwards.
+
+SGLang calls `receive` by its path (`--custom-weight-loader`) with the tensors of `/update_weights_from_tensor`. There is
+one, and its name is a message, which says what to do and where the answer goes.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.linear import QKVParallelLinear
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from fivefold.engines.servers.buckets import BucketReader, Entry, join_transfer_group
+from fivefold.engines.weight_comparison import SentWeights
+
+_ANSWER_SECONDS = 60.0
+_FUSED = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
+
+
+def receive(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Do what the message says; an error is an answer too: raised, it would end the server."""
+    ((message, _),) = named_tensors
+    asked = json.loads(message)
+    try:
+        answer = {"result": getattr(_receiver_of(model), asked["method"])(*asked["arguments"])}
+    except Exception:
+        answer = {"error": traceback.format_exc()}
+    store = _store(*asked["answers_to"])
+    store.set(f"{asked['number']}/{get_tp_group().rank_in_group}", json.dumps(answer))
+
+
+@cache
+def _receiver_of(model: nn.Module) -> WeightReceiver:
+    return WeightReceiver(model)
+
+
+@cache
+def _store(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ANSWER_SECONDS))
+
+
+class WeightReceiver:
+    """Of one model: `begin_weights`, `receive_bucket` any number of times, `finish_weights`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._transfer_group: Any = None
+        self._sent: SentWeights | None = None
+
+    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
+        """Join the group over which weights come; `first`: this server's first member."""
+        self._transfer_group = join_transfer_group(address, port, first + get_tp_group().rank_in_group, size, self._device)
+
+    def begin_weights(self, verify: bool) -> None:
+        """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
+        self._reader = BucketReader(self._device, self._transfer_group)
+        copies = {
+            f"{name}.{kind}": module.num_kv_head_replicas
+            for name, module in self._model.named_modules()
+            if isinstance(module, QKVParallelLinear)
+            for kind in ("weight", "bias")
+        }
+        dtypes = {name: tensor.dtype for name, tensor in self._model.named_parameters()}
+        fused = _FUSED | getattr(self._model, "packed_modules_mapping", {})
+        self._sent = SentWeights(dtypes, fused, copies) if verify else None
+
+    def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
+        """Take tensors in memory of another process, `handles[i]` that of tensor-parallel rank i."""
+        handle = handles[get_tp_group().rank_in_group % len(handles)]
+        self._model.load_weights(self._noted(self._reader.take(handle, entries, used)))
+        if self._device.type == "cuda":
+            # The sender overwrites it when this is answered.
+            torch.cuda.current_stream().synchronize()
+
+    def _noted(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in pairs:
+            if self._sent is not None:
+                self._sent.add(name, tensor)
+            yield name, tensor
+
+    def finish_weights(self, is_whole: bool) -> list[str]:
+        """What is wrong with the weights that were received; `is_whole`: none of them failed to come."""
+        self._reader.close()
+        if not is_whole or self._sent is None:
+            return []
+        held = dict(_held_weights(self._model))
+        if missing := self._sent.missing(held):
+            # SGLang says nothing of parameters that it was given nothing for, nor of names that it does not know.
+            return [f"{len(missing)} of {len(held)} parameters got no new weights, the first: {missing[:3]}"]
+        return self._sent.faults(held.items(), get_tp_group().cpu_group)
+
+
+def _held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, without padding of the vocabulary."""
+    for prefix, module in model.named_modules():
+        for name, tensor in module.named_parameters(prefix, recurse=False):
+            is_padded = isinstance(module, VocabParallelEmbedding)
+            yield name, tensor[: module.shard_indices.num_org_elements] if is_padded else tensor

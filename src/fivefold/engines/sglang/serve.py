@@ -1,0 +1,67 @@
+"""SGLang's own server on a socket, ended with whoever started it: `python -m fivefold.engines.sglang.serve --uds PATH ...`.
+
+The arguments are SGLang's, which knows ports only: on a port of one machine every user of it could give the server weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.engines.arguments import flags
+from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
+from fivefold.engines.sglang.arguments import LOADER, MARGIN
+
+if TYPE_CHECKING:
+    import torch
+
+# A model's last positions are room for responses too.
+_ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+_FLAGS = ("--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup", "--log-level-http", "warning")
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="fivefold.engines.sglang.serve")
+    parser.add_argument("--uds", required=True)
+    given, rest = parser.parse_known_args(arguments)
+    import uvicorn
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.server_args import prepare_server_args
+
+    class OnSocket(uvicorn.Config):
+        """Of a web server that listens on a socket, whatever it is told."""
+
+        def __init__(self, app: Any, host: str, port: int, **named: Any) -> None:
+            super().__init__(app, uds=given.uds, **named)
+
+    uvicorn.Config = OnSocket
+    # It would ask itself for this, on the port that it believes in; whoever takes the server does.
+    http_server._freeze_gc_after_server_warmup = lambda *_: None
+    run_server(prepare_server_args([*rest, *_FLAGS]))
+
+
+def server_process(
+    arguments: Mapping[str, Any], device: torch.device, devices: int, log: Path, is_ready: Callable[[str], bool]
+) -> ServerProcess:
+    """A server on this rank's device and the next ones, `devices` in all, with SGLang's own arguments by name."""
+    given = {"device": device.type, **arguments, "context_length": arguments["context_length"] + MARGIN}
+    environment = _ENVIRONMENT | devices_from(device, devices)
+    if device.type == "cpu":
+        # Else it wants a NUMA node for each tensor-parallel rank.
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [cores[rank::devices] or cores for rank in range(devices)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return ServerProcess(
+        ["fivefold.engines.sglang.serve", *flags(given, says_no=False)], own_environment(environment), log, is_ready
+    )
+
+
+# SGLang's other processes are started anew, run this module again under its second name, and end with their parent.
+if __name__ == "__main__":
+    end_with_parent(is_first=True)
+    main(sys.argv[1:])

@@ -1,0 +1,256 @@
+"""SGLang as servers, on a CPU with stand-ins for its compiled parts (tests/support/sglang_cpu): `make test-sglang`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from fivefold.types import Completion, Request, Sampling
+from tests.engines.test_vllm_engine import OTHER_SIZES, SIZES, difference
+from tests.support.commands import fivefold
+from tests.support.engines import PROMPTS, SAMPLING, complete, own_logits, requests
+from tests.support.servers import check_what_was_sampled_midway, kill_api, midway, refreshed, server_engine, undisturbed
+from tests.support.tiny_models import load_tensors, make_model
+from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
+from tests.support.whole_runs import REWARD
+from tests.support.zygote import THREADS
+
+pytestmark = pytest.mark.sglang
+
+GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
+LONG = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+CUT = {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "logit_bias": ((7, 2.0),)}
+ON_CPU = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+}
+"""What needs no compiled kernel."""
+ARGUMENTS = {"dtype": "float32", "context_length": 256, "max_running_requests": 64, "max_total_tokens": 16384}
+
+
+def server_of(directory: Path, log: Path, tensor_parallel: int):
+    from fivefold.engines.sglang.probe import answers
+    from fivefold.engines.sglang.serve import server_process
+
+    given = {"model_path": str(directory), "tp_size": tensor_parallel, **ARGUMENTS, **ON_CPU}
+    return server_process(given, torch.device("cpu"), tensor_parallel, log, answers)
+
+
+def sglang_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1):
+    from fivefold.engines.sglang.client import SGLangServer
+
+    rank = mesh.ranks.rank
+    process = server_of(directory, logs / f"server-{rank}.log", each) if rank % each == 0 else None
+    return server_engine(mesh, directory, SGLangServer, process, said, each)
+
+
+def one_server(mesh, directory: Path, logs: Path):
+    """A model of another family: greedy tokens, and those of changed weights."""
+    engine, tensors = sglang_engine(mesh, directory, logs, [], each=mesh.ranks.layout.world_size), load_tensors(directory)
+    asked, calls = requests(2, GREEDY), []
+    for factor in (1.0, 1.01):
+        weights = {name: tensor * factor for name, tensor in tensors.items()}
+        engine.update_weights(iter(weights.items()), 0)
+        calls.append((complete(engine, asked), undisturbed(mesh, directory, weights, [asked])[0]))
+    engine.close()
+    return calls
+
+
+def two_servers(mesh, directory: Path, logs: Path):
+    """Everything that is tried on the same two servers, by name."""
+    from fivefold.engines.weight_sync import weight_sync
+    from fivefold.megatron.model import MegatronModel
+
+    said: list[str] = []
+    found: dict[str, object] = {"said": said}
+    engine = sglang_engine(mesh, directory, logs, said)
+    trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
+    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    rank, first = mesh.ranks.rank, requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
+
+    found["differences"], found["drawn"] = [], []
+    for _ in range(4):
+        weight_sync(trained, engine)
+        found["drawn"].append(complete(engine, first))
+        found["differences"].append(difference(trained, first, found["drawn"][-1]))
+        mine = replace(mine, old_logprobs_T=trained.forward(mine))
+        trained.train_step(mine, OBJECTIVE.loss)
+
+    tensors = load_tensors(directory)
+    engine.update_weights(iter(tensors.items()), 3)
+    asked = requests(2, GREEDY)
+    found["greedy"] = complete(engine, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+    cut = requests(1, replace(SAMPLING, **CUT))
+    found["cut"] = list(zip(cut, complete(engine, cut), strict=True))
+
+    # Of every length, so that many run when the first has ended.
+    mine_to_ask = [
+        replace(one, sampling=replace(LONG, max_tokens=LONG.max_tokens + 3 * one.id))
+        for one in requests(4, LONG, [[5 + i + rank, 6, 7 + i] for i in range(12)])
+    ]
+    whole = complete(engine, mine_to_ask)
+    arrived: dict[int, Completion] = {}
+    for completion in engine.generate(mine_to_ask):
+        assert completion.request_id not in arrived
+        if not arrived and rank == 1:
+            kill_api(engine)
+        arrived[completion.request_id] = completion
+    tokens = [one.token_ids for one in whole]
+    found["one killed"] = [arrived[one.id].token_ids for one in mine_to_ask] == tokens, sorted(engine._lost)
+    engine.version = -1
+    refreshed(engine, tensors)
+    found["restarted"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens, sorted(engine._lost)
+
+    stopped = []
+    for completion in engine.generate(mine_to_ask):
+        stopped.append(completion)
+        if len(stopped) == 1:
+            engine.abort()
+    found["aborted"] = stopped
+    for name, wrong in {
+        "left out": {name: tensor for name, tensor in tensors.items() if "1.mlp.up_proj" not in name},
+        "unknown": {**tensors, "model.layers.7.nothing.weight": torch.zeros(3)},
+    }.items():
+        try:
+            engine.update_weights(iter(wrong.items()), 4)
+        except RuntimeError as error:
+            found[name] = str(error)
+    engine.update_weights(iter(tensors.items()), 3)
+    found["after"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens
+    processes = engine._process._family()
+    engine.close()
+    mesh.ranks.barrier()
+    found["left"] = [each.pid for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model("qwen3_tied", tmp_path_factory.mktemp("model") / "qwen3_tied", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def both(cluster, model, tmp_path_factory) -> list[dict]:
+    return cluster.run(two_servers, "megatron:d2", model, tmp_path_factory.mktemp("logs"), seconds=400)
+
+
+def test_after_every_step_the_servers_sample_with_the_new_weights(both):
+    for found in both:
+        assert max(found["differences"]) < 1e-5, found["differences"]
+        assert [one.policy_version for one in found["drawn"][3]] == [3] * 10
+        assert [one.token_ids for one in found["drawn"][0]] != [one.token_ids for one in found["drawn"][3]]
+
+
+def assert_equal_tokens(served: list[Completion], other: list[Completion]) -> None:
+    assert [one.token_ids for one in served] == [one.token_ids for one in other]
+    for one, same in zip(served, other, strict=True):
+        assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+        assert one.finish_reason == same.finish_reason
+
+
+def test_greedy_tokens_of_servers_equal_the_transformers_engine_s(both):
+    for found in both:
+        assert_equal_tokens(*found["greedy"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", "megatron:t2"), ("qwen2", "megatron:d1"), ("llama", "megatron:d1")]
+)
+def test_other_families_and_tensor_parallel_ranks_sample_the_same_tokens(cluster, tmp_path, family, layout):
+    directory = make_model(family, tmp_path / family, **OTHER_SIZES.get(family, SIZES))
+    for calls in cluster.run(one_server, layout, directory, tmp_path, seconds=200):
+        for served, other in calls:
+            assert_equal_tokens(served, other)
+
+
+def cut_logprobs(model: Path, request: Request, one: Completion) -> list[float]:
+    """As SGLang cuts: top_p and min_p of the whole distribution, not of what top_k has left."""
+    given, logits_TV = request.sampling, own_logits(model, request.prompt_ids, one.token_ids)
+    for token, bias in given.logit_bias:
+        logits_TV[:, token] += bias
+    probs_TV, order_TV = (logits_TV / given.temperature).softmax(-1).sort(-1, descending=True)
+    is_kept_TV = (probs_TV.cumsum(-1) - probs_TV <= given.top_p) & (probs_TV >= probs_TV[:, :1] * given.min_p)
+    is_kept_TV[:, given.top_k :] = False
+    kept_TV = probs_TV * is_kept_TV
+    logprobs_TV = (kept_TV / kept_TV.sum(-1, keepdim=True)).log()
+    return logprobs_TV[order_TV == torch.tensor(one.token_ids)[:, None]].tolist()
+
+
+def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(both, model):
+    for found in both:
+        for request, one in found["cut"]:
+            assert one.logprobs == pytest.approx(cut_logprobs(model, request, one), abs=5e-5)
+
+
+def test_a_server_killed_while_it_samples_costs_no_sample_and_counts_none_twice(both):
+    for found in both:
+        assert found["one killed"] == (True, [1])
+        assert found["restarted"] == (True, [])
+
+
+def test_abort_gives_what_there_is(both):
+    for found in both:
+        stopped = found["aborted"]
+        assert sorted(one.request_id for one in stopped) == list(range(48))
+        aborted = [one for one in stopped if one.finish_reason == "abort"]
+        assert len(aborted) > 20
+        assert all(len(one.token_ids) == len(one.logprobs) < 180 for one in aborted)
+
+
+def test_weights_that_are_not_whole_or_not_the_model_s_are_refused(both):
+    """SGLang itself takes both without a word."""
+    for found in both:
+        assert "1 of" in found["left out"] and "up_proj" in found["left out"]
+        assert "1 tensors have no parameter to be compared with" in found["unknown"]
+        assert found["after"]
+
+
+def test_closing_an_engine_of_servers_ends_them(both):
+    assert [found["left"] for found in both] == [[], []]
+
+
+def sampled_midway(mesh, directory: Path, logs: Path):
+    return midway(mesh, directory, sglang_engine(mesh, directory, logs, []))
+
+
+def test_requests_go_on_with_weights_that_change_in_the_middle(cluster, model, tmp_path):
+    ((completions, under),) = cluster.run(sampled_midway, "megatron:d1", model, tmp_path, seconds=200)
+    check_what_was_sampled_midway(completions, under)
+
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d2", dtype: float32, tokens_per_micro_batch: 512, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+engine: {{backend: "sglang:d2", sglang: {on_cpu}}}
+algorithm: {{name: grpo, group_size: 4}}
+data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+trainer: {{run_dir: {root}/run, steps: 3, loggers: [console], device: cpu}}
+launch: {{threads: {threads}}}
+"""
+
+
+def test_a_whole_run_samples_with_sglang_what_the_trainer_computes(tmp_path):
+    for command in (
+        ["data", "arithmetic", "--out", tmp_path / "data", "--limit", 64],
+        ["train-tokenizer", "char", "--data", tmp_path / "data/train.parquet", "--out", tmp_path / "tokenizer"],
+        ["init-model", "qwen3", "--tokenizer", tmp_path / "tokenizer", "--out", tmp_path / "model", "--hidden", 64, "--heads", 2,
+         "--layers", 2, "--ffn", 64],
+    ):  # fmt: skip
+        done = fivefold(*command)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "run.yaml").write_text(RUN.format(root=tmp_path, threads=THREADS, on_cpu=json.dumps(ON_CPU)))
+    done = fivefold("train", tmp_path / "run.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows][-1] == 3
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows if row["step"])

@@ -1,0 +1,96 @@
+"""What tests of engines of servers share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import uuid
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fivefold.engines.servers.server_process import ServerProcess
+from fivefold.types import Completion, Request, Sampling, TokenBatch
+from tests.engines.test_vllm_engine import TOKENIZER
+from tests.support.engines import complete, requests
+from tests.support.tiny_models import load_tensors
+from tests.support.two_steps import POLICY
+
+BUCKET = 1 << 14
+"""Bytes: less than the embeddings of the tiny models, more than most of their tensors."""
+LONG = Sampling(max_tokens=200)
+
+
+def server_engine(mesh, directory: Path, client, process: ServerProcess | None, said: list[str], each: int = 1, **changes):
+    """`client`: the class that speaks with a server; `process`: the server of this rank."""
+    from fivefold.engines.servers.server_engine import ServerEngine
+
+    settings = {"window": 64, "bucket_bytes": BUCKET, "verify_every": 1, "can_sleep": False} | changes
+    connect = partial(client, ends={TOKENIZER.eos_token_id}, run=mesh.ranks.broadcast_from_main(uuid.uuid4().hex))
+    return ServerEngine(
+        directory, mesh.ranks, mesh.device, connect, said.append, process=process, ranks_per_server=each, **settings
+    )
+
+
+def undisturbed(mesh, directory: Path, tensors, calls: list[list[Request]]) -> list[list[Completion]]:
+    """By the transformers engine (greedy tokens only)."""
+    from fivefold.engines.transformers import TransformersEngine
+
+    engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.float32, 64)
+    engine.update_weights(iter(tensors.items()), 0)
+    return [complete(engine, asked) for asked in calls]
+
+
+def kill_api(engine) -> None:
+    os.kill(engine._process._process.pid, signal.SIGKILL)
+
+
+def refreshed(engine, weights) -> None:
+    while engine.version < 0:
+        engine.wake()
+        engine.update_weights(iter(weights.items()), 3)
+
+
+def midway(mesh, directory: Path, engine, prompts: int = 12):
+    """Completions between whose tokens the weights changed, and of every token the log-prob under either weights."""
+    from fivefold.megatron.model import MegatronModel
+
+    tensors = load_tensors(directory)
+    weights = [{name: tensor * factor for name, tensor in tensors.items()} for factor in (1.0, 1.1)]
+    engine.update_weights(iter(weights[0].items()), 4)
+    asked = requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(prompts)])
+    found: dict[int, Completion] = {}
+    for completion in engine.generate(asked):
+        found[completion.request_id] = completion
+        if len(found) == 5:
+            engine.update_weights(iter(weights[1].items()), 9)
+    under = []
+    for number, each in enumerate(weights):
+        path = directory.parent / f"changed-{number}"
+        shutil.copytree(directory, path, dirs_exist_ok=True)
+        save_file(each, path / "model.safetensors", metadata={"format": "pt"})
+        model = MegatronModel(path, POLICY, mesh)
+        under.append([logprobs_of(model, request, found[request.id]) for request in asked])
+    return [found[request.id] for request in asked], under
+
+
+def logprobs_of(model, request: Request, found: Completion) -> list[float]:
+    tokens = request.prompt_ids + found.token_ids
+    mask = torch.tensor([False] * len(request.prompt_ids) + [True] * len(found.token_ids))
+    return model.forward(TokenBatch(torch.tensor(tokens), mask, [len(tokens)]))[mask].tolist()
+
+
+def check_what_was_sampled_midway(completions: list[Completion], under: list[list[list[float]]]) -> None:
+    """Every token is said to come from the weights that gave it its log-prob, and requests went through both."""
+    mixed = [one for one in completions if one.token_versions is not None]
+    assert len(mixed) > 5
+    for number, one in enumerate(completions):
+        versions = one.token_versions or [one.policy_version] * len(one.token_ids)
+        assert len(versions) == len(one.token_ids) and versions == sorted(versions)
+        assert one.policy_version == versions[0]
+        expected = [under[[4, 9].index(version)][number][place] for place, version in enumerate(versions)]
+        assert one.logprobs == pytest.approx(expected, abs=1e-5)
