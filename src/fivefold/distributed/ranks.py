@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.distributed.groups import own_groups_only
 from fivefold.layout import ParallelLayout
 
 T = TypeVar("T")
@@ -23,12 +24,19 @@ class Ranks:
         self.layout = layout
         self.rank = dist.get_rank()
         self.coords = layout.coordinates(self.rank)
-        tps, cps, dps, pps = range(layout.tp), range(layout.cp), range(layout.dp), range(layout.pp)
-        self.world = self._group([list(range(layout.world_size))])
-        self.pp = self._group([self._with(tp=tp, cp=cp, dp=dp) for tp in tps for cp in cps for dp in dps])
-        self.dp = self._group([self._with(tp=tp, cp=cp, pp=pp) for tp in tps for cp in cps for pp in pps])
-        self.replica = self._group([self._with(dp=dp) for dp in dps])
         everyone = [layout.coordinates(rank) for rank in range(layout.world_size)]
+
+        def group_with_same(*names: str) -> dist.ProcessGroup:
+            same = [all(getattr(place, name) == getattr(self.coords, name) for name in names) for place in everyone]
+            members = [rank for rank, is_member in enumerate(same) if is_member]
+            group: dist.ProcessGroup = dist.new_group(members, backend="gloo")
+            return group
+
+        with own_groups_only():
+            self.world = group_with_same()
+            self.pp = group_with_same("tp", "cp", "dp")
+            self.dp = group_with_same("tp", "cp", "pp")
+            self.replica = group_with_same("dp")
         self.dp_of_rank = torch.tensor([place.dp for place in everyone])
         """Replica of each rank of the world."""
         self.place_of_rank = torch.tensor([place.tp + layout.tp * (place.cp + layout.cp * place.pp) for place in everyone])
@@ -121,22 +129,10 @@ class Ranks:
         """This rank's group among groups of `size` ranks that follow each other; none where it would be alone."""
         if size == 1:
             return None
-        return self._group([list(range(first, first + size)) for first in range(0, self.layout.world_size, size)])
-
-    def _with(self, **fixed: int) -> list[int]:
-        """Ranks whose coordinates have these values."""
-        places = ((rank, self.layout.coordinates(rank)) for rank in range(self.layout.world_size))
-        return [rank for rank, place in places if all(getattr(place, name) == value for name, value in fixed.items())]
-
-    def _group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's Gloo group among `groups`, which cover all ranks."""
-        own: dist.ProcessGroup | None = None
-        for members in groups:
-            group: dist.ProcessGroup = dist.new_group(members, backend="gloo")
-            if self.rank in members:
-                own = group
-        assert own is not None
-        return own
+        first = self.rank - self.rank % size
+        with own_groups_only():
+            group: dist.ProcessGroup = dist.new_group(list(range(first, first + size)), backend="gloo")
+            return group
 
 
 def _all_gather(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

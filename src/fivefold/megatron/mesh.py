@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from fivefold.distributed.groups import own_groups_only
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.patches import cuda_shim, te_stubs
@@ -85,15 +86,16 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
     te_stubs.define()
     if device.type == "cpu":
         cuda_shim.install()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=max(1, round(timeout_minutes)),
-        create_gloo_process_groups=False,
-    )
+    with own_groups_only():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=max(1, round(timeout_minutes)),
+            create_gloo_process_groups=False,
+        )
     # Stages differ in their draws, or every stage would repeat the first one's.
     model_parallel_cuda_manual_seed(seed + 100 * ranks.coords.pp)
     mesh = Mesh(ranks, device)
