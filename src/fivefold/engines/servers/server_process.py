@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import re
 import shutil
@@ -142,11 +143,12 @@ def end_with_parent(is_first: bool) -> None:
 
     `is_first`: it is what a `ServerProcess` started, or a person, whose shell may end before it.
     """
-    parent = os.environ.get(_PARENT)
-    if is_first and parent is None:
+    starter = multiprocessing.parent_process()
+    parent = int(os.environ.get(_PARENT, 0)) if is_first else starter.pid if starter else 0
+    if is_first and not parent:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if is_first and os.getppid() != int(parent or 0):
+    if parent and os.getppid() != parent:
         # It ended before the kernel was told.
         os._exit(1)
 

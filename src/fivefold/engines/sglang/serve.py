@@ -61,7 +61,8 @@ def server_process(
     )
 
 
-# SGLang's other processes are started anew, run this module again under its second name, and end with their parent.
+# SGLang's other processes are started anew, and run this module again under its second name.
+if __name__ in ("__main__", "__mp_main__"):
+    end_with_parent(is_first=__name__ == "__main__")
 if __name__ == "__main__":
-    end_with_parent(is_first=True)
     main(sys.argv[1:])
