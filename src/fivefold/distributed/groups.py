@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_made: Counter[str] = Counter()
+"""Groups that this process has made, by their members."""
 
 
 @contextmanager
@@ -31,5 +37,13 @@ def own_groups_only() -> Iterator[None]:
             alone[key] = make(ranks, *arguments, **named | {"use_local_synchronization": True})
         return alone[key]
 
-    with patch.object(dist, "new_group", own):
+    # torch names such a group after its members and the number of all groups here, which differs among pipeline stages: its
+    # members would wait for each other under two names.
+    with patch.object(dist, "new_group", own), patch.object(distributed_c10d, "_process_group_name", _name):
         yield
+
+
+def _name(ranks: list[int], use_hashed_name: bool) -> str:
+    members = ",".join(map(str, ranks))
+    _made[members] += 1
+    return f"{hashlib.sha256(members.encode()).hexdigest()}-{_made[members]}"
