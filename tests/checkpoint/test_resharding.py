@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from fivefold.config.schema import MegatronConfig
 from tests.support.layout_cases import VPP2, Case
@@ -102,7 +106,7 @@ def load_and_step(mesh, directory: Path, case: Case, path: Path, fault: bool = F
     from fivefold.megatron.model import MegatronModel
 
     if fault:
-        dist_checkpoint._load_optimizer = lambda trainer, loaded: None
+        dist_checkpoint._load_optimizer = lambda *_: None
     model = MegatronModel(directory, policy_of(case), mesh, total_updates=4, read_weights=False)
     model.load(path)
     weights = {name: tensor.clone() for name, tensor in model.weights()}
@@ -137,6 +141,23 @@ def test_a_checkpoint_of_any_of_ten_layouts_loads_on_any_other(cluster, models, 
                 assert set(before) == set(after)
                 for key, tensor in before.items():
                     assert torch.equal(tensor, after[key]), f"{key} of {CASES[number]} read on {reader}"
+
+
+@pytest.mark.parametrize(("layout", "most"), [("d2", 0.52), ("t2", 0.6), ("d2e2", 0.52)])
+def test_ranks_write_each_number_once_and_divide_them(cluster, models, tmp_path, layout, most):
+    """Norms and the router are the same on tensor-parallel ranks: one of those writes them."""
+    cluster.run(train_and_save, f"megatron:{layout}", models("qwen3_moe"), Case(layout), tmp_path)
+    covered, files = defaultdict(list), sorted(tmp_path.glob("*.safetensors"))
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name, offset, size in json.loads(file.metadata()["pieces"]):
+                covered[name].append((offset, size))
+    assert len(files) == 2 and {name.rsplit(".", 1)[-1] for name in covered} >= {"exp_avg", "exp_avg_sq"}
+    for name, boxes in covered.items():
+        ends = [max(offset[axis] + size[axis] for offset, size in boxes) for axis in range(len(boxes[0][0]))]
+        assert sum(math.prod(size) for _, size in boxes) == math.prod(ends), f"{name} is written in part, or twice"
+    sizes = [path.stat().st_size for path in files]
+    assert max(sizes) < most * sum(sizes), sizes
 
 
 def test_moments_that_are_not_loaded_are_seen(cluster, models, tmp_path):

@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(root, base
 
     run = root / "runs/damaged"
     shutil.copytree(root / "runs/base", run)
-    part = max((run / "checkpoints/step-000005/policy").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    part = max((run / "checkpoints/step-000005/policy").glob("*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(bytes(content))

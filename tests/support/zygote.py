@@ -117,7 +117,7 @@ def _import_everything() -> None:
 
     for module in (
         "fivefold.build", "fivefold.checkpoint.export", "fivefold.cli", "fivefold.data.prepare", "fivefold.launch.rank",
-        "fivefold.observability.report", "fivefold.trainer.train", "megatron.core.dist_checkpointing.strategies.torch",
+        "fivefold.observability.report", "fivefold.trainer.train",
     ):  # fmt: skip
         importlib.import_module(module)
     for name in ("AutoTokenizer", "AutoModelForCausalLM", "AutoModelForSequenceClassification"):

@@ -1,14 +1,20 @@
-"""Layout-free checkpoints through Megatron-Core's dist_checkpointing: parameters, moments, schedule."""
+"""Checkpoints that any layout reads: parameters, moments, schedule. Each rank holds and writes its share only.
+
+Names and shapes are those of Megatron-Core's `sharded_state_dict`: of the whole model, whatever the layout. Of what several
+ranks hold alike each data-parallel rank writes a part; moments are divided over them already.
+"""
 
 from __future__ import annotations
 
-import queue
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -16,55 +22,219 @@ from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.optim.adam import PrecisionAwareAdam
 from fivefold.megatron.optim.updater import Updater
-from fivefold.megatron.patches.quiet import quiet
 from fivefold.megatron.replica_check import verify_copies
+from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
+
+_STATE = "optimizer.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "param"
+"""The float32 copy of a parameter that an optimizer keeps of one in bfloat16."""
 
 
-def save(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
-    """Write parameters and, with a updater, optimizer and schedule into the existing directory `path`."""
+@dataclass(frozen=True)
+class Share:
+    """What this rank writes of a model."""
+
+    rank: int
+    pieces: list[Piece]
+    state: dict[str, Any] | None
+    """Of optimizer and schedule, where this rank writes it."""
+
+    def write(self, path: Path) -> None:
+        """Into the existing directory `path`."""
+        if self.state is not None:
+            (path / _STATE).write_text(json.dumps(self.state, indent=1))
+        write_pieces(path / f"rank-{self.rank:05d}.safetensors", self.pieces)
+
+
+def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> Share:
+    """This rank's share of the parameters and, with an updater, of optimizer and schedule; its pieces are views of them."""
+    pieces, state = list(_weights(chunks, mesh)), None
     if updater is not None:
         _ensure_moments(updater)
-    # A save that is waited for returns its results in this process. For a queue between processes Megatron-Core would start
-    # a Python on every rank.
-    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
-    with quiet("megatron.core"):
-        dist_checkpointing.save(_state(chunks, updater, mesh, loading=False), str(path))
+        pieces += _optimizer_state(chunks, updater, mesh)
+        if mesh.ranks.is_main:
+            state = {"step": _step(updater), "schedule": updater.schedule.state_dict()}
+    return Share(mesh.ranks.rank, pieces, state)
 
 
 def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
-    """Read what `save` wrote on any layout; without a updater the parameters only."""
+    """Read what the ranks of any layout wrote; without an updater the parameters only."""
+    reader = PieceReader(path)
+    for chunk in chunks:
+        for tensor in _tensors(chunk, mesh):
+            tensor.read(reader, tensor.name, 0, tensor.data.numel(), tensor.data)
     if updater is not None:
         _ensure_moments(updater)
-    with quiet("megatron.core"):
-        state = dist_checkpointing.load(_state(chunks, updater, mesh, loading=True), str(path))
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{number}"])
-    if updater is not None:
-        _load_optimizer(updater, state["optimizer"])
+        state = json.loads((path / _STATE).read_text())
+        _load_optimizer(reader, chunks, updater, mesh, state["step"])
         updater.schedule.load_state_dict(state["schedule"])
     # Equal copies are not a given after loading.
     verify_copies(chunks, mesh)
 
 
-def _state(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh, loading: bool) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": mesh.dp,
-    }
-    models = {
-        f"model{number}": chunk.sharded_state_dict(prefix="model.", metadata=metadata) for number, chunk in enumerate(chunks)
-    }
-    state: dict[str, Any] = dict(models)
-    if updater is not None:
-        # With one chunk Megatron-Core's optimizers want the chunk's own state.
-        whole = models if len(chunks) > 1 else models["model0"]
-        state["optimizer"] = updater.optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata)
-        state["schedule"] = updater.schedule.state_dict()
-    # Module.load_state_dict wants names without the checkpoint's prefix.
-    for name in models:
-        state[name] = {key.removeprefix("model."): value for key, value in state[name].items()}
-    return state
+# --- what a rank holds --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _LocalTensor:
+    """A parameter or buffer of this rank, and where its numbers lie in the whole model."""
+
+    name: str
+    data: Tensor
+    parts: list[tuple[int, int, str, Box]]
+    """[begin, end) of the numbers in their order, and the box of which tensor they are."""
+    copy: int
+    """Number among the data-parallel ranks that hold the same."""
+    copies: int
+    is_first: bool
+    """Ranks that hold the same beside those (tied embeddings, norms on tensor-parallel ranks) leave it to this one."""
+
+    def pieces(self, kind: str, begin: int, end: int, values: Tensor) -> Iterator[Piece]:
+        """`values` are those of [begin, end), of the weights or of another kind of state of the parameter."""
+        flat = values.detach().reshape(-1)
+        for name, box, first, count in self._boxes(kind, begin, end):
+            yield Piece(name, box, flat[first - begin : first - begin + count].view(box.size))
+
+    def read(self, reader: PieceReader, kind: str, begin: int, end: int, values: Tensor) -> None:
+        """Fill `values`, those of [begin, end)."""
+        flat = torch.empty(end - begin, dtype=values.dtype)
+        for name, box, first, count in self._boxes(kind, begin, end):
+            reader.fill(name, box, flat[first - begin : first - begin + count].view(box.size))
+        values.detach().copy_(flat.view(values.shape))
+
+    def _boxes(self, kind: str, begin: int, end: int) -> Iterator[tuple[str, Box, int, int]]:
+        for first, last, name, outer in self.parts:
+            own = f"{name}.{kind}" if kind != self.name else name
+            shape = outer.size
+            for box, place in boxes_of_range(shape, max(begin, first) - first, min(end, last) - first):
+                whole = Box(tuple(a + b for a, b in zip(outer.offset, box.offset, strict=True)), box.size)
+                yield own, whole, first + place, int(torch.Size(box.size).numel())
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """[begin, end) that this rank writes of what its data-parallel ranks hold alike."""
+        count = self.data.numel()
+        return count * self.copy // self.copies, count * (self.copy + 1) // self.copies
+
+
+def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
+    """Megatron-Core says where each tensor lies; some it cuts in several (gate and up of a feed-forward layer)."""
+    for name, found in chunk.sharded_state_dict(prefix="model.", metadata={"dp_cp_group": mesh.dp}).items():
+        if isinstance(found, ShardedTensorFactory):
+            # The numbers' own places go through the cut.
+            places = torch.arange(found.data.numel()).view(found.data.shape)
+            cuts = list(nested_values(found.build_fn(found.key, places, found.replica_id, None)))
+        elif isinstance(found, ShardedTensor):
+            cuts = [found]
+        else:
+            continue
+        parts, begin = [], 0
+        for cut in cuts:
+            if cut is not found:
+                begin = int(cut.data.reshape(-1)[0])
+                assert torch.equal(cut.data.reshape(-1), torch.arange(begin, begin + cut.data.numel())), name
+            size = (*(1 for _ in range(cut.prepend_axis_num)), *cut.local_shape)
+            parts.append((begin, begin + cut.data.numel(), cut.key, Box(tuple(cut.global_offset), size)))
+        *others, copy = cuts[0].replica_id
+        group = mesh.dp if getattr(found.data, "allreduce", True) else mesh.expert_dp
+        assert copy == group.rank(), f"{name}: copy {copy} on data-parallel rank {group.rank()}"
+        yield _LocalTensor(name, found.data, parts, copy, group.size(), not any(others))
+
+
+def _weights(chunks: list[PolicyModel], mesh: Mesh) -> Iterator[Piece]:
+    for chunk in chunks:
+        for tensor in _tensors(chunk, mesh):
+            if tensor.is_first:
+                begin, end = tensor.share
+                yield from tensor.pieces(tensor.name, begin, end, tensor.data.detach().reshape(-1)[begin:end])
+
+
+# --- the optimizer ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """The optimizer's state of one parameter on this rank."""
+
+    adam: Any
+    key: Tensor
+    """By which the optimizer knows it."""
+    begin: int
+    end: int
+    """The parameter's numbers that this rank has the state of."""
+    is_divided: bool
+    """Other data-parallel ranks have the others'; otherwise all have all."""
+
+    def kinds(self, has_master: bool) -> dict[str, Tensor]:
+        """Name of the state -> its tensor."""
+        state = self.adam.state[self.key]
+        masters = {MASTER: state.get("master_param", self.key)} if has_master else {}
+        return masters | {name: state[name] for name in _MOMENTS}
+
+
+def _moments(updater: Updater) -> dict[Tensor, _Moments]:
+    """Of each parameter of the model."""
+    found = {}
+    for outer in _adams(updater):
+        adam = outer.optimizer
+        if isinstance(outer, DistributedOptimizer):
+            for parameter, (group, order) in outer.model_param_group_index_map.items():
+                place = outer._get_model_param_range_map(parameter)["param"]
+                key = adam.param_groups[group]["params"][order]
+                found[parameter] = _Moments(adam, key, place.start, place.end, True)
+        else:
+            for group in outer.param_groups:
+                for key in group["params"]:
+                    found[key] = _Moments(adam, key, 0, key.numel(), False)
+            for model_group, main_group in zip(
+                getattr(outer, "float16_groups", ()), getattr(outer, "fp32_from_float16_groups", ()), strict=True
+            ):
+                for parameter, key in zip(model_group, main_group, strict=True):
+                    found[parameter] = _Moments(adam, key, 0, parameter.numel(), False)
+    return found
+
+
+def _states(chunks: list[PolicyModel], updater: Updater, mesh: Mesh) -> Iterator[tuple[_LocalTensor, _Moments]]:
+    moments = _moments(updater)
+    for chunk in chunks:
+        for tensor in _tensors(chunk, mesh):
+            if tensor.data in moments:
+                yield tensor, moments[tensor.data]
+
+
+def _optimizer_state(chunks: list[PolicyModel], updater: Updater, mesh: Mesh) -> Iterator[Piece]:
+    for tensor, moments in _states(chunks, updater, mesh):
+        if not tensor.is_first:
+            continue
+        begin, end = (moments.begin, moments.end) if moments.is_divided else tensor.share
+        for kind, values in moments.kinds(_has_master(tensor)).items():
+            own = values.detach().reshape(-1)[begin - moments.begin : end - moments.begin]
+            yield from tensor.pieces(kind, begin, end, own)
+
+
+def _has_master(tensor: _LocalTensor) -> bool:
+    """A parameter in float32 is its own."""
+    return tensor.data.dtype != torch.float32
+
+
+def _load_optimizer(reader: PieceReader, chunks: list[PolicyModel], updater: Updater, mesh: Mesh, step: float) -> None:
+    """Learning rates and the like are those of this run's configuration, not those of the run that wrote."""
+    for tensor, moments in _states(chunks, updater, mesh):
+        for kind, values in moments.kinds(_has_master(tensor)).items():
+            tensor.read(reader, kind, moments.begin, moments.end, values)
+        if not _has_master(tensor) and moments.key is not tensor.data:
+            moments.key.detach().copy_(tensor.data.detach().reshape(-1)[moments.begin : moments.end])
+        # One tensor for each: torch's foreach Adam would count a shared one once a parameter.
+        own = moments.adam.state[moments.key]
+        own["step"] = torch.full_like(own["step"], step)
+
+
+def _step(updater: Updater) -> float:
+    """Updates that Adam has counted, of every parameter alike."""
+    counted = {float(state["step"]) for outer in _adams(updater) for state in outer.optimizer.state.values()}
+    assert len(counted) == 1, f"parameters differ in their updates: {sorted(counted)}"
+    return counted.pop()
 
 
 def _adams(updater: Updater) -> list[Any]:
@@ -73,14 +243,9 @@ def _adams(updater: Updater) -> list[Any]:
 
 
 def _ensure_moments(updater: Updater) -> None:
-    """torch's Adam has no state before its first step, but Megatron-Core asks for it: step 0, zero moments.
-
-    A stage without experts has an optimizer of experts all the same, without parameters: it is given a step to tell.
-    """
+    """torch's Adam has no state before its first step: step 0, zero moments."""
     for outer in _adams(updater):
         adam = outer.optimizer
-        if not outer.get_parameters():
-            adam.state["no parameters"] = {"step": torch.tensor(float(updater.schedule.num_steps))}
         for group in adam.param_groups:
             for parameter in group["params"]:
                 if adam.state[parameter]:
@@ -93,29 +258,3 @@ def _ensure_moments(updater: Updater) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
-
-
-def _load_optimizer(updater: Updater, loaded: dict[str, Any]) -> None:
-    """Megatron-Core expects Adam's step in the group; torch keeps one a parameter.
-
-    Its loading would put one shared step tensor into all parameters, which a foreach Adam then advances once a
-    parameter: bias correction would be wrong after every resume. So the step is taken out while the moments are
-    loaded, and each parameter gets its own.
-    """
-    adams = _adams(updater)
-    states = [loaded] if len(adams) == 1 else [loaded[number] for number in sorted(loaded)]
-    for outer, state in zip(adams, states, strict=True):
-        # The configuration of this run decides, not the one that wrote the checkpoint.
-        configured = [{key: value for key, value in group.items() if key != "params"} for group in outer.param_groups]
-        outer.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
-        adam = outer.optimizer
-        for group, settings in zip(adam.param_groups, configured, strict=True):
-            group.update(settings)
-        if not isinstance(outer, DistributedOptimizer):
-            # It loads its moments with the rest, and gives each parameter its own step.
-            continue
-        steps: dict[Tensor, float] = {parameter: float(own.pop("step")) for parameter, own in adam.state.items()}
-        if outer.get_parameters():
-            outer.load_parameter_state_from_fully_reshardable(state["param_state"])
-        for parameter, step in steps.items():
-            adam.state[parameter]["step"] = torch.tensor(step)

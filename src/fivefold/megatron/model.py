@@ -211,7 +211,7 @@ class MegatronModel:
         """Write a layout-free checkpoint into the directory `path`; collective."""
         self.onload()
         self._settle()
-        dist_checkpoint.save(path, self._chunks, self._updater, self._mesh)
+        dist_checkpoint.share_of(self._chunks, self._updater, self._mesh).write(path)
 
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""
