@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fivefold import __version__
+from fivefold.errors import sentence_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,8 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides += rest
     try:
         return int(options.call(options) or 0)
-    except ValueError as error:
-        print(f"fivefold: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read what is printed has had enough, like `head`; Python would write the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        if (sentence := sentence_of(error)) is None:
+            raise
+        print(f"fivefold: {sentence}", file=sys.stderr)
         return 2
 
 
@@ -50,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
     added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
-    added.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (default 5)")
+    added.add_argument("--shard-gb", type=_above_0(float), default=5.0, help="largest safetensors file (default 5)")
     added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
     added.add_argument("run", type=Path)
     added.add_argument("--plot", metavar="METRIC", help="also draw this metric in the terminal")
@@ -65,16 +78,29 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("kind", choices=["char", "bpe"])
     added.add_argument("--data", nargs="+", required=True, help="parquet or jsonl files with prompt and response")
     added.add_argument("--out", type=Path, required=True)
-    added.add_argument("--vocabulary", type=int, default=1024, help="size of a bpe vocabulary")
+    added.add_argument("--vocabulary", type=_above_0(int), default=1024, help="size of a bpe vocabulary")
     added = command("init-model", _init_model, "make a small model with random weights, in a Hugging Face directory")
     added.add_argument("family", choices=["llama", "mistral", "qwen2", "qwen3"])
     added.add_argument("--tokenizer", required=True, help="directory whose tokenizer it takes over")
     added.add_argument("--out", type=Path, required=True)
     for name, default in [("hidden", 64), ("layers", 4), ("heads", 4), ("kv-heads", 2), ("ffn", 192), ("positions", 512)]:
-        added.add_argument(f"--{name}", type=int, default=default)
+        added.add_argument(f"--{name}", type=_above_0(int), default=default)
     added.add_argument("--untied", action="store_true", help="give the output layer its own weight")
     added.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def _above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A number of the command line; argparse says of any other text that it is none."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < 2**31:
+            raise ValueError
+        return number
+
+    read.__name__ = f"{kind.__name__} above 0"
+    return read
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -123,7 +149,14 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(f"checkpoint {found} cannot be used: {faults}")
     if not _show_check(config, quiet=True):
         return 2
-    return start(["eval", options.config, str(found), *options.overrides], config)
+    # What an evaluation writes for its ranks is its own: the run itself may be training now.
+    scratch = Path(tempfile.gettempdir()) / f"fivefold-eval-{os.getpid()}"
+    loggers = [name for name in config.trainer.loggers if name == "console"]
+    overrides = [*options.overrides, f"trainer.run_dir={scratch}", f"trainer.loggers={json.dumps(loggers)}"]
+    try:
+        return start(["eval", options.config, str(found), *overrides], load_config(options.config, overrides))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -153,7 +186,7 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(options: argparse.Namespace) -> int:
-    from fivefold.data.prompts import read_rows
+    from fivefold.data.rows import read_rows
     from fivefold.data.tokenizer import texts_of, train_tokenizer
 
     texts = [text for name in options.data for row in read_rows(Path(name)) for text in texts_of(row)]

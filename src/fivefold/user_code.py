@@ -10,6 +10,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+from fivefold.files import read_text
+
 
 def is_user_code(name: str) -> bool:
     """Whether a name stands for a function in a file of the user's."""
@@ -22,7 +24,7 @@ def check_user_code(name: str) -> None:
     if not Path(path).is_file():
         raise ValueError(f"{name!r}: no file at {path}")
     if not re.search(
-        rf"^\s*(?:def|async def)\s+{re.escape(function)}\b|^{re.escape(function)}\s*=", Path(path).read_text(), re.M
+        rf"^\s*(?:def|async def)\s+{re.escape(function)}\b|^{re.escape(function)}\s*=", read_text(Path(path)), re.M
     ):
         raise ValueError(f"{name!r}: {path} defines no {function}")
 
@@ -31,8 +33,8 @@ def parameters_of(name: str) -> list[str]:
     """The parameters that a function's `def` names; runs none of the user's code. Empty where it is made in another way."""
     path, _, function = name.rpartition(":")
     try:
-        tree = ast.parse(Path(path).read_text())
-    except SyntaxError as error:
+        tree = ast.parse(read_text(Path(path)))
+    except (SyntaxError, RecursionError, ValueError) as error:
         raise ValueError(f"{name!r}: {path} is not valid Python: {error}") from error
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 
 from fivefold.distributed.processes import descendants, kill
+from fivefold.errors import describe_error
 from fivefold.launch.local import FAILED, end_with_launcher
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     interrupt.install()
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments), interrupt)
-    except BaseException:
-        _leave_error(traceback.format_exc())
+    except BaseException as error:
+        _leave_error(describe_error(error))
         end_process(FAILED)
     end_process(128 + interrupt.number if interrupt.number else 0)
 

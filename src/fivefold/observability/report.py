@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fivefold.files import read_json_lines, read_text
 from fivefold.observability.metrics import find
 
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
@@ -63,8 +63,8 @@ text{fill:#9ca3af} .title{fill:#e5e7eb}}
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html; raises ValueError when the directory holds no metrics."""
     rows = read_metrics(run_dir)
-    samples = _read_lines(run_dir / "samples.jsonl")
-    config = (run_dir / "run.yaml").read_text() if (run_dir / "run.yaml").is_file() else ""
+    samples = _read_rows(run_dir / "samples.jsonl")
+    config = read_text(run_dir / "run.yaml") if (run_dir / "run.yaml").is_file() else ""
     names = sorted({name for row in rows for name in row})
     charts = "".join(_chart(title, _matching(patterns, names), rows) for title, patterns in CHARTS)
     steps = max((int(row["step"]) for row in rows), default=0)
@@ -83,7 +83,7 @@ def write_report(run_dir: Path) -> Path:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl in order of steps."""
-    rows = _read_lines(run_dir / "metrics.jsonl")
+    rows = _read_rows(run_dir / "metrics.jsonl")
     if not rows:
         raise ValueError(f"no metrics in {run_dir / 'metrics.jsonl'}: is it the directory of a run that has taken a step?")
     return sorted(rows, key=lambda row: row["step"])
@@ -108,10 +108,16 @@ def plot(run_dir: Path, metric: str, width: int = 60, height: int = 10) -> str:
     return f"{metric}\n{body}\n{' ' * 11}└{'─' * width}\n{' ' * 12}step {first}{' ' * (width - 12)}{last:>6}"
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file to which a run may still be writing."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    rows = []
+    for number, row in read_json_lines(path, growing=True):
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}, line {number} must have the number of a step: got {row.get('step')!r}")
+        rows.append(row)
+    return rows
 
 
 def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -121,7 +127,7 @@ def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _duration(rows: list[dict[str, Any]]) -> str:
-    seconds = rows[-1].get("wall", 0) - rows[0].get("wall", 0)
+    seconds = (rows[-1].get("wall") or 0) - (rows[0].get("wall") or 0)
     return f"{seconds / 60:.1f} minutes from the first to the last record"
 
 
@@ -267,11 +273,15 @@ def _samples(samples: list[dict[str, Any]], most: int = 60) -> str:
     """The last samples first: what the model answers now is what one looks for."""
     lines = []
     for row in reversed(samples[-most:]):
-        kind = "good" if row["reward"] > 0 else "bad"
+        # A reward that failed or was not finite is null.
+        reward = row.get("reward")
+        kind, shown = ("bad", "–") if reward is None else ("good" if reward > 0 else "bad", _number(reward))
+        kind_of_sample, prompt, response, truth = (
+            html.escape(str(row.get(name) or "")) for name in ("kind", "prompt", "response", "ground_truth")
+        )
         lines.append(
-            f"<tr><td>{row['step']}</td><td>{html.escape(row['kind'])}</td><td><pre>{html.escape(row['prompt'])}</pre></td>"
-            f"<td><pre>{html.escape(row['response'])}</pre></td><td>{html.escape(str(row['ground_truth']))}</td>"
-            f'<td class="n {kind}">{_number(row["reward"])}</td><td class="n">{row["response_tokens"]}</td></tr>'
+            f"<tr><td>{row['step']}</td><td>{kind_of_sample}</td><td><pre>{prompt}</pre></td><td><pre>{response}</pre></td>"
+            f'<td>{truth}</td><td class="n {kind}">{shown}</td><td class="n">{row.get("response_tokens", "")}</td></tr>'
         )
     head = "<tr><th>step</th><th></th><th>prompt</th><th>response</th><th>truth</th><th>reward</th><th>tokens</th></tr>"
     return f"<table>{head}{''.join(lines)}</table>"

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fivefold.files import read_json_lines
 from fivefold.types import Group
 
 LINE = {
@@ -161,20 +162,16 @@ def sample_rows(step: int, groups: list[Group], count: int, kind: str) -> list[d
 def append_json(path: Path, row: dict[str, Any]) -> None:
     """One JSON object a line; numbers that JSON does not have (NaN, infinity) become null."""
     clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(clean, ensure_ascii=False) + "\n")
 
 
 def truncate_after(path: Path, step: int) -> None:
     """Drop the lines of steps after `step`: a resumed run writes them again."""
     if path.is_file():
-        kept = []
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                # The line that was being written when the run was killed.
-                continue
-            if row.get("step", 0) <= step:
-                kept.append(line)
-        path.write_text("".join(line + "\n" for line in kept))
+        # The last line may have been in writing when the run was killed.
+        kept = [row for _, row in read_json_lines(path, growing=True) if row.get("step", 0) <= step]
+        # Whoever reads meanwhile, like `fivefold report`, sees the old file or the new one.
+        whole = path.with_name(f".{path.name}.partial")
+        whole.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+        whole.replace(path)
