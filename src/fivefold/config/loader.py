@@ -16,9 +16,12 @@ from fivefold.config.findings import Findings
 from fivefold.config.ranges import suggest
 from fivefold.config.schema import RunConfig
 from fivefold.config.validate import validate
+from fivefold.errors import shown
+from fivefold.files import read_text
 from fivefold.user_code import name_of
 
 T = TypeVar("T")
+_MOST_VALUES, _DEEPEST = 100_000, 30
 
 
 class ConfigError(ValueError):
@@ -72,15 +75,44 @@ def read(path: str | Path) -> Tree:
     if not path.is_file():
         raise ConfigError([f"no configuration file at {path}"])
     try:
-        # _UniqueKeyLoader is a SafeLoader: it builds plain values only.
-        tree = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)  # noqa: S506
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
+        tree = _parse(read_text(path))
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from error
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError([f"{path} must hold a mapping of keys, got {type(tree).__name__}"])
     return tree
+
+
+def _parse(text: str) -> Any:
+    """The value of a YAML text; raises ConfigError for what is not YAML or larger than any configuration."""
+    try:
+        # _UniqueKeyLoader is a SafeLoader: it builds plain values only.
+        value = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506
+    except ConfigError:
+        raise
+    except RecursionError as error:
+        raise ConfigError(["not valid YAML: it is nested too deeply"]) from error
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
+        # Besides its own errors PyYAML lets those of Python through, for a date like 2020-13-45 or a list as a key.
+        raise ConfigError([f"not valid YAML: {error}"]) from error
+    _check_size(value)
+    return value
+
+
+def _check_size(value: Any) -> None:
+    """A few lines of YAML aliases can stand for more values than there is memory, or for a value within itself."""
+    left, count = [(value, 0)], 0
+    while left:
+        node, depth = left.pop()
+        count += 1
+        if count > _MOST_VALUES or depth > _DEEPEST:
+            raise ConfigError([f"must have at most {_MOST_VALUES} values, nested at most {_DEEPEST} deep"])
+        children = [*node.keys(), *node.values()] if isinstance(node, dict) else node if isinstance(node, list) else []
+        left += [(child, depth + 1) for child in children]
 
 
 def translate(tree: Tree, overrides: list[str], dialect: str | Dialect | None = None) -> Translation:
@@ -117,10 +149,10 @@ def dump_yaml(config: Any) -> str:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError([f"an override is written key=value, for example trainer.steps=10: got {override!r}"])
+        raise ConfigError([f"an override is written key=value, for example trainer.steps=10: got {shown(override)}"])
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = _parse(text)
+    except ConfigError:
         value = text
     *parents, last = key.strip().split(".")
     node = tree
@@ -144,13 +176,13 @@ def _name_functions(value: Any, findings: Findings) -> Any:
         return name_of(value)
     except ValueError as error:
         findings.error("", f": {error}")
-        return repr(value)
+        return shown(value)
 
 
 def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
     """An instance of dataclass `cls` from a mapping; errors are collected, not raised."""
     if not isinstance(value, dict):
-        findings.error("" if findings.section else "the file", f"must be a mapping of keys, got {value!r}")
+        findings.error("" if findings.section else "the file", f"must be a mapping of keys, got {shown(value)}")
         return None
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -188,21 +220,21 @@ def _convert(hint: Any, value: Any, findings: Findings) -> Any:
     elif origin is typing.Literal:
         if value in arguments:
             return value
-        findings.error("", f"must be one of {', '.join(map(str, arguments))}; got {value!r}{suggest(value, arguments)}")
+        findings.error("", f"must be one of {', '.join(map(str, arguments))}; got {shown(value)}{suggest(value, arguments)}")
         return None
     elif origin is list:
         if isinstance(value, (str, int, float)) and not isinstance(value, bool) and arguments[0] is str:
             value = [value]
         if isinstance(value, list):
             return [_convert(arguments[0], item, findings.at(f"[{place}]")) for place, item in enumerate(value)]
-        findings.error("", f"must be a list, got {value!r}")
+        findings.error("", f"must be a list, got {shown(value)}")
         return None
     elif origin is dict:
         if isinstance(value, dict):
             keys = [str(key) if arguments[0] is str else _convert(arguments[0], key, findings.at(str(key))) for key in value]
             items = [_convert(arguments[1], item, findings.at(str(key))) for key, item in value.items()]
             return dict(zip(keys, items, strict=True))
-        findings.error("", f"must be a mapping, got {value!r}")
+        findings.error("", f"must be a mapping, got {shown(value)}")
         return None
     elif dataclasses.is_dataclass(hint):
         return _build(typing.cast(type[Any], hint), value, findings)
@@ -217,19 +249,17 @@ def _convert(hint: Any, value: Any, findings: Findings) -> Any:
         if isinstance(value, float) and value.is_integer():
             return int(value)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
             try:
                 return float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 pass
     elif hint is str:
         if isinstance(value, str):
             return value
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
-    findings.error("", f"must be {_describe(hint)}, got {value!r}")
+    findings.error("", f"must be {_describe(hint)}, got {shown(value)}")
     return None
 
 

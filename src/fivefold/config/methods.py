@@ -101,7 +101,7 @@ class Choices:
     """Share of pairs that DPO takes to be labelled the wrong way round."""
     aggregate: str | None = None
     """How tokens are weighted in the loss: one of AGGREGATES, or `path.py:function`."""
-    entropy_coef: float | None = None
+    entropy_coef: Annotated[float, within("[-1000, 1000]")] | None = None
     """Weight of the entropy bonus."""
     kl: KLConfig = field(default_factory=KLConfig)
     rollout_correction: CorrectionConfig = field(default_factory=CorrectionConfig)

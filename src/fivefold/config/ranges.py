@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from fivefold.config.findings import Findings
+from fivefold.errors import shown
+
+LARGEST = 2**53
 
 
 class Rule(Protocol):
@@ -33,15 +36,25 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.low_open else value >= self.low
-        return math.isfinite(value) and above and (value < self.high if self.high_open else value <= self.high)
+        return _is_usable(value) and above and (value < self.high if self.high_open else value <= self.high)
 
     def __str__(self) -> str:
+        low, high = _plain(self.low), _plain(self.high)
         if self.high == math.inf:
-            return f"{'above' if self.low_open else 'at least'} {self.low:g}"
-        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+            return f"{'above' if self.low_open else 'at least'} {low}"
+        return f"in {'(' if self.low_open else '['}{low}, {high}{')' if self.high_open else ']'}"
 
     def fault(self, value: Any) -> str | None:
-        return None if value in self else f"must be {self}: got {value}"
+        return None if value in self else f"must be {self}: got {shown(value)}"
+
+
+def _is_usable(value: float) -> bool:
+    """A finite number; a whole one of at most 2^53, which every library that it is handed to can hold."""
+    return abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value)
+
+
+def _plain(number: float) -> str:
+    return f"{number:.0f}" if abs(number) < 2**53 and number == int(number) else f"{number:g}"
 
 
 def at_least(low: float) -> Range:
@@ -67,7 +80,7 @@ class OneOf:
     def fault(self, value: Any) -> str | None:
         if value in self.names:
             return None
-        return f"must be one of {', '.join(self.names)}; got {value!r}{suggest(value, self.names)}"
+        return f"must be one of {', '.join(self.names)}; got {shown(value)}{suggest(value, self.names)}"
 
 
 def suggest(value: Any, known: Iterable[Any], shown: Callable[[str], str] = str) -> str:
@@ -87,6 +100,8 @@ def check_values(part: Any, findings: Findings) -> None:
         for key, item in _items(name, value):
             if isinstance(item, float) and not math.isfinite(item):
                 findings.error(key, f"must be a finite number: got {item}")
+            elif isinstance(item, int) and abs(item) > LARGEST:
+                findings.error(key, f"must be at most {LARGEST}: got {shown(item)}")
             elif item is not None:
                 for rule in rules:
                     if fault := rule.fault(item):

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fivefold.config.gpus import GPUS
 from fivefold.config.mcore_options import Options
 from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
-from fivefold.config.ranges import OneOf, above, at_least, within
+from fivefold.config.ranges import OneOf, Range, above, at_least, within
 from fivefold.layout import ParallelLayout, PipelineSplit
 
 
@@ -27,13 +28,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: Annotated[float, at_least(0)] = 1e-6
+    lr: Annotated[float, within("[0, 1]")] = 1e-6
     """Learning rate of AdamW at its highest."""
     betas: list[Annotated[float, within("[0, 1)")]] = field(default_factory=lambda: [0.9, 0.999])
     """Decay of the moving averages of gradients and of their squares."""
-    eps: Annotated[float, at_least(0)] = 1e-8
+    eps: Annotated[float, within("(0, 1]")] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, at_least(0)] = 0.01
+    weight_decay: Annotated[float, within("[0, 100]")] = 0.01
     """Decoupled (AdamW); not applied to biases and norms."""
     clip_grad: Annotated[float, at_least(0)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
@@ -43,7 +44,7 @@ class OptimizerConfig:
     """Optimizer steps over which the rate rises linearly from 0."""
     decay_steps: Annotated[int, above(0)] | None = None
     """Optimizer step at which `min_lr` is reached, warm-up included; the whole run when left out."""
-    min_lr: Annotated[float, at_least(0)] = 0.0
+    min_lr: Annotated[float, within("[0, 1]")] = 0.0
     """Where a linear or cosine schedule ends."""
 
 
@@ -145,7 +146,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    temperature: Annotated[float, above(0)] = 1.0
+    temperature: Annotated[float, within("(0, 100]")] = 1.0
     """Divides the logits, of the trainer's log-probs too."""
     top_p: Annotated[float, within("(0, 1]")] = 1.0
     """Share of the probability that is sampled from; 1 turns it off."""
@@ -153,7 +154,7 @@ class SamplingConfig:
     """0 turns it off."""
     min_p: Annotated[float, within("[0, 1)")] = 0.0
     """Tokens less likely than this share of the most likely one are not drawn; 0 turns it off."""
-    repetition_penalty: Annotated[float, above(0)] = 1.0
+    repetition_penalty: Annotated[float, within("(0, 100]")] = 1.0
     """Makes tokens of the prompt and of the response so far less likely (1909.05858); 1 turns it off."""
     min_tokens: Annotated[int, at_least(0)] = 0
     """No end of the response before so many tokens."""
@@ -163,7 +164,7 @@ class SamplingConfig:
     """A response ends with the token that completes one of these strings."""
     stop_token_ids: list[Annotated[int, at_least(0)]] = field(default_factory=list)
     """Tokens that end a response, besides the model's own."""
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, Annotated[float, within("[-1000, 1000]")]] = field(default_factory=dict)
     """Token id -> number added to its logit."""
 
     @property
@@ -234,11 +235,11 @@ class AlgorithmConfig(Choices):
 
     name: Annotated[str, OneOf(METHODS)] = "grpo"
     """The published method: a row of docs/methods.md."""
-    group_size: Annotated[int, above(0)] = 8
+    group_size: Annotated[int, within("[1, 65536]")] = 8
     """Samples drawn for each prompt."""
     updates_per_step: Annotated[int, above(0)] = 1
     """Optimizer steps into which one rollout is divided."""
-    ppo_epochs: Annotated[int, above(0)] = 1
+    ppo_epochs: Annotated[int, within("[1, 1000]")] = 1
     """Times each rollout is gone through."""
     sampling_rounds: Annotated[int, above(0)] = 10
     """Rounds of dynamic sampling in one step at most; then groups of equal rewards fill up what is missing."""
@@ -315,7 +316,7 @@ class RewardModelConfig:
 
     path: str | None = None
     """Hugging Face directory or hub id; no reward model when left out."""
-    weight: float = 1.0
+    weight: Annotated[float, within("[-1000000, 1000000]")] = 1.0
     """Factor of its score in the reward, next to the functions'."""
     megatron: MegatronConfig | None = None
     """The policy's when left out."""
@@ -327,21 +328,21 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    functions: dict[str, float] = field(default_factory=dict)
+    functions: dict[str, Annotated[float, within("[-1000000, 1000000]")]] = field(default_factory=dict)
     """Reward name (gsm8k, math, format) or `path.py:function` -> weight; empty: chosen by `data_source`."""
-    by_source: dict[str, dict[str, float]] = field(default_factory=dict)
+    by_source: dict[str, dict[str, Annotated[float, within("[-1000000, 1000000]")]]] = field(default_factory=dict)
     """data_source -> its own `functions`."""
     accuracy: str | None = None
     """Function that decides whether a response is correct (it gives 1 or more): accuracy, pass@k. When left out, and for a
     data_source that does not use it: the first by name of those that take a ground truth, or of all where none does."""
-    timeout_seconds: Annotated[float, above(0)] = 10.0
+    timeout_seconds: Annotated[float, within("(0, 86400]")] = 10.0
     """Time one sample's rewards may take; a sample over it scores 0 and is counted."""
     max_failed: Annotated[float, within("[0, 1]")] = 0.1
     """Largest share of a step's samples whose reward may fail (it raised, ran out of time, was not finite): above it the run
     ends with the first error."""
     workers: Annotated[int, above(0)] = 1
     """Reward processes of each rank."""
-    memory_mb: Annotated[int, above(0)] = 4096
+    memory_mb: Annotated[int, at_least(128)] = 4096
     """Address space of one reward process."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
@@ -358,7 +359,7 @@ class ProfileConfig:
 class EvalConfig:
     samples: Annotated[int, at_least(0)] = 0
     """Responses sampled per prompt for mean@k and pass@k, besides the greedy one; 0 for greedy only."""
-    temperature: Annotated[float, at_least(0)] = 1.0
+    temperature: Annotated[float, within("[0, 100]")] = 1.0
     """Of the sampled responses."""
     top_p: Annotated[float, within("(0, 1]")] = 1.0
     """Of the sampled responses."""
@@ -387,7 +388,7 @@ class TrainerConfig:
     """Steps of the run; when left out, as many as `epochs` passes over the data take."""
     epochs: Annotated[int, above(0)] = 1
     """Passes over the data."""
-    seed: int = 0
+    seed: Annotated[int, within(f"[0, {2**32 - 1}]")] = 0
     """Of the order of prompts and of every random draw."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs where there are any."""
@@ -401,7 +402,7 @@ class TrainerConfig:
     """Steps between evaluations; 0: only before the first step and at the end."""
     eval_before_train: bool = True
     """Evaluate before the first step, when there is validation data."""
-    stop_at: dict[str, float] = field(default_factory=dict)
+    stop_at: dict[str, Annotated[float, Range()]] = field(default_factory=dict)
     """End the run when an evaluation finds every one of these metrics at or above its value."""
     logged_samples_per_step: Annotated[int, at_least(0)] = 4
     """Samples written to samples.jsonl each step."""
@@ -415,9 +416,11 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    timeout_minutes: Annotated[float, above(0)] = 30.0
+    gpu: Annotated[str, OneOf(GPUS)] | None = None
+    """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
+    timeout_minutes: Annotated[float, within("(0, 43200]")] = 30.0
     """Longest wait for another rank in one collective operation."""
-    threads: Annotated[int, above(0)] | None = None
+    threads: Annotated[int, within("[1, 4096]")] | None = None
     """CPU threads of each rank; the cores shared evenly when left out."""
 
 

@@ -1,0 +1,37 @@
+"""GPUs by name, for `launch.gpu`: what `check` compares a run with whose GPUs are not in this machine. No torch here.
+
+Figures of the makers' public data sheets; rates of bfloat16 are without sparsity, of links in both directions together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU."""
+
+    memory_gib: float
+    """What its driver reports: below the GB of the data sheet, with error correction on."""
+    tflops: float
+    """Of bfloat16 products, dense."""
+    memory_gb_s: float
+    link_gb_s: float
+    """NVLink, or PCIe where it has none."""
+
+
+GPUS: dict[str, GPU] = {
+    "a10-24g": GPU(22.5, 125, 600, 64),
+    "a100-40g": GPU(39.5, 312, 1555, 600),
+    "a100-80g": GPU(79.2, 312, 2039, 600),
+    "b200-180g": GPU(178.3, 2250, 7700, 1800),
+    "h100-80g": GPU(79.1, 989, 3350, 900),
+    "h20-96g": GPU(95.0, 148, 4000, 900),
+    "h200-141g": GPU(139.8, 989, 4800, 900),
+    "h800-80g": GPU(79.1, 989, 3350, 400),
+    "l4-24g": GPU(22.0, 121, 300, 64),
+    "l40s-48g": GPU(44.4, 362, 864, 64),
+    "rtx3090-24g": GPU(23.6, 71, 936, 64),
+    "rtx4090-24g": GPU(23.6, 165, 1008, 64),
+}
