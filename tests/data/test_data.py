@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.data import PromptLoader, load_prompts
 from fivefold.data.prepare import prepare
-from fivefold.data.prompts import read_rows, render
+from fivefold.data.prompt_loader import PromptLoader
+from fivefold.data.prompts import load_prompts, render
+from fivefold.data.rows import read_rows
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"

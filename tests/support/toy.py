@@ -137,7 +137,7 @@ def toy_parts(
     from fivefold.algo import Objective
     from fivefold.algo.values import ValueLoss
     from fivefold.config.schema import GuardConfig, TrainerConfig
-    from fivefold.data import PromptLoader
+    from fivefold.data.prompt_loader import PromptLoader
     from fivefold.observability.run_logger import RunLogger
     from fivefold.reward.manager import RewardManager
     from fivefold.rollout.generation import Generator

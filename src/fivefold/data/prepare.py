@@ -6,11 +6,14 @@ worked solution, where the source has one (for sft).
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from fivefold.data.rows import read_rows
+from fivefold.errors import first_line, shown
+from fivefold.files import read_json, read_json_lines, read_text
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -20,6 +23,7 @@ HUB = {
     "math": ("HuggingFaceH4/MATH-500", {"test": "test.jsonl"}),
 }
 TEST_SHARE = 0.05
+_MOST_BELOW = 2000
 
 
 def prepare(
@@ -30,13 +34,20 @@ def prepare(
     `source` are local files; one with "test" in its name makes the test split, otherwise the last 5 % of the rows do.
     Without `source` the files come from the hub; `arithmetic` needs none.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1: got {limit}")
     if name == "arithmetic":
         splits = arithmetic(limit or below * below * 3 // 4, seed, below)
     else:
         splits = {"train": [], "test": []}
         for split, path in _files(name, source):
-            for raw in _raw_rows(path):
-                splits[split].append(_row(name, raw, split, len(splits[split])))
+            for place, raw in enumerate(_raw_rows(path)):
+                try:
+                    splits[split].append(_row(name, raw, split, len(splits[split])))
+                except ValueError as error:
+                    raise ValueError(f"{path}, row {place}: {error}") from error
+        if not splits["train"] and not splits["test"]:
+            raise ValueError(f"no rows in {', '.join(map(str, source))}")
         if not splits["test"]:
             held = max(1, int(len(splits["train"]) * TEST_SHARE))
             splits["test"], splits["train"] = splits["train"][-held:], splits["train"][:-held]
@@ -53,6 +64,8 @@ def prepare(
 
 def arithmetic(count: int, seed: int, below: int) -> dict[str, list[dict[str, Any]]]:
     """Sums of two numbers, every problem once; the test split has none of the training problems."""
+    if not 2 <= below <= _MOST_BELOW:
+        raise ValueError(f"--below must be in [2, {_MOST_BELOW}]: got {below}")
     problems = [(a, b) for a in range(below) for b in range(below)]
     random.Random(seed).shuffle(problems)  # noqa: S311 - not for secrets
     held = max(min(64, len(problems) // 4), len(problems) // 16)
@@ -89,36 +102,36 @@ def _files(name: str, source: list[Path]) -> Iterator[tuple[str, Path]]:
 
     repository, files = HUB[name]
     for split, file in files.items():
-        yield split, Path(hf_hub_download(repository, file, repo_type="dataset"))
+        try:
+            yield split, Path(hf_hub_download(repository, file, repo_type="dataset"))
+        except Exception as error:
+            # Whatever the hub's client raises (no network, no access), the user has one thing to look at.
+            raise ValueError(
+                f"{repository} cannot be downloaded from the hub, name local files with --source: {first_line(error)}"
+            ) from error
 
 
 def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
-        from fivefold.data.prompts import read_rows
-
         yield from read_rows(path)
-        return
-    text = path.read_text()
-    rows = (
-        json.loads(text)
-        if text.lstrip().startswith("[")
-        else [json.loads(line) for line in text.splitlines() if line.strip()]
-    )
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{path} must hold objects")
-        yield row
+    elif read_text(path).lstrip().startswith("["):
+        for row in read_json(path):
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} must hold objects: got {shown(row)}")
+            yield row
+    else:
+        yield from (row for _, row in read_json_lines(path))
 
 
 def _row(name: str, raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """One row of our schema from one row of the source."""
     if name == "gsm8k":
-        question, solution = raw["question"], raw["answer"]
+        question, solution = _text(raw, "question"), _text(raw, "answer")
         truth = solution.rsplit("####", 1)[-1].strip().replace(",", "")
         instruction = GSM8K_INSTRUCTION
     else:
-        question, solution = raw["problem"], raw.get("solution") or ""
-        truth, instruction = str(raw["answer"]), MATH_INSTRUCTION
+        question, solution = _text(raw, "problem"), _text(raw, "solution") if raw.get("solution") else ""
+        truth, instruction = _text(raw, "answer"), MATH_INSTRUCTION
     return {
         "data_source": name,
         "prompt": [{"role": "user", "content": f"{question} {instruction}"}],
@@ -127,6 +140,13 @@ def _row(name: str, raw: dict[str, Any], split: str, index: int) -> dict[str, An
         "extra_info": {"split": split, "index": index, "question": question},
         "response": solution,
     }
+
+
+def _text(raw: dict[str, Any], column: str) -> str:
+    found = raw.get(column)
+    if not isinstance(found, (str, int, float)):
+        raise ValueError(f"column {column!r} must be a text: got {shown(found)}; it has {', '.join(raw)}")
+    return str(found)
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fivefold.config.methods import LearnsFrom
+from fivefold.data.rows import USUAL_COLUMNS, Columns, Messages, Row, check_responses, parse_row, read_rows
 from fivefold.types import DatasetResponse, Prompt
 
 
@@ -19,24 +19,13 @@ class PromptSet:
     """Rows left out because their prompt is longer than allowed."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Where a row keeps what."""
-
-    prompt: str = "prompt"
-    response: str = "response"
-    messages: str = "messages"
-    chosen: str = "chosen"
-    rejected: str = "rejected"
-
-
 def load_prompts(
     files: Sequence[str],
     tokenizer: Any,
     *,
     max_prompt_tokens: int,
     overlong: Literal["drop", "refuse"],
-    columns: Columns = Columns(),
+    columns: Columns = USUAL_COLUMNS,
     learns_from: LearnsFrom = "rollouts",
     need_responses: bool = False,
     max_response_tokens: int = 0,
@@ -55,17 +44,12 @@ def load_prompts(
                 break
             where = f"{name}, row {place}"
             try:
-                messages, token_ids, text, responses = _read(row, tokenizer, columns, learns_from)
+                found = parse_row(row, columns, learns_from, Path(name).stem)
+                if need_responses:
+                    check_responses(found, columns, learns_from, list(map(str, row)))
+                messages, token_ids, text, responses = tokenize(found, tokenizer)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-            if need_responses and not responses:
-                wanted = {
-                    "responses": f"a text in column {columns.response!r} or a conversation in column {columns.messages!r}",
-                    "pairs": f"columns {columns.chosen!r} and {columns.rejected!r}",
-                }[learns_from]
-                raise ValueError(
-                    f"{where}: learning from {learns_from} needs {wanted}; it has {', '.join(row)}; data.*_key name others"
-                )
             number += 1
             if len(token_ids) > max_prompt_tokens:
                 if overlong == "refuse":
@@ -79,12 +63,12 @@ def load_prompts(
                 Prompt(
                     id=number - 1,
                     token_ids=token_ids,
-                    source=str(row.get("data_source", Path(name).stem)),
+                    source=found.source,
                     text=text,
-                    ground_truth=str((row.get("reward_model") or {}).get("ground_truth", "")),
+                    ground_truth=found.ground_truth,
                     messages=messages,
                     responses=[_truncate(response, max_response_tokens) for response in responses],
-                    extra=dict(row.get("extra_info") or {}),
+                    extra=found.extra,
                 )
             )
     if not prompts:
@@ -92,30 +76,12 @@ def load_prompts(
     return PromptSet(prompts, dropped)
 
 
-Messages = list[dict[str, Any]]
-
-
-def _read(
-    row: dict[str, Any], tokenizer: Any, columns: Columns, learns_from: LearnsFrom
-) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
+def tokenize(row: Row, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """(messages, tokens and text of the prompt, responses to learn from)."""
-    if learns_from == "responses" and row.get(columns.messages) is not None:
-        return conversation(as_messages(row[columns.messages]), tokenizer)
-    pair = [row.get(columns.chosen), row.get(columns.rejected)] if learns_from == "pairs" else []
-    if row.get(columns.prompt) is not None:
-        messages = as_messages(row[columns.prompt])
-    elif pair and all(isinstance(side, list) and len(side) > 1 for side in pair):
-        chosen, rejected = (as_messages(side) for side in pair)
-        if chosen[:-1] != rejected[:-1]:
-            raise ValueError(f"{columns.chosen!r} and {columns.rejected!r} must differ in their last turn only")
-        messages = chosen[:-1]
-    else:
-        raise ValueError(f"no column {columns.prompt!r}; it has {', '.join(row)}; set data.prompt_key")
-    token_ids, text = render(messages, tokenizer)
-    texts = [row.get(columns.response)] if learns_from == "responses" else pair
-    texts_found = [str(as_messages(one)[-1]["content"]) if isinstance(one, list) else one for one in texts]
-    responses = [_response(one, tokenizer) for one in texts_found if isinstance(one, str)]
-    return messages, token_ids, text, responses if len(responses) == len(texts_found) else []
+    if row.is_conversation:
+        return conversation(row.messages, tokenizer)
+    token_ids, text = render(row.messages, tokenizer)
+    return row.messages, token_ids, text, [_response(one, tokenizer) for one in row.responses]
 
 
 def _response(text: str, tokenizer: Any) -> DatasetResponse:
@@ -132,8 +98,6 @@ def _truncate(given: DatasetResponse, limit: int) -> DatasetResponse:
 def conversation(messages: Messages, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """A conversation whose assistant's turns are learned: (messages before the first, their tokens, text, the rest)."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns or turns[0] == 0:
-        raise ValueError("a conversation to imitate needs an assistant's turn behind another one")
     prompt = messages[: turns[0]]
     token_ids, text = render(prompt, tokenizer)
     rest: list[int] = []
@@ -173,39 +137,6 @@ def encode_conversation(messages: Messages, response: str, tokenizer: Any) -> li
     text = conversation_text([*messages, {"role": "assistant", "content": response}], tokenizer)
     templated = bool(getattr(tokenizer, "chat_template", None))
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=not templated)]
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet or jsonl file."""
-    if not path.is_file():
-        raise ValueError(f"no data file at {path}")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    elif path.suffix in (".jsonl", ".json"):
-        with path.open() as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-                    if not isinstance(row, dict):
-                        raise ValueError(f"{path}, line {number} must be an object")
-                    yield row
-    else:
-        raise ValueError(f"{path}: data files end in .parquet or .jsonl")
-
-
-def as_messages(prompt: Any) -> Messages:
-    """Messages of a text or of messages; raises ValueError for anything else."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt):
-        return prompt
-    raise ValueError(f"a prompt is a text or a list of messages with role and content, got {prompt!r}")
 
 
 def render(messages: Messages, tokenizer: Any) -> tuple[list[int], str]:

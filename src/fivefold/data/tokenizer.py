@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from fivefold.data.rows import as_messages
+from fivefold.errors import first_line
+
 END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unknown|>"
 
 
@@ -12,7 +15,23 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a directory or of a hub id."""
     import transformers
 
-    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # Each kind of damage has an error of its own, of three libraries.
+        raise ValueError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
+
+
+def check_config(directory: Path) -> None:
+    """Raise ValueError where transformers cannot read a model's configuration, of which it knows more keys than we do."""
+    import transformers
+
+    try:
+        transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if (directory / "generation_config.json").is_file():
+            transformers.GenerationConfig.from_pretrained(directory)
+    except Exception as error:
+        raise ValueError(f"transformers refuses the configuration of {directory}: {first_line(error)}") from error
 
 
 def train_tokenizer(kind: Literal["char", "bpe"], texts: list[str], out: Path, vocabulary: int = 1024) -> int:
@@ -53,11 +72,12 @@ def train_tokenizer(kind: Literal["char", "bpe"], texts: list[str], out: Path, v
 
 def texts_of(row: dict[str, Any]) -> list[str]:
     """The texts of a data row that a model will read or write, line breaks as the plain template sets them."""
-    prompt = row.get("prompt", "")
-    contents = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    given = {"prompt": row.get("prompt")} | {
+        key: row[key] for key in ("messages", "chosen", "rejected") if isinstance(row.get(key), list)
+    }
+    turns = [message for key, value in given.items() if value is not None for message in as_messages(value, key)]
     answers = [row[key] for key in ("response", "chosen", "rejected") if isinstance(row.get(key), str)]
-    turns = [message for key in ("messages", "chosen", "rejected") if isinstance(row.get(key), list) for message in row[key]]
-    return [content + "\n" for content in contents + [str(message["content"]) for message in turns]] + answers
+    return [message["content"] + "\n" for message in turns] + answers
 
 
 def make_model(
@@ -78,7 +98,12 @@ def make_model(
     import torch
     import transformers
 
-    torch.manual_seed(seed)
+    if hidden % heads or hidden // heads % 2 or heads % kv_heads:
+        raise ValueError(
+            f"--hidden must be a multiple of --heads with an even quotient, and --heads of --kv-heads: "
+            f"got {hidden}, {heads} and {kv_heads}"
+        )
+    torch.manual_seed(seed % 2**63)
     words = load_tokenizer(tokenizer)
     config = transformers.AutoConfig.for_model(
         family,

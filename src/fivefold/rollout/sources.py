@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fivefold.data import PromptLoader
+from fivefold.data.prompt_loader import PromptLoader
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
@@ -104,7 +104,8 @@ class DynamicSampling:
     """Further groups in the place of those without reward variance (DAPO, 2503.14476, section 3.2).
 
     Asks another source again within a step until enough groups are informative: their samples differ in reward. After the
-    last round, groups of zero variance fill up what is missing.
+    last round, groups of zero variance fill up what is missing. Groups that are left out come last and are not used: the
+    metrics are those of all that was sampled.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class DynamicSampling:
         self._needed, self._max_rounds = groups_per_step, max_rounds
 
     def next(self, step: int) -> list[Group]:
-        """This rank's groups among those that were chosen from all rounds."""
+        """This rank's groups of all rounds, the chosen ones first."""
         own: dict[int, Group] = {}
         informative: list[int] = []
         zero_variance: list[int] = []
@@ -128,10 +129,9 @@ class DynamicSampling:
                 (informative if is_informative else zero_variance).append(index)
             begin += len(gathered)
             rounds += 1
-        chosen = (informative + zero_variance)[: self._needed]
         self._report(rounds, len(informative), len(zero_variance))
-        kept = [(place, own[index]) for place, index in enumerate(chosen) if index in own]
-        return [replace(group, index=place) for place, group in kept]
+        ordered = enumerate(informative + zero_variance)
+        return [replace(own[index], index=place, is_used=place < self._needed) for place, index in ordered if index in own]
 
     def _report(self, rounds: int, informative: int, zero_variance: int) -> None:
         total = informative + zero_variance

@@ -1,0 +1,174 @@
+"""A tokenizer's files read without transformers and torch: what `check` needs to see of what training will read.
+
+It encodes as the fast tokenizer of transformers does, and renders chat templates in the same sandbox with the same names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import first_line, shown
+from fivefold.files import read_json_object, read_text
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model", "tekken.json")
+"""Of tokenizers that only transformers can read."""
+
+
+@dataclass(frozen=True)
+class LightTokenizer:
+    """The parts of a transformers tokenizer that prompts go through; raises ValueError where its files cannot be used."""
+
+    directory: Path
+    backend: Any
+    """tokenizers.Tokenizer."""
+    special: dict[str, str] = field(default_factory=dict)
+    """Name (eos_token, ...) -> its text."""
+    chat_template: str | None = None
+
+    @classmethod
+    def load(cls, directory: Path) -> LightTokenizer:
+        import tokenizers
+
+        path = directory / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            # The library has one class for all its errors: Exception itself.
+            raise ValueError(f"{path} is no tokenizer that the tokenizers library reads: {first_line(error)}") from error
+        config: dict[str, Any] = {}
+        special: dict[str, str] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (file := directory / name).is_file():
+                config = read_json_object(file)
+                special |= {key: _token_text(config[key], key, file) for key in _SPECIAL if config.get(key) is not None}
+        # transformers adds the special tokens that the vocabulary lacks.
+        backend.add_special_tokens([text for text in special.values() if backend.token_to_id(text) is None])
+        return cls(directory, backend, special, _chat_template(directory, config))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
+
+    @cached_property
+    def highest_id(self) -> int:
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text of a prompt, as data/prompts.py makes it."""
+        if self.chat_template:
+            return self.apply_chat_template(messages, add_generation_prompt)
+        end = "\n" if add_generation_prompt else ""
+        return "\n".join(str(message["content"]) for message in messages) + end
+
+    def check_text(self, text: str) -> list[int]:
+        """The tokens of a text without those put around it; raises ValueError where a character has none."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        covered = bytearray(len(text))
+        for begin, end in encoding.offsets:
+            covered[begin:end] = b"\1" * (end - begin)
+        lost = set()
+        if 0 in covered:
+            lost = {letter for letter, seen in zip(text, covered, strict=True) if not seen and not letter.isspace()}
+        if lost:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has no token for {shown(''.join(sorted(lost)), 40)} and leaves it out: "
+                "the model would read another text"
+            )
+        return list(encoding.ids)
+
+    def check_template(self) -> None:
+        """Raise ValueError where the chat template cannot write a plain question."""
+        if self.chat_template:
+            self.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """The text of a conversation; raises ValueError where the template does."""
+        import jinja2
+
+        try:
+            return str(
+                self._template.render(
+                    messages=messages,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=None,
+                    documents=None,
+                    **self.special,
+                )
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise ValueError(f"the chat template of {self.directory} raises: {first_line(error)}") from error
+
+    @cached_property
+    def _template(self) -> Any:
+        import jinja2
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        def to_json(
+            value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        ) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals |= {
+            "raise_exception": raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
+        try:
+            return environment.from_string(str(self.chat_template))
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ValueError(f"the chat template of {self.directory} is not valid: {first_line(error)}") from error
+
+
+def _generation_block() -> Any:
+    """`{% generation %}`, which marks the assistant's part and writes nothing of its own."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - jinja2's own spelling
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
+def _token_text(value: Any, name: str, path: Path) -> str:
+    found = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(found, str):
+        raise ValueError(f"{path}: {name} must be a text: got {shown(value)}")
+    return found
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """That of a file of its own, otherwise of the configuration; of several the one named default."""
+    if (path := directory / "chat_template.jinja").is_file():
+        return read_text(path)
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"{directory / 'tokenizer_config.json'}: chat_template must be a text: got {shown(found)}")
+    return found

@@ -1,0 +1,213 @@
+"""Rows of data files: parquet or jsonl -> what a row says, before any tokenizer. No torch here.
+
+A ValueError names the file, the row and the column of what cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.methods import LearnsFrom
+from fivefold.config.schema import DataConfig
+from fivefold.errors import shown
+from fivefold.files import read_json_lines
+
+Messages = list[dict[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a row keeps what."""
+
+    prompt: str = "prompt"
+    response: str = "response"
+    messages: str = "messages"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Columns:
+        return cls(data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key)
+
+
+USUAL_COLUMNS = Columns()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row says."""
+
+    messages: Messages
+    """Those of the prompt; of a whole conversation all of them."""
+    source: str
+    ground_truth: str
+    is_conversation: bool = False
+    """`messages` are to be imitated: the assistant's turns carry loss."""
+    responses: list[str] = field(default_factory=list)
+    """Texts to learn from: the one to imitate, or the chosen and the rejected one."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def count_rows(path: Path, enough: int) -> int:
+    """Rows of a file; of a jsonl file the count ends at `enough`."""
+    if path.suffix == ".parquet":
+        with _parquet(path) as file:
+            return int(file.metadata.num_rows)
+    return sum(1 for _, _ in zip(read_json_lines(path), range(enough), strict=False))
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet or jsonl file."""
+    if not path.is_file():
+        raise ValueError(f"no data file at {path}")
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+    elif path.suffix in (".jsonl", ".json"):
+        yield from (row for _, row in read_json_lines(path))
+    else:
+        raise ValueError(f"{path}: data files end in .parquet or .jsonl")
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+
+    with _parquet(path) as file:
+        batches = file.iter_batches(batch_size=1024)
+        while True:
+            try:
+                rows = next(batches).to_pylist()
+            except StopIteration:
+                return
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+                raise ValueError(f"{path} cannot be read as parquet, it may be damaged: {error}") from error
+            yield from rows
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet, it may be cut off: {error}") from error
+
+
+def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, source: str) -> Row:
+    """What a row says; `source` is its data_source where it names none. Raises ValueError naming the column."""
+    messages, is_conversation, responses = _read_texts(row, columns, learns_from)
+    given = row.get("data_source")
+    if given is not None and not isinstance(given, (str, int)):
+        raise ValueError(f"column 'data_source' must be a text: got {shown(given)}")
+    return Row(
+        messages,
+        source if given is None else str(given),
+        _as_text(_mapping(row, "reward_model").get("ground_truth")),
+        is_conversation,
+        responses,
+        _mapping(row, "extra_info"),
+    )
+
+
+def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) -> tuple[Messages, bool, list[str]]:
+    """(messages, whether they are a conversation to imitate, responses to learn from)."""
+    if learns_from == "responses" and row.get(columns.messages) is not None:
+        messages = as_messages(row[columns.messages], columns.messages)
+        roles = [message["role"] for message in messages]
+        if roles[0] == "assistant" or "assistant" not in roles:
+            raise ValueError(
+                f"column {columns.messages!r}: a conversation to imitate needs an assistant's turn behind another one"
+            )
+        return messages, True, []
+    pair = [row.get(columns.chosen), row.get(columns.rejected)] if learns_from == "pairs" else []
+    if row.get(columns.prompt) is not None:
+        messages = as_messages(row[columns.prompt], columns.prompt)
+    elif pair and all(isinstance(side, list) and len(side) > 1 for side in pair):
+        chosen, rejected = as_messages(pair[0], columns.chosen), as_messages(pair[1], columns.rejected)
+        if chosen[:-1] != rejected[:-1]:
+            raise ValueError(f"{columns.chosen!r} and {columns.rejected!r} must differ in their last turn only")
+        messages = chosen[:-1]
+    else:
+        raise ValueError(f"no column {columns.prompt!r}; it has {', '.join(map(str, row))}; set data.prompt_key")
+    if not any(message["content"].strip() for message in messages):
+        raise ValueError(f"column {columns.prompt!r}: the prompt is empty: got {shown(messages)}")
+    named = {"rollouts": (), "responses": (columns.response,), "pairs": (columns.chosen, columns.rejected)}[learns_from]
+    responses = [_response(row[name], name) for name in named if row.get(name) is not None]
+    return messages, False, responses if len(responses) == len(named) else []
+
+
+def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: list[str]) -> None:
+    """Raise ValueError where a row of the columns `names` lacks what is learned from."""
+    wanted = {"rollouts": 0, "responses": 1, "pairs": 2}[learns_from]
+    if row.is_conversation or len(row.responses) == wanted:
+        return
+    needs = {
+        "responses": f"a text in column {columns.response!r} or a conversation in column {columns.messages!r}",
+        "pairs": f"columns {columns.chosen!r} and {columns.rejected!r}",
+    }[learns_from]
+    raise ValueError(f"learning from {learns_from} needs {needs}; it has {', '.join(names)}; data.*_key name others")
+
+
+def as_messages(prompt: Any, column: str) -> Messages:
+    """Messages of a text or of messages; raises ValueError for anything else."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(
+            f"column {column!r}: a prompt is a text or a list of messages with role and content, got {shown(prompt)}"
+        )
+    for place, message in enumerate(prompt):
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+            raise ValueError(
+                f"column {column!r}: a prompt is a text or a list of messages with role and content, "
+                f"got {shown(message)} at {place}"
+            )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"column {column!r}: the role of a message is one of {', '.join(ROLES)}: got {shown(message['role'])}"
+            )
+        if not isinstance(message["content"], str):
+            raise ValueError(f"column {column!r}: the content of a message must be a text: got {shown(message['content'])}")
+        _check_text(message["content"], column)
+    return prompt
+
+
+def _response(value: Any, column: str) -> str:
+    """A response given as a text, or as messages whose last one is it."""
+    found = as_messages(value, column)[-1]["content"] if isinstance(value, list) else value
+    if not isinstance(found, str):
+        raise ValueError(f"column {column!r}: a response is a text or a list of messages, got {shown(value)}")
+    _check_text(found, column)
+    return found
+
+
+def _check_text(text: str, column: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"column {column!r}: the text holds half a character, {text[error.start]!r}, which no tokenizer reads"
+        ) from error
+
+
+def _mapping(row: dict[str, Any], column: str) -> dict[str, Any]:
+    found = row.get(column)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError(f"column {column!r} must be a mapping: got {shown(found)}")
+    return dict(found)
+
+
+def _as_text(ground_truth: Any) -> str:
+    """A ground truth as rewards get it: a text stays, nothing is empty, lists and mappings are JSON."""
+    if ground_truth is None:
+        return ""
+    if isinstance(ground_truth, (list, dict)):
+        return json.dumps(ground_truth, ensure_ascii=False, default=str)
+    return str(ground_truth)
