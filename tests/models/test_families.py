@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,8 +56,7 @@ def test_a_new_family_is_one_file(models, tmp_path, monkeypatch):
     import transformers
 
     from fivefold.engines.transformers import parameter_map
-    from fivefold.megatron.bridge import SafetensorsSource
-    from fivefold.megatron.bridge.hf_weights import check_names
+    from fivefold.models.tensor_files import check_tensor_files
 
     (tmp_path / "toy_family.py").write_text(NEW_FAMILY)
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
@@ -65,7 +65,7 @@ def test_a_new_family_is_one_file(models, tmp_path, monkeypatch):
     config = json.loads((directory / "config.json").read_text())
     spec = spec_from_config(config | {"model_type": "toy_family"})
     assert spec == replace(load_spec(directory), family="toy_family")
-    check_names(SafetensorsSource(directory), spec, directory)
+    check_tensor_files(directory, spec)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     assert set(parameter_map(model, spec)) == set(load_tensors(directory))
 
@@ -143,3 +143,57 @@ def test_a_directory_without_a_model_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="must hold a JSON object"):
         load_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_shape_of_every_tensor_follows_from_config_json(models, name):
+    """Those of the files that transformers wrote; together they are the model's parameters."""
+    from fivefold.models.shapes import file_shapes
+    from fivefold.models.tensor_files import check_tensor_files, read_headers
+
+    spec = load_spec(models(name))
+    headers = read_headers(models(name) / "model.safetensors")
+    found = {n: s for item in parameters_of(spec) for n, s in zip(item.hf, file_shapes(spec, item), strict=True)}
+    assert found == {n: header.shape for n, header in headers.items()}
+    biases = sum(math.prod(shape) for n, shape in found.items() if n.endswith("e_score_correction_bias"))
+    assert sum(map(math.prod, found.values())) - biases == spec.parameters
+    check_tensor_files(models(name), spec)
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_a_tokenizer_read_without_transformers_encodes_and_renders_as_transformers_does(tmp_path, kind):
+    from fivefold.data.light_tokenizer import LightTokenizer
+    from fivefold.data.prompts import render
+    from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+
+    texts = ["What is 12+34? Say it\n\nin wörds.", "{'a': [1, 2]} <|end|>"]
+    train_tokenizer(kind, texts, tmp_path, 400)
+    messages = [{"role": "system", "content": texts[0]}, {"role": "user", "content": texts[1]}]
+    template = (
+        "{%- for m in messages -%}{% if loop.first and m.role != 'system' %}{{ raise_exception('no') }}{% endif %}\n"
+        "  <{{ m['role'] }}>{{ m.content | trim }}{{ eos_token }}{{ m | tojson }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    for written in (None, template):
+        if written is not None:
+            (tmp_path / "chat_template.jinja").write_text(written)
+        theirs, ours = load_tokenizer(str(tmp_path)), LightTokenizer.load(tmp_path)
+        tokens, text = render(messages, theirs)
+        assert ours.render(messages) == text
+        assert ours.backend.encode(text).ids == tokens
+        assert (ours.eos_token_id, ours.highest_id) == (theirs.eos_token_id, len(theirs) - 1)
+
+
+def test_characters_without_a_token_are_seen_and_spaces_are_not(tmp_path):
+    import tokenizers
+    from tokenizers import models as kinds
+    from tokenizers import pre_tokenizers
+
+    from fivefold.data.light_tokenizer import LightTokenizer
+
+    words = tokenizers.Tokenizer(kinds.BPE(vocab={"a": 0, "b": 1, "<e>": 2}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    found = LightTokenizer.load(tmp_path)
+    assert found.check_text("ab  b\na") == [0, 1, 1, 0]
+    with pytest.raises(ValueError, match=r"has no token for 'zé' and leaves it out"):
+        found.check_text("ab zé")

@@ -13,10 +13,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from fivefold.config.schema import PolicyConfig
+from fivefold.distributed.ranks import Ranks
+from fivefold.errors import first_line, sentence_of
 from fivefold.megatron import dist_checkpoint, step
 from fivefold.megatron.bridge import SafetensorsSource, WeightStream, load_parameters
 from fivefold.megatron.bridge.external import external_bridge
-from fivefold.megatron.bridge.hf_weights import check_names
 from fivefold.megatron.chunks import build_chunks, named_weights, routers
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.offload import Offload
@@ -25,6 +26,7 @@ from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.transformer_config import transformer_config
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
+from fivefold.models.tensor_files import check_tensor_files
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 
@@ -68,6 +70,8 @@ class MegatronModel:
         kind = policy.megatron.bridge_type
         if value_head and kind != "native":
             raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
+        if read_weights:
+            _check_files(directory, self.spec, mesh.ranks)
         external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
         self.value_head_is_new = False
         """The directory has no value head, so it started at 0."""
@@ -76,7 +80,6 @@ class MegatronModel:
         elif read_weights:
             source = SafetensorsSource(directory)
             self.value_head_is_new = value_head and not source.has_value_head
-            check_names(source, self.spec, directory)
             load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
         stream = WeightStream(lambda: named_weights(self._chunks), self.spec, mesh, bucket_mb)
         self._stream = stream if external is None else external.weights
@@ -217,3 +220,15 @@ class MegatronModel:
         """Read a checkpoint written on any layout; collective."""
         self.onload()
         dist_checkpoint.load(path, self._chunks, self._updater, self._mesh)
+
+
+def _check_files(directory: Path, spec: ModelSpec, ranks: Ranks) -> None:
+    """Raise ValueError on all ranks where the first one finds the tensor files unusable. Collective."""
+    fault: str | None = None
+    if ranks.is_main:
+        try:
+            check_tensor_files(directory, spec)
+        except (ValueError, OSError) as error:
+            fault = sentence_of(error) or first_line(error)
+    if fault := ranks.broadcast_from_main(fault):
+        raise ValueError(fault)

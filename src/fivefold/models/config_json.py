@@ -5,12 +5,13 @@ What one family has alone, and what it has by default, stands in its own file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fivefold.errors import shown
+from fivefold.files import read_json_object
 from fivefold.models.spec import ModelSpec, MoESpec, YarnSpec
 
 SIZES = (
@@ -27,15 +28,88 @@ LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """Megatron-Core's llama3 RoPE has these numbers built in; a model with others would be computed wrongly."""
 
 
+MOST_LAYERS, MOST_EXPERTS = 4096, 65536
+_HUGE = 2**31 - 1
+_REQUIRED: Any = object()
+
+
+def read_whole(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, low: int = 1, high: int = _HUGE) -> Any:
+    """A whole number of `config.json`; `default`, which may be None, where it is absent or null."""
+    found = config.get(key)
+    if found is None and default is not _REQUIRED:
+        return default
+    if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= high:
+        raise ValueError(f"{key} in config.json must be a whole number from {low} to {high}: got {shown(found)}")
+    return found
+
+
+def read_number(config: dict[str, Any], key: str, default: Any = _REQUIRED, *, high: float = 1e30) -> Any:
+    """A number above 0; `default`, which may be None, where it is absent or null."""
+    found = config.get(key)
+    if found is None and default is not _REQUIRED:
+        return default
+    if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found <= high:
+        raise ValueError(f"{key} in config.json must be a number above 0, at most {high:g}: got {shown(found)}")
+    return float(found)
+
+
+def read_flag(config: dict[str, Any], key: str, default: bool = False) -> bool:
+    """True or false; `default` where it is absent or null."""
+    found = config.get(key)
+    if found is None:
+        return default
+    if not isinstance(found, bool):
+        raise ValueError(f"{key} in config.json must be true or false: got {shown(found)}")
+    return found
+
+
+def read_mapping(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """A mapping; empty where it is absent or null."""
+    found = config.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{key} in config.json must be a mapping: got {shown(found)}")
+    return found
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "use_cache": (bool,),
+    "bos_token_id": (int,),
+    "pad_token_id": (int,),
+    "eos_token_id": (int, list),
+    "sliding_window": (int,),
+    "max_window_layers": (int,),
+    "attention_dropout": (int, float),
+    "initializer_range": (int, float),
+    "architectures": (list,),
+    "layer_types": (list,),
+    "id2label": (dict,),
+    "label2id": (dict,),
+}
+"""Keys that only transformers reads, which refuses values of other types."""
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def check_types(config: dict[str, Any]) -> None:
+    """Raise ValueError for a key that transformers would refuse when it makes the engine's model."""
+    for key, types in _TYPES.items():
+        found = config.get(key)
+        if found is not None and (not isinstance(found, types) or (isinstance(found, bool) and bool not in types)):
+            wanted = " or ".join(kind.__name__ for kind in types)
+            raise ValueError(f"{key} in config.json must be of type {wanted}: got {shown(found)}")
+    for key in ("dtype", "torch_dtype"):
+        found = config.get(key)
+        if found is not None and (not isinstance(found, str) or found.removeprefix("torch.") not in _DTYPES):
+            raise ValueError(f"{key} in config.json must be one of {', '.join(_DTYPES)}: got {shown(found)}")
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """The `config.json` of a model directory."""
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"no config.json in {directory}: model.path must be a Hugging Face model directory")
-    loaded = json.loads(path.read_text())
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return loaded
+    return read_json_object(path)
 
 
 def read_decoder(
@@ -60,30 +134,39 @@ def read_decoder(
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu' for {family}: got {config['hidden_act']!r}")
     for key in refused:
-        if config.get(key):
+        if read_flag(config, key):
             raise ValueError(f"{key}: true is not supported for {family} (the models of the family do not use it)")
     if absent := [key for key in (*SIZES, *required) if config.get(key) is None]:
         raise ValueError(f"config.json of a {family} model must have {', '.join(absent)}")
     rope = read_rope(config, rope_types, rotary_fraction)
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden, heads = read_whole(config, "hidden_size"), read_whole(config, "num_attention_heads")
+    kv_heads = read_whole(config, "num_key_value_heads", heads)
+    size = read_whole(config, "head_dim", head_dim or hidden // heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads: got {heads} and {kv_heads}")
+    if size * rope.fraction % 2 or not size:
+        raise ValueError(
+            f"RoPE turns pairs, so the part of a head that it turns must be even: got {size} x {rope.fraction:g} of "
+            f"hidden_size {hidden} and {heads} heads"
+        )
     return ModelSpec(
         family=str(family),
-        layers=int(config["num_hidden_layers"]),
+        layers=read_whole(config, "num_hidden_layers", high=MOST_LAYERS),
         hidden=hidden,
-        ffn=int(config["intermediate_size"]),
+        ffn=read_whole(config, "intermediate_size"),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or head_dim or hidden // heads),
-        vocab=int(config["vocab_size"]),
-        max_positions=int(config["max_position_embeddings"]),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        kv_heads=kv_heads,
+        head_dim=size,
+        vocab=read_whole(config, "vocab_size"),
+        max_positions=read_whole(config, "max_position_embeddings"),
+        norm_eps=read_number(config, "rms_norm_eps", 1e-6, high=1),
         rope_theta=rope.theta,
         rope_linear_factor=rope.linear_factor,
         rope_llama3_factor=rope.llama3_factor,
         sliding_window=None,
         qkv_bias=False,
         qk_norm=False,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=read_flag(config, "tie_word_embeddings"),
         rotary_fraction=rope.fraction,
         yarn=rope.yarn,
     )
@@ -103,50 +186,55 @@ class Rope:
 def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: float | None) -> Rope:
     """RoPE in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`)."""
     family = config["model_type"]
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    fraction = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or usual_fraction or 1.0)
+    rope = {**read_mapping(config, "rope_scaling"), **read_mapping(config, "rope_parameters")}
+    theta = read_number(rope, "rope_theta") if "rope_theta" in rope else read_number(config, "rope_theta", 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    fraction = read_number(rope, "partial_rotary_factor", None, high=1) or read_number(
+        config, "partial_rotary_factor", usual_fraction or 1.0, high=1
+    )
     if fraction != 1.0 and usual_fraction is None:
         raise ValueError(f"partial_rotary_factor must be 1 for {family}: got {fraction}")
     if kind not in types:
         raise ValueError(f"RoPE variant {kind!r} is not supported for {family}; supported: {', '.join(types)}")
     if kind == "linear":
-        return Rope(theta, fraction, linear_factor=float(rope["factor"]))
+        return Rope(theta, fraction, linear_factor=read_number(rope, "factor"))
     if kind == "llama3":
         for key, fixed in LLAMA3_FIXED.items():
-            if float(rope.get(key, fixed)) != fixed:
-                raise ValueError(f"llama3 RoPE scaling is supported with {key}={fixed:g} only: got {rope[key]}")
-        return Rope(theta, fraction, llama3_factor=float(rope["factor"]))
+            if rope.get(key, fixed) != fixed:
+                raise ValueError(f"llama3 RoPE scaling is supported with {key}={fixed:g} only: got {shown(rope[key])}")
+        return Rope(theta, fraction, llama3_factor=read_number(rope, "factor"))
     if kind == "yarn":
         return Rope(theta, fraction, yarn=_read_yarn(rope, config))
     return Rope(theta, fraction)
 
 
 def _read_yarn(rope: dict[str, Any], config: dict[str, Any]) -> YarnSpec:
-    if rope.get("attention_factor") is not None or not rope.get("truncate", True):
+    if rope.get("attention_factor") is not None or not read_flag(rope, "truncate", True):
         raise ValueError("yarn RoPE scaling is supported without attention_factor and with truncate: true only")
     if rope.get("factor") is None or not rope.get("mscale") or not rope.get("mscale_all_dim"):
         raise ValueError(f"yarn RoPE scaling of a {config['model_type']} model must have factor, mscale and mscale_all_dim")
     return YarnSpec(
-        factor=float(rope["factor"]),
-        original_positions=int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"]),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        mscale=float(rope["mscale"]),
-        mscale_all_dim=float(rope["mscale_all_dim"]),
+        factor=read_number(rope, "factor"),
+        original_positions=read_whole(rope, "original_max_position_embeddings", config["max_position_embeddings"]),
+        beta_fast=read_number(rope, "beta_fast", 32.0),
+        beta_slow=read_number(rope, "beta_slow", 1.0),
+        mscale=read_number(rope, "mscale"),
+        mscale_all_dim=read_number(rope, "mscale_all_dim"),
     )
 
 
 def read_optional_window(config: dict[str, Any]) -> int | None:
     """The sliding window behind `use_sliding_window`, off unless it is true; it must be in all layers or in none."""
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    layers = read_whole(config, "num_hidden_layers", high=MOST_LAYERS)
+    window = read_window(config) if read_flag(config, "use_sliding_window") else None
     if window is None:
         return None
+    first = read_whole(config, "max_window_layers", 28, low=0)
     kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= int(config.get("max_window_layers", 28)) else "full_attention"
-        for layer in range(int(config["num_hidden_layers"]))
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
     ]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"layer_types in config.json must name the kind of each of {layers} layers: got {shown(kinds)}")
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"}:
@@ -154,12 +242,18 @@ def read_optional_window(config: dict[str, Any]) -> int | None:
             f"a mixture of attention kinds over the layers is not supported: {kinds.count('sliding_attention')} of "
             f"{len(kinds)} layers have a sliding window; set use_sliding_window to false in config.json to train without"
         )
-    return int(window)
+    return window
+
+
+def read_window(config: dict[str, Any], usual: int | None = 4096) -> int | None:
+    """`sliding_window`; where it is null there is none, where it is absent the `usual` one."""
+    window: int | None = read_whole(config, "sliding_window", None if "sliding_window" in config else usual)
+    return window
 
 
 def refuse_optional_window(config: dict[str, Any]) -> None:
     """Raise ValueError where `use_sliding_window` turns a window on."""
-    if config.get("use_sliding_window", False) and config.get("sliding_window", 4096) is not None:
+    if read_flag(config, "use_sliding_window") and read_window(config) is not None:
         raise ValueError(
             f"use_sliding_window: true is not supported for {config['model_type']}; the published models have it off"
         )
@@ -167,27 +261,30 @@ def refuse_optional_window(config: dict[str, Any]) -> None:
 
 def read_expert_counts(config: dict[str, Any]) -> tuple[int, int]:
     """(experts of a layer, experts of a token)."""
-    count = config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts")
-    if count is None:
+    names = [name for name in ("n_routed_experts", "num_local_experts", "num_experts") if config.get(name) is not None]
+    if not names:
         raise ValueError(f"config.json of a {config['model_type']} model must have the number of experts")
-    top_k = int(config["num_experts_per_tok"])
-    if not 1 <= top_k <= int(count):
+    count, top_k = read_whole(config, names[0], high=MOST_EXPERTS), read_whole(config, "num_experts_per_tok")
+    if top_k > count:
         raise ValueError(f"num_experts_per_tok must lie between 1 and the {count} experts: got {top_k}")
-    return int(count), top_k
+    return count, top_k
 
 
 def read_softmax_experts(config: dict[str, Any], shared_ffn: int = 0) -> MoESpec:
     """Experts as Qwen has them: scores are a softmax, `decoder_sparse_step` and `mlp_only_layers` choose the layers."""
     count, top_k = read_expert_counts(config)
-    dense, every = config.get("mlp_only_layers") or [], int(config.get("decoder_sparse_step", 1))
+    dense, every = config.get("mlp_only_layers") or [], read_whole(config, "decoder_sparse_step", 1)
+    layers = read_whole(config, "num_hidden_layers", high=MOST_LAYERS)
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ValueError(f"mlp_only_layers in config.json must be a list of layers: got {shown(dense)}")
     return MoESpec(
         count,
         top_k,
-        int(config["moe_intermediate_size"]),
-        tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(int(config["num_hidden_layers"]))),
+        read_whole(config, "moe_intermediate_size"),
+        tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
         shared_ffn,
         shared_gate=bool(shared_ffn),
-        normalize=bool(config.get("norm_topk_prob", False)),
+        normalize=read_flag(config, "norm_topk_prob"),
     )
 
 
@@ -200,7 +297,7 @@ def read_sigmoid_experts(
     """
     family = config["model_type"]
     count, top_k = read_expert_counts(config)
-    groups, groups_chosen = int(config.get("n_group") or n_group), int(config.get("topk_group") or topk_group)
+    groups, groups_chosen = read_whole(config, "n_group", n_group), read_whole(config, "topk_group", topk_group)
     if count % groups or groups_chosen > groups or (groups > 1 and top_k % groups_chosen):
         raise ValueError(
             f"experts must divide into n_group groups of which topk_group are chosen, and num_experts_per_tok must be a "
@@ -215,20 +312,23 @@ def read_sigmoid_experts(
         raise ValueError(
             f"num_experts_per_tok must be at least 2 for {family}: Megatron-Core does not normalise a single score"
         )
-    if not config.get("norm_topk_prob", True):
+    if not read_flag(config, "norm_topk_prob", True):
         raise ValueError(
             f"norm_topk_prob: false is not supported for {family}: Megatron-Core always normalises sigmoid scores"
         )
-    first, ffn = config.get("first_k_dense_replace"), int(config["moe_intermediate_size"])
-    dense = dense_layers if first is None else int(first)
+    dense, ffn = (
+        read_whole(config, "first_k_dense_replace", dense_layers, low=0),
+        read_whole(config, "moe_intermediate_size"),
+    )
+    layers = read_whole(config, "num_hidden_layers", high=MOST_LAYERS)
     return MoESpec(
         count,
         top_k,
         ffn,
-        tuple(layer >= dense for layer in range(int(config["num_hidden_layers"]))),
-        shared_ffn=int(config.get("n_shared_experts", 1) or 0) * ffn,
+        tuple(layer >= dense for layer in range(layers)),
+        shared_ffn=read_whole(config, "n_shared_experts", 0 if "n_shared_experts" in config else 1, low=0) * ffn,
         sigmoid=True,
         n_group=groups,
         topk_group=groups_chosen,
-        routed_scaling_factor=float(config.get("routed_scaling_factor", routed_scaling_factor)),
+        routed_scaling_factor=read_number(config, "routed_scaling_factor", routed_scaling_factor),
     )

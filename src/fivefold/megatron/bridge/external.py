@@ -6,7 +6,6 @@ tables of weights are used; the model's configuration (RoPE, norms, vocabulary p
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,11 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fivefold.config.packages import BRIDGES, missing_packages
 from fivefold.megatron.chunks import FUSED_NAMES
 from fivefold.models.parameters import OUTPUT
 from fivefold.models.spec import VOCABULARY_MULTIPLE, ModelSpec
-
-PACKAGES = {"mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
 
 
 class ExternalBridge(Protocol):
@@ -27,25 +25,13 @@ class ExternalBridge(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-def missing_packages(kind: str) -> list[str]:
-    """Packages that this kind of bridge needs and that are not installed."""
-
-    def installed(name: str) -> bool:
-        try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            return False
-
-    return [name for name in PACKAGES[kind] if not installed(name)]
-
-
 def external_bridge(kind: str, chunks: list[Any], directory: Path, spec: ModelSpec) -> ExternalBridge:
     """The bridge of `megatron.bridge_type`; raises ValueError naming the packages that it lacks."""
     if spec.moe is not None or len(chunks) > 1:
         raise ValueError(
             f"megatron.bridge_type: {kind} is supported for dense models without virtual stages: use native, which has all"
         )
-    if missing := missing_packages(kind):
+    if missing := missing_packages(BRIDGES[kind]):
         raise ValueError(
             f"megatron.bridge_type: {kind} needs the packages {', '.join(missing)}, which are not installed: "
             "install them, or use native, which needs none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from fivefold.config.packages import TRANSFORMER_IMPL, missing_packages
 from fivefold.megatron.layers.attention import PackedAttention, Packing
 from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
@@ -32,7 +32,7 @@ from fivefold.megatron.layers.norm import RMSNorm
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
     """Whether layers come from Transformer Engine; raises ValueError where it was asked for and cannot be had."""
-    installed = importlib.util.find_spec("transformer_engine") is not None
+    installed = not missing_packages(TRANSFORMER_IMPL["transformer_engine"])
     if choice == "transformer_engine" and not (installed and device.type == "cuda"):
         lacking = "a CUDA device" if installed else "the package transformer_engine, which is not installed"
         raise ValueError(

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.models.config_json import read_config
+from fivefold.errors import shown
+from fivefold.models.config_json import check_types, read_config
 from fivefold.models.family import Family
 from fivefold.models.parameters import MappedParameter, expand
 from fivefold.models.spec import ModelSpec
@@ -38,8 +39,11 @@ def load_spec(directory: str | Path, value_head: bool = False) -> ModelSpec:
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a parsed `config.json`; both transformers 4 and 5 spellings of RoPE are read."""
     family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"unknown model family {family!r} (model_type in config.json); supported: {', '.join(FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(
+            f"unknown model family {shown(family)} (model_type in config.json); supported: {', '.join(FAMILIES)}"
+        )
+    check_types(config)
     return FAMILIES[family].read(config)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fivefold.models.config_json import read_decoder, read_sigmoid_experts
+from fivefold.models.config_json import read_decoder, read_flag, read_sigmoid_experts
 from fivefold.models.family import Family
 from fivefold.models.parameters import ROUTER_BIAS, Table, decoder, experts, shared_experts
 from fivefold.models.spec import ModelSpec
@@ -20,8 +20,8 @@ def _read(config: dict[str, Any]) -> ModelSpec:
     )
     return replace(
         spec,
-        qkv_bias=bool(config.get("attention_bias", False)),
-        qk_norm=bool(config.get("use_qk_norm", False)),
+        qkv_bias=read_flag(config, "attention_bias"),
+        qk_norm=read_flag(config, "use_qk_norm"),
         moe=read_sigmoid_experts(config, n_group=1, topk_group=1, dense_layers=1, routed_scaling_factor=1.0),
     )
 

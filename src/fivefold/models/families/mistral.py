@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fivefold.models.config_json import read_decoder
+from fivefold.models.config_json import read_decoder, read_window
 from fivefold.models.family import Family
 from fivefold.models.parameters import decoder
 from fivefold.models.spec import ModelSpec
 
 
 def _read(config: dict[str, Any]) -> ModelSpec:
-    window = config.get("sliding_window", 4096)
-    return replace(read_decoder(config), sliding_window=None if window is None else int(window))
+    return replace(read_decoder(config), sliding_window=read_window(config))
 
 
 FAMILY = Family("mistral", _read, decoder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fivefold.models.config_json import read_decoder, read_expert_counts
+from fivefold.models.config_json import read_decoder, read_expert_counts, read_window
 from fivefold.models.family import Family
 from fivefold.models.parameters import Table, decoder, experts
 from fivefold.models.spec import ModelSpec, MoESpec
@@ -13,13 +13,12 @@ from fivefold.models.spec import ModelSpec, MoESpec
 
 def _read(config: dict[str, Any]) -> ModelSpec:
     spec = read_decoder(config, required=("num_key_value_heads", "num_experts_per_tok"))
-    window = config.get("sliding_window")
     count, top_k = read_expert_counts(config)
     if config.get("router_jitter_noise"):
         raise ValueError(f"router_jitter_noise must be 0: log-probs would be random; got {config['router_jitter_noise']}")
     return replace(
         spec,
-        sliding_window=None if window is None else int(window),
+        sliding_window=read_window(config, None),
         moe=MoESpec(count, top_k, spec.ffn, (True,) * spec.layers),
     )
 

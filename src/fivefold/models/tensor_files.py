@@ -1,0 +1,146 @@
+"""The tensor files of a model directory, by their headers: are they whole, and are they those of this model? No torch here.
+
+A safetensors file begins with eight bytes, the length of its header, and the header: a JSON object of name -> dtype, shape
+and place of its bytes (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import shown
+from fivefold.files import read_json_object
+from fivefold.models.config_json import read_config, read_whole
+from fivefold.models.families import parameters_of
+from fivefold.models.parameters import OUTPUT, VALUE_HEAD
+from fivefold.models.shapes import Shape, file_shapes
+from fivefold.models.spec import ModelSpec
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+"""Of a number, by the dtypes that parameters are read in."""
+_LONGEST_HEADER = 100_000_000
+_NOT_PARAMETERS = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says of one tensor."""
+
+    file: str
+    dtype: str
+    shape: Shape
+
+
+def tensor_places(directory: Path) -> dict[str, str]:
+    """Name of each tensor -> the file that holds it; raises ValueError where there is no list of them."""
+    if (path := directory / INDEX).is_file():
+        places = read_json_object(path).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ValueError(f"{path} must have a weight_map of names to files: got {shown(places)}")
+        for file in sorted(set(places.values())):
+            if Path(file).name != file or not (directory / file).is_file():
+                raise ValueError(f"{path} names {shown(file)}, which is not there: download the model again")
+        return places
+    if (path := directory / SINGLE).is_file():
+        return dict.fromkeys(read_headers(path), SINGLE)
+    raise ValueError(
+        f"no {SINGLE} or {INDEX} in {directory}; weights in pickle files (*.bin) are not read: "
+        "convert them to safetensors first"
+    )
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of one file; raises ValueError where it is cut off or is not what its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise ValueError(f"{path} is no whole safetensors file: it has {size} bytes, its header would have {length}")
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no safetensors file: its header is not JSON") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is {shown(entries)}")
+    entries.pop("__metadata__", None)
+    found = {name: _header(path, name, entry) for name, entry in entries.items()}
+    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if end != size - 8 - length:
+        raise ValueError(
+            f"{path} is cut off or damaged: its tensors take {end} bytes, {size - 8 - length} are there; download it again"
+        )
+    return found
+
+
+def _header(path: Path, name: str, entry: Any) -> TensorHeader:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        good = isinstance(dtype, str) and all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end))
+        # Of dtypes that are not read here only the order of the places is known.
+        good = good and (end - begin == prod(shape) * _BYTES[dtype] if dtype in _BYTES else begin <= end)
+    except (TypeError, KeyError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"{path}: the header of tensor {name} is damaged: {shown(entry)}")
+    return TensorHeader(path.name, dtype, tuple(shape))
+
+
+def check_tensor_files(directory: Path, spec: ModelSpec) -> None:
+    """Raise ValueError where the files are damaged, lack a tensor of the family, hold one that it does not have, or hold one
+    in another shape or in a dtype that is not read."""
+    places = tensor_places(directory)
+    headers: dict[str, TensorHeader] = {}
+    for file in sorted(set(places.values())):
+        headers |= read_headers(directory / file)
+    wanted = {
+        name: shape
+        for parameter in parameters_of(spec)
+        for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True)
+    }
+    next_token_layers = read_whole(read_config(directory), "num_nextn_predict_layers", 0, low=0)
+    _check_names(directory, set(places), set(headers), wanted, spec, next_token_layers)
+    for name, shape in wanted.items():
+        if name not in headers:
+            continue
+        found = headers[name]
+        if found.dtype not in _BYTES:
+            raise ValueError(
+                f"{directory / found.file}: {name} is stored as {found.dtype}, parameters are read from "
+                f"{', '.join(_BYTES)}: take the model without quantization"
+            )
+        if shape is not None and found.shape != shape:
+            raise ValueError(
+                f"{directory / found.file}: {name} must have the shape {shape} that config.json asks for: got {found.shape}"
+            )
+
+
+def _check_names(
+    directory: Path, placed: set[str], there: set[str], wanted: Collection[str], spec: ModelSpec, next_token_layers: int
+) -> None:
+    # A value head may be new.
+    needed = set(wanted) - set(VALUE_HEAD.hf)
+    # Some tied models store the shared weight a second time; a critic has no use for it.
+    extra = {name for name in placed - set(wanted) if not _is_left_out(name, spec, next_token_layers)} - set(OUTPUT.hf)
+    if missing := sorted(needed - placed):
+        raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
+    if absent := sorted(placed - there):
+        raise ValueError(f"{directory / INDEX} names {len(absent)} tensors that no file holds, the first: {absent[:3]}")
+    if extra:
+        raise ValueError(
+            f"{directory} holds {len(extra)} tensors that a {spec.family} model of its config.json does not have, "
+            f"the first: {sorted(extra)[:3]}"
+        )
+
+
+def _is_left_out(name: str, spec: ModelSpec, next_token_layers: int) -> bool:
+    """Buffers that are computed, and the layers of multi-token prediction behind the last one, which are not trained."""
+    parts = name.split(".")
+    number = int(parts[2]) if name.startswith("model.layers.") and parts[2].isdecimal() else -1
+    return spec.layers <= number < spec.layers + next_token_layers or name.endswith(_NOT_PARAMETERS)
