@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.build_engine import build_engine
 from fivefold.config import RunConfig, dump_yaml
-from fivefold.data import Columns, PromptLoader, PromptSet, load_prompts
-from fivefold.data.prompts import encode_conversation
-from fivefold.data.tokenizer import load_tokenizer
+from fivefold.data.prompt_loader import PromptLoader
+from fivefold.data.prompts import PromptSet, encode_conversation, load_prompts
+from fivefold.data.rows import Columns
+from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.weight_sync import weight_sync
+from fivefold.errors import first_line, shown
 from fivefold.interfaces import Engine, RolloutSource
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
@@ -30,6 +32,7 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards
+from fivefold.reward.ground_truth import ground_truth_fault
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import RewardPool
 from fivefold.reward.reward_model import ModelReward
@@ -48,29 +51,34 @@ MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
 """Engine and trainer compute the same log-probs up to rounding: about 1e-6 a token in float32, 1e-2 in bfloat16."""
 
 
-def fetch_model(path: str, ranks: Ranks) -> Path:
-    """A local model directory, or the hub's: the first rank of each node downloads, the others wait."""
+_TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "tokenizer*")
+_MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
+
+
+def fetch_model(path: str, ranks: Ranks, wanted: Sequence[str] = _MODEL_FILES) -> Path:
+    """A local model directory, or the hub's: the first rank of each node downloads what is wanted, the others wait."""
     if Path(path).is_dir():
         return Path(path)
     local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank))
     found: str | None = None
     for turn in (True, False):
         if (local_rank == 0) is turn:
-            found = _download(path)
+            found = _download(path, wanted)
         ranks.barrier()
     assert found is not None
     return Path(found)
 
 
-def _download(path: str) -> str:
+def _download(path: str, wanted: Sequence[str]) -> str:
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*"]
     try:
-        return str(snapshot_download(path, allow_patterns=wanted))
+        return str(snapshot_download(path, allow_patterns=list(wanted)))
     except Exception as error:
         # Whatever the hub's client raises (no such model, no network, no access), the user has one thing to look at.
-        raise ValueError(f"{path!r} is neither a directory here nor a model that the hub gives: {error}") from error
+        raise ValueError(
+            f"{path!r} is neither a directory here nor a model that the hub gives: {first_line(error)}"
+        ) from error
 
 
 def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_requested: Callable[[], bool]) -> Run:
@@ -83,7 +91,11 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     directory = fetch_model(config.model.path, ranks)
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
-    tokenizer = load_tokenizer(config.model.tokenizer or str(directory), config.model.trust_remote_code)
+    check_config(directory)
+    trusted = config.model.trust_remote_code
+    wanted = (*_TOKENIZER_FILES, *(["*.py"] if trusted else []))
+    tokenizer_directory = fetch_model(config.model.tokenizer, ranks, wanted) if config.model.tokenizer else directory
+    tokenizer = load_tokenizer(str(tokenizer_directory), trusted)
     training, evaluation_set = build_data(config, tokenizer)
     pool = build_reward_pool(config, training, evaluation_set)
     loader = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
@@ -152,13 +164,18 @@ def build_data(config: RunConfig, tokenizer: Any) -> tuple[PromptSet, Evaluation
 
 
 def build_reward_pool(config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None) -> RewardPool:
-    """The reward processes; raises ValueError for a data source whose reward is not known."""
+    """The reward processes; raises ValueError for a prompt whose reward is not known or cannot be earned."""
     pool = RewardPool(config.reward)
     scored = [] if config.algorithm.offline else list(training.prompts)
     if evaluation_set is not None and evaluation_set.generate:
         scored += evaluation_set.prompts
-    for source in {prompt.source for prompt in scored}:
-        pool.weights(source)
+    names = {source: list(pool.weights(source)) for source in {prompt.source for prompt in scored}}
+    for prompt in scored:
+        for name in names[prompt.source]:
+            if fault := ground_truth_fault(name, prompt.ground_truth):
+                raise ValueError(
+                    f"prompt {prompt.id} of {prompt.source}: ground_truth {fault}: got {shown(prompt.ground_truth)}"
+                )
     return pool
 
 
@@ -296,7 +313,7 @@ def _prompts(
         tokenizer,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
-        columns=Columns(data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key),
+        columns=Columns.of(data),
         learns_from=algorithm.method.learns_from,
         need_responses=need_responses,
         max_response_tokens=data.max_response_tokens,

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,15 @@ from fivefold.config import ConfigError, dialects, dump_yaml, load_config, make_
 from fivefold.config.loader import read, translate
 from fivefold.user_code import load_user_code
 from tests.support.commands import fivefold, program, python, with_cpu_seconds
+from tests.support.tiny_models import make_tokenizer
 
 GOOD = """
 model: {path: m}
 policy: {backend: "megatron:d2t2", dtype: float32, tokens_per_micro_batch: 2048, optimizer: {lr: 1e-6}}
 data: {train: a.parquet, prompts_per_step: 8}
 """
+
+ROWS = 32 * (json.dumps({"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}) + "\n")
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -56,7 +62,7 @@ def test_overrides_change_one_key(tmp_path):
         ("reference.backend=megatron:d4", "must be the policy's layout"),
         ("algorithm.updates_per_step=3", "multiple of algorithm.updates_per_step"),
         ("policy.tokens_per_micro_batch=100", "must hold the longest sequence"),
-        ("engine.sampling.temperature=0", "must be above 0"),
+        ("engine.sampling.temperature=0", r"must be in \(0, 100\]: got 0.0"),
         ("engine.sampling.top_p=1.5", r"must be in \(0, 1\]"),
         ("policy.optimizer.betas=[0.9]", "two numbers"),
         ("policy.optimizer.min_lr=1", "at most lr"),
@@ -64,7 +70,7 @@ def test_overrides_change_one_key(tmp_path):
         ("model=3", "model must be a mapping"),
         ("trainer.keep=0", "must be above 0"),
         ("noequals", "written key=value"),
-        ("policy.optimizer.lr=-1", "policy.optimizer.lr must be at least 0: got -1.0"),
+        ("policy.optimizer.lr=-1", r"policy.optimizer.lr must be in \[0, 1\]: got -1.0"),
         ("policy.optimizer.lr=.nan", "policy.optimizer.lr must be a finite number: got nan"),
         ("trainer.stop_at={val/x/accuracy: .inf}", "trainer.stop_at.val/x/accuracy must be a finite number: got inf"),
         ("policy.optimizer.betas=[0.9,1]", r"policy.optimizer.betas\[1\] must be in \[0, 1\): got 1.0"),
@@ -112,10 +118,10 @@ def check(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_check_names_what_is_not_there_and_what_does_not_fit(tmp_path, models):
     data = tmp_path / "d.jsonl"
-    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    data.write_text(ROWS)
     path = write(
         tmp_path,
-        f"model: {{path: {models('qwen3')}, tokenizer: t}}\npolicy: {{backend: 'megatron:t16'}}\n"
+        f"model: {{path: {models('qwen3')}, tokenizer: {make_tokenizer(tmp_path / 'words')}}}\npolicy: {{backend: 'megatron:t16'}}\n"
         f"data: {{train: [{data}, none.parquet], max_prompt_tokens: 300, max_response_tokens: 20}}\n"
         "reward: {functions: {gsm9k: 1.0}}\n",
     )
@@ -139,10 +145,10 @@ def test_check_names_what_is_not_there_and_what_does_not_fit(tmp_path, models):
 
 def test_a_key_without_effect_is_reported(tmp_path, models):
     data = tmp_path / "d.jsonl"
-    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    data.write_text(ROWS)
     path = write(
         tmp_path,
-        f"model: {{path: {models('qwen3')}, tokenizer: t}}\npolicy: {{optimizer: {{min_lr: 1e-7}}}}\n"
+        f"model: {{path: {models('qwen3')}, tokenizer: {make_tokenizer(tmp_path / 'words')}}}\npolicy: {{optimizer: {{min_lr: 1e-7}}}}\n"
         f"data: {{train: {data}, max_prompt_tokens: 100, max_response_tokens: 20}}\neval: {{samples: 4}}\n",
     )
     result = check(path)
@@ -283,7 +289,7 @@ def test_a_dialect_is_one_file(tmp_path, monkeypatch):
     assert (config.model.path, config.policy.optimizer.lr) == ("m", 3e-5)
     keys = translate(read(path), [], "elsewhere").keys
     assert keys == {"model_path": "model.path", "actor.lr": "policy.optimizer.lr", "use_magic": "has no counterpart"}
-    with pytest.raises(ConfigError, match=r"policy.optimizer.lr must be at least 0: got -1.0"):
+    with pytest.raises(ConfigError, match=r"policy.optimizer.lr must be in \[0, 1\]: got -1.0"):
         load_config(path, ["actor.lr=-1"], dialect="elsewhere")
     with pytest.raises(ValueError, match=r"must be one of elsewhere, fivefold; got 'elsewere': did you mean 'elsewhere'\?"):
         load_config(path, dialect="elsewere")
@@ -302,10 +308,10 @@ def test_a_dialect_may_be_a_function(tmp_path):
 
 def test_updates_that_a_method_cannot_correct_are_noted(tmp_path, models):
     data = tmp_path / "d.jsonl"
-    data.write_text('{"prompt": "1+1=", "data_source": "arithmetic"}\n')
+    data.write_text(ROWS)
     path = write(
         tmp_path,
-        f"model: {{path: {models('qwen3')}, tokenizer: t}}\n"
+        f"model: {{path: {models('qwen3')}, tokenizer: {make_tokenizer(tmp_path / 'words')}}}\n"
         f"data: {{train: {data}, prompts_per_step: 8, max_prompt_tokens: 100, max_response_tokens: 20}}\n",
     )
     noted = "of 4 updates a step all but the first are off-policy"
@@ -316,10 +322,10 @@ def test_updates_that_a_method_cannot_correct_are_noted(tmp_path, models):
 def test_check_answers_without_torch_and_sooner_than_its_import(tmp_path, models):
     """That import takes two seconds or so: in processor time, as the machine may have other things to do."""
     data = tmp_path / "d.jsonl"
-    data.write_text('{"prompt": "1+1="}\n')
+    data.write_text(ROWS)
     path = write(
         tmp_path,
-        f"model: {{path: {models('qwen3')}, tokenizer: t}}\ndata: {{train: {data}, max_prompt_tokens: 10, max_response_tokens: 10}}\n",
+        f"model: {{path: {models('qwen3')}, tokenizer: {make_tokenizer(tmp_path / 'words')}}}\ndata: {{train: {data}, max_prompt_tokens: 10, max_response_tokens: 10}}\n",
     )
     done, spent = with_cpu_seconds(lambda: program("fivefold.cli", "check", path))
     assert done.returncode == 0, done.stderr
@@ -333,3 +339,27 @@ def test_check_answers_without_torch_and_sooner_than_its_import(tmp_path, models
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_number_has_its_range_on_its_field():
+    """The parameters of surrogates have theirs in the surrogate's row."""
+    from fivefold.config.methods import PARAMETERS
+    from fivefold.config.ranges import Range, _rules
+    from fivefold.config.schema import RunConfig
+
+    def is_number(hint) -> bool:
+        return hint in (int, float) or any(map(is_number, typing.get_args(hint)))
+
+    def without(section: type, where: str) -> list[str]:
+        found = []
+        plain, full = typing.get_type_hints(section), typing.get_type_hints(section, include_extras=True)
+        for name, hint in plain.items():
+            inner = [kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)]
+            if inner:
+                found += without(inner[0], f"{where}{name}.")
+            elif is_number(hint) and not any(isinstance(rule, Range) for rule in _rules(full[name])):
+                found.append(f"{where}{name}")
+        return found
+
+    # Keys of a mapping have none: ids of tokens are compared with the model's vocabulary.
+    assert set(without(RunConfig, "")) == {f"algorithm.{name}" for name in PARAMETERS}

@@ -7,17 +7,20 @@ import importlib.metadata
 import importlib.util
 import re
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from fivefold.config import RunConfig
+from fivefold.config.gpus import GPUS
 from fivefold.config.loader import ConfigError
+from fivefold.config.schema import LaunchConfig, TrainerConfig
 from fivefold.distributed.ports import free_port
 from fivefold.plan.check import check
 from fivefold.plan.summary import describe
-from tests.support.tiny_models import load_tensors, make_model
+from tests.support.tiny_models import load_tensors, make_model, make_tokenizer
 
 SOURCE = '''
 class Other:
@@ -89,8 +92,8 @@ def files(tmp_path_factory) -> Path:
     for name in ("qwen3", "qwen3_moe"):
         make_model(name, root / name)
         assert load_tensors(root / name)
-        (root / name / "tokenizer.json").write_text("{}")
-    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+        make_tokenizer(root / name)
+    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n' * 32)
     return root
 
 
@@ -128,7 +131,7 @@ REFUSED = [
     ({"memory_fraction": 1.0}, r"engine.memory_fraction must be in \(0, 1\): got 1.0"),
     ({"sampling": {"min_tokens": 33}}, r"engine.sampling.min_tokens must be at most data.max_response_tokens = 32: got 33"),
     ({"sampling": {"min_p": 1.0}}, r"engine.sampling.min_p must be in \[0, 1\): got 1"),
-    ({"sampling": {"repetition_penalty": 0}}, r"engine.sampling.repetition_penalty must be above 0: got 0"),
+    ({"sampling": {"repetition_penalty": 0}}, r"engine.sampling.repetition_penalty must be in \(0, 100\]: got 0"),
 ]
 
 
@@ -279,8 +282,7 @@ def test_a_memory_that_leaves_no_cache_is_refused(files, vllm, monkeypatch, engi
     made = config(files, backend="vllm:t2", **engine)
     if "memory_fraction" in engine:
         # On GPUs of 80 GiB, which are not here.
-        monkeypatch.setattr("fivefold.plan.engine_checks.on_gpus", lambda config: True)
-        monkeypatch.setattr("fivefold.plan.engine_checks.gpu_bytes", lambda: 80 << 30)
+        made = replace(made, trainer=TrainerConfig(), launch=LaunchConfig(gpu="h100-80g"))
     assert any(error.startswith(says) for error in check(made).errors), check(made).errors
 
 
@@ -289,13 +291,12 @@ def test_the_memory_of_vllm_is_its_share_of_a_gpu(files, vllm, monkeypatch):
     from fivefold.plan.check import memory_of
 
     vllm("0.26.0")
-    monkeypatch.setattr("fivefold.plan.engine_checks.on_gpus", lambda config: True)
-    monkeypatch.setattr("fivefold.plan.engine_checks.gpu_bytes", lambda: 80 << 30)
     spec = load_spec(files / "qwen3")
-    found = memory_of(config(files, backend="vllm:t2", memory_fraction=0.4, dtype="bfloat16"), spec)
-    # Two of the 80 GiB are left to its graphs.
+    made = config(files, backend="vllm:t2", memory_fraction=0.4, dtype="bfloat16")
+    found = memory_of(replace(made, trainer=TrainerConfig(), launch=LaunchConfig(gpu="h100-80g")), spec)
+    # Two GiB are left to its graphs.
     assert found.engine == spec.parameters
-    assert found.engine + found.cache == (32 << 30) - (2 << 30)
+    assert found.engine + found.cache == int(0.4 * int(GPUS["h100-80g"].memory_gib * 2**30)) - (2 << 30)
 
 
 class Stranger(BaseHTTPRequestHandler):

@@ -126,3 +126,13 @@ def load_tensors(directory: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(directory / "model.safetensors")
+
+
+def make_tokenizer(directory: Path) -> Path:
+    """Write a tokenizer of one token a character into `directory`, for letters, digits and signs."""
+    import string
+
+    from fivefold.data.tokenizer import train_tokenizer
+
+    train_tokenizer("char", [string.ascii_letters + string.digits + " +-=#.,?!:;/<>()\n"], directory)
+    return directory

@@ -9,6 +9,7 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.config.methods import COLUMNS
+from fivefold.config.packages import BRIDGES, TRANSFORMER_IMPL, missing_packages
 from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
@@ -21,10 +22,15 @@ from fivefold.config.schema import (
 from fivefold.config.validate import validate
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
+from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
+from fivefold.models.tensor_files import check_tensor_files, tensor_places
+from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
+from fivefold.plan.fit import check_fit
 from fivefold.plan.memory import Memory, estimate_memory
+from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
 from fivefold.reward.choose import check_rewards
 
 
@@ -58,23 +64,34 @@ def check(config: RunConfig) -> Findings:
     """Everything that is found in a configuration and in the files that it names."""
     findings = validate(config)
     specs: dict[str, ModelSpec] = {}
-    for part in _parts(config):
+    for part in [*_parts(config), *_reference(config)]:
         _check_model(findings, config, part, specs)
-    if "policy" in specs:
-        if config.model.tokenizer is None and not any(Path(config.model.path).glob("tokenizer*")):
-            findings.error("model.path", f": no tokenizer in {config.model.path}; name one in model.tokenizer")
-        if "critic" in specs and specs["critic"].vocab != specs["policy"].vocab:
-            found = f"{specs['critic'].vocab} != {specs['policy'].vocab}"
-            findings.error("critic.path", f"must have the policy's vocabulary: {found}")
-        if not findings.errors:
-            findings.notes[:0] = _spec_notes(config, specs["policy"])
-    _check_files(findings, config)
+    policy = specs.get("policy")
+    for where in ("critic", "reference"):
+        if policy is not None and where in specs and specs[where].vocab != policy.vocab:
+            found = f"{specs[where].vocab} != {policy.vocab}"
+            findings.error(f"{where}.path", f"must have the policy's vocabulary: {found}")
+    if policy is not None and not findings.errors:
+        findings.notes[:0] = _spec_notes(config, policy)
+        check_fit(findings, config, lambda changed: memory_of(changed, policy))
+    resume = config.trainer.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        findings.error("trainer.resume", f"must be auto, never or a checkpoint directory: got {resume!r}")
     check_rewards(findings.at("reward"), config.reward)
+    tokenizer = check_tokenizer(findings, config, policy)
+    check_data(findings, config, tokenizer, None if policy is None else policy.vocab)
     _check_devices(findings, config)
     if config.may_generate:
-        check_engine(findings, config, specs.get("policy"))
+        check_engine(findings, config, policy)
     _report_ignored(findings, config, specs)
     return findings
+
+
+def _reference(config: RunConfig) -> list[_Part]:
+    """The reference where it is a model of its own."""
+    if config.reference.path is None or not config.algorithm.needs_reference:
+        return []
+    return [_Part("reference", "reference.path", config.reference.path, config.policy)]
 
 
 def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict[str, ModelSpec]) -> None:
@@ -85,14 +102,14 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
             specs[part.where] = spec = load_spec(part.path, part.value_head)
             spec.check_layout(config.layout, part.settings.megatron.pipeline_split)
             _check_spec(findings, config, part, spec)
+            if not again:
+                check_tensor_files(Path(part.path), spec)
         except ValueError as error:
             findings.error(part.key, f": {error}")
-        if not again and not any(Path(part.path).glob("*.safetensors")):
-            findings.error(part.key, f": no *.safetensors in {part.path}")
     elif again:
         return
-    elif part.path.startswith((".", "/", "~")) or part.path.count("/") != 1:
-        findings.error(part.key, f": no directory {part.path}")
+    elif not is_hub_id(part.path):
+        findings.error(part.key, f": no directory {part.path}, and no hub id, which is written owner/name")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
@@ -113,7 +130,9 @@ def _check_files(findings: Findings, config: RunConfig) -> None:
 def _check_spec(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
     """What this model cannot do with its settings."""
     settings, megatron = part.settings, part.settings.megatron
-    own = findings.at(part.where).at("megatron")
+    own = findings.at("policy" if part.where == "reference" else part.where).at("megatron")
+    if part.where != "reference":
+        _check_packages(own, config, part.settings)
     trained = part.where != "reward.model"
     if trained and config.max_sequence_tokens > spec.max_positions:
         findings.error(
@@ -147,6 +166,25 @@ def _check_spec(findings: Findings, config: RunConfig, part: _Part, spec: ModelS
         # transformers leaves the labels of a classifier out where there are two, its default.
         labels = len(read_config(Path(part.path)).get("id2label") or range(2))
         findings.require(labels == 1, part.key, f": a reward model has one label: got {labels} in config.json")
+        head = VALUE_HEAD.hf[0]
+        if head not in tensor_places(Path(part.path)):
+            findings.error(part.key, f": {part.path} has no value head ({head}): it is not a sequence classifier")
+        check_tokenizer_files(findings, part.key, Path(part.path), spec)
+
+
+def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfig) -> None:
+    """Packages that the settings of a model ask for; `findings` are at its section `megatron`."""
+    bridge, layers = settings.megatron.bridge_type, settings.megatron.transformer_impl
+    if missing := missing_packages(BRIDGES[bridge]):
+        findings.error(
+            "bridge_type", f": {bridge} needs {', '.join(missing)}, not installed here; native needs nothing more"
+        )
+    if missing := missing_packages(TRANSFORMER_IMPL[layers]):
+        findings.error(
+            "transformer_impl", f": {layers} needs {', '.join(missing)}, not installed here; torch needs nothing more"
+        )
+    elif layers == "transformer_engine" and not on_gpus(config):
+        findings.error("transformer_impl", f": {layers} needs GPUs; on the CPU write torch or auto")
 
 
 def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, ModelSpec]) -> None:
@@ -208,8 +246,7 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
 
 
 def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
-    algorithm = config.algorithm
-    memory = memory_of(config, spec)
+    algorithm, memory = config.algorithm, memory_of(config, spec)
     return [
         f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
         f"layout {config.layout}: {config.layout.world_size} ranks",
@@ -220,6 +257,9 @@ def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
 
 def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
     """Memory of the fullest rank of a run with a policy of this spec."""
+    on_gpu = on_gpus(config)
+    # A step may have less than a micro-batch would hold.
+    most = config.max_sequence_tokens * -(-config.samples_per_step // config.layout.dp)
     others = {part.where: part for part in _parts(config)[1:] if Path(part.path).is_dir()}
     critic, reward_model = others.get("critic"), others.get("reward.model")
     return estimate_memory(
@@ -227,20 +267,20 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         config.layout,
         dtype=config.policy.dtype,
         recompute=config.policy.recompute,
-        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        tokens_per_micro_batch=min(config.policy.tokens_per_micro_batch, most),
         reference=config.algorithm.needs_reference,
         engine_sequences=config.engine.max_num_seqs if config.may_generate and not config.engine.url else 0,
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
         engine_dtype=config.engine.dtype,
         engine_cache=engine_cache(config, spec),
-        engine_sleeps=config.engine.sleep and config.trainer.device != "cpu",
+        engine_sleeps=config.engine.sleep and on_gpu,
         max_sequence_tokens=config.max_sequence_tokens,
         stages=config.policy.megatron.pipeline_split,
-        offload=config.policy.offload.parts,
+        offload=config.policy.offload.parts if on_gpu else frozenset(),
         critic=None
         if critic is None
         else (load_spec(critic.path, value_head=True), critic.settings.megatron.pipeline_split),
-        critic_offload=frozenset() if critic is None else critic.settings.offload.parts,
+        critic_offload=frozenset() if critic is None or not on_gpu else critic.settings.offload.parts,
         reward_model=None
         if reward_model is None
         else (load_spec(reward_model.path, value_head=True), reward_model.settings.megatron.pipeline_split),
@@ -261,7 +301,8 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         )
         return
     gpus = visible_gpus()
-    wanted = on_gpus(config)
+    # With launch.gpu a run of other machines is looked at.
+    wanted = on_gpus(config) and config.launch.gpu is None
     findings.require(
         not wanted or gpus >= world,
         f"layout {config.layout}",

@@ -1,19 +1,42 @@
-"""The GPUs of this machine, as far as they are known without torch."""
+"""What a rank computes on: the GPUs of this machine as far as they are known without torch, others by their name."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from fivefold.config import RunConfig
+from fivefold.config.gpus import GPUS
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory that one rank may fill."""
+
+    name: str
+    bytes: int
+
+
+def device_of(config: RunConfig) -> Device | None:
+    """What each rank of a run has: launch.gpu, a GPU of this machine or its share of the host; None where unknown."""
+    if config.launch.gpu is not None:
+        return Device(config.launch.gpu, int(GPUS[config.launch.gpu].memory_gib * 2**30))
+    if on_gpus(config):
+        found = gpu_bytes()
+        return None if found is None else Device("the GPU of this machine", found)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.layout.world_size))
+    return Device("its share of this machine's memory", host_bytes() // ranks)
 
 
 def on_gpus(config: RunConfig) -> bool:
     """The run will use GPUs."""
-    return config.trainer.device == "cuda" or (config.trainer.device == "auto" and visible_gpus() > 0)
+    if config.trainer.device != "auto":
+        return config.trainer.device == "cuda"
+    return config.launch.gpu is not None or visible_gpus() > 0
 
 
 def visible_gpus() -> int:
@@ -35,3 +58,13 @@ def gpu_bytes() -> int | None:
         return min(int(line) for line in answer.split()) << 20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the container where that has less."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    try:
+        return min(whole, int(limit.read_text()))
+    except (OSError, ValueError):
+        return whole

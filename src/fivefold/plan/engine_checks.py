@@ -15,7 +15,7 @@ from fivefold.engines.vllm.arguments import check_vllm, installed_version
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.devices import gpu_bytes, on_gpus
+from fivefold.plan.devices import device_of, on_gpus
 from fivefold.plan.memory import BYTES, CPU_CACHE, ENGINE_GRAPHS
 
 CACHE_SIZES = {"vllm": "kv_cache_memory_bytes", "sglang": "max_total_tokens"}
@@ -77,10 +77,10 @@ def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
         return given if engine.kind == "vllm" else given * token_bytes(config, spec)
     if not on_gpus(config):
         return CPU_CACHE
-    if (memory := gpu_bytes()) is None:
+    if (device := device_of(config)) is None:
         return None
     weights = spec.parameters * BYTES[engine.dtype or config.policy.dtype] // engine.layout.tp
-    return int(engine.memory_fraction * memory) - weights - ENGINE_GRAPHS
+    return int(engine.memory_fraction * device.bytes) - weights - ENGINE_GRAPHS
 
 
 def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:

@@ -65,10 +65,21 @@ class Memory:
         return {"engine": self.engine, "cache": self.cache, "critic": self.critic_resident} | self._resident
 
     @property
+    def syncing(self) -> dict[str, int]:
+        """What is there while the engine is given new weights: both of the policy, before its cache takes room."""
+        return {"parameters": self.parameters, "engine": self.engine, "critic": self.critic_resident} | self._resident
+
+    @property
+    def phases(self) -> dict[str, dict[str, int]]:
+        """The phases of a step that this run has, by name."""
+        critic = {"training the critic": self.critic_training} if self.critic else {}
+        engine = {"syncing weights": self.syncing, "sampling": self.sampling} if self.engine else {}
+        return {"training": self.training, **critic, **engine}
+
+    @property
     def total(self) -> int:
         """The largest of them."""
-        turns = [self.training, self.sampling] + ([self.critic_training] if self.critic else [])
-        return max(sum(turn.values()) for turn in turns)
+        return max(sum(parts.values()) for parts in self.phases.values())
 
     def describe(self) -> str:
         """Each turn with its parts, in GiB."""
@@ -77,9 +88,7 @@ class Memory:
             sizes = {name: size / 2**30 for name, size in parts.items() if size}
             return f"{sum(sizes.values()):.2f} GiB = " + " + ".join(f"{name} {size:.2f}" for name, size in sizes.items())
 
-        critic = f"; training the critic {sizes_of(self.critic_training)}" if self.critic else ""
-        sampling = f"; sampling {sizes_of(self.sampling)}" if self.engine else ""
-        return f"training {sizes_of(self.training)}{critic}{sampling}"
+        return "; ".join(f"{name} {sizes_of(parts)}" for name, parts in self.phases.items())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""What the data files of a run show before it starts: the rows that training would read, as it would read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.config.findings import Findings
+from fivefold.data.light_tokenizer import LightTokenizer
+from fivefold.data.rows import Columns, Row, check_responses, count_rows, parse_row, read_rows
+from fivefold.errors import shown
+from fivefold.reward.choose import choose_rewards
+from fivefold.reward.ground_truth import ground_truth_fault
+
+ROWS = 1000
+"""Rows of each file that are looked at; of smaller files that is all of them."""
+
+
+@dataclass
+class _Seen:
+    """What was found in the rows of some files."""
+
+    rows: int = 0
+    """Rows that would become prompts, as far as they were looked at; of those behind all are taken to."""
+    whole: bool = True
+    """Every row was looked at."""
+    sources: set[str] = field(default_factory=set)
+    responses: int = 0
+    """Rows with something to learn from."""
+
+
+def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer | None, vocab: int | None) -> None:
+    """Errors for files and rows that training or evaluation could not use; without a tokenizer texts are not encoded."""
+    data, before = config.data, len(findings.errors)
+    if not data.train:
+        findings.error("data.train", "names no file")
+    for key, files in (("data.train", data.train), ("data.val", data.val)):
+        for name in files:
+            if not Path(name).is_file():
+                findings.error(key, f": no file at {name}; `fivefold data` writes data sets")
+    if len(findings.errors) > before:
+        return
+    reader = _Reader(config, tokenizer, vocab)
+    try:
+        training = reader.read(data.train, learns=config.algorithm.offline, scored=not config.algorithm.offline)
+        _check_count(findings, config, training)
+        if data.val:
+            _check_validation(findings, config, reader)
+    except ValueError as error:
+        findings.error("data", f": {error}")
+    findings.notes.extend(reader.notes)
+
+
+def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None:
+    per_step, rows = config.data.prompts_per_step, training.rows
+    if not rows:
+        findings.error("data.train", f"has no prompt of at most data.max_prompt_tokens = {config.data.max_prompt_tokens}")
+    elif rows < per_step:
+        findings.error(
+            "data.prompts_per_step", f"must not be larger than the training set: got {per_step} for {rows} prompts"
+        )
+    elif config.uses_critic and config.trainer.steps is None and training.whole:
+        steps = config.trainer.epochs * (rows // per_step)
+        message = f"must be below the {steps} steps of the run, or the policy never learns: got {config.critic.warmup_steps}"
+        findings.require(config.critic.warmup_steps < steps, "critic.warmup_steps", message)
+
+
+def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) -> None:
+    """Validation rows may lack responses or rewards where a method learns from data, but not both."""
+    must_score = config.eval.generate if config.algorithm.offline else True
+    found = reader.read(config.data.val, learns=False, scored=bool(must_score), first=config.eval.max_prompts)
+    if not found.rows:
+        findings.error("data.val", f"has no prompt of at most data.max_prompt_tokens = {config.data.max_prompt_tokens}")
+    if config.algorithm.offline and not found.responses and must_score is not True:
+        known = config.may_generate and all(reader.reward_fault(source) is None for source in found.sources)
+        findings.require(
+            known and must_score is not False,
+            "data.val",
+            ": there is nothing to evaluate, the rows have no responses to learn from and nothing is sampled; leave it out, "
+            "or name rewards and set eval.generate: true",
+        )
+
+
+@dataclass
+class _Reader:
+    """Reads rows as training would; ValueErrors name file, row and column."""
+
+    config: RunConfig
+    tokenizer: LightTokenizer | None
+    vocab: int | None
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None) -> _Seen:
+        """`learns`: rows must have what is learned from; `scored`: their responses will be."""
+        data, seen = self.config.data, _Seen()
+        columns, kind = Columns.of(data), self.config.algorithm.method.learns_from
+        for name in files:
+            path = Path(name)
+            for place, row in self._rows(path, seen, first):
+                where = f"{name}, row {place}"
+                try:
+                    found = parse_row(row, columns, kind, path.stem)
+                    if learns:
+                        check_responses(found, columns, kind, list(map(str, row)))
+                    fits = self._encode(found, where)
+                    if scored:
+                        self._check_reward(found, where)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from error
+                seen.rows += fits
+                seen.sources.add(found.source)
+                seen.responses += bool(found.responses) or found.is_conversation
+        return seen
+
+    def _rows(self, path: Path, seen: _Seen, first: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
+        limit = ROWS if first is None else min(first, ROWS)
+        count = 0
+        for count, row in enumerate(islice(read_rows(path), limit), 1):
+            yield count - 1, row
+        if not count:
+            raise ValueError(f"{path} has no rows")
+        if count == ROWS:
+            wanted = self.config.data.prompts_per_step + ROWS if first is None else first
+            behind = count_rows(path, wanted) - ROWS
+            seen.rows += behind
+            seen.whole = seen.whole and not behind
+
+    def _encode(self, row: Row, where: str) -> bool:
+        """Whether the prompt is short enough; raises ValueError for a text that the model could not read."""
+        data, tokenizer = self.config.data, self.tokenizer
+        if tokenizer is None:
+            return True
+        if row.is_conversation:
+            prompt = row.messages[: next(i for i, message in enumerate(row.messages) if message["role"] == "assistant")]
+            texts = [tokenizer.render(row.messages, add_generation_prompt=False)]
+        else:
+            prompt, texts = row.messages, list(row.responses)
+        text = tokenizer.render(prompt)
+        tokens = tokenizer.check_text(text)
+        if not tokens:
+            raise ValueError(f"the prompt has no tokens: {shown(text)}")
+        for each in texts:
+            tokenizer.check_text(each)
+        if self.vocab is not None and (outside := [token for token in tokens if token >= self.vocab]):
+            raise ValueError(f"token {outside[0]} of the prompt is not in the model's vocabulary of {self.vocab}")
+        if len(tokens) > data.max_prompt_tokens and data.overlong_prompts == "refuse":
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens, data.max_prompt_tokens is {data.max_prompt_tokens}; raise it, or set "
+                "data.overlong_prompts to drop"
+            )
+        return len(tokens) <= data.max_prompt_tokens
+
+    def reward_fault(self, source: str) -> str | None:
+        """Why no reward can be chosen for a data_source, where none can."""
+        try:
+            choose_rewards(self.config.reward, source)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _check_reward(self, row: Row, where: str) -> None:
+        """Raise ValueError where the rewards of the row's source cannot score it."""
+        for name in choose_rewards(self.config.reward, row.source).weights:
+            if fault := ground_truth_fault(name, row.ground_truth):
+                raise ValueError(f"column 'reward_model', ground_truth {fault}: got {shown(row.ground_truth)}")

@@ -1,0 +1,139 @@
+"""Whether a run fits its device, phase by phase, and what would make it fit: configuration -> Findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from fivefold.config import RunConfig
+from fivefold.config.findings import Findings
+from fivefold.config.schema import OffloadConfig
+from fivefold.plan.devices import Device, device_of, on_gpus
+from fivefold.plan.memory import Memory
+
+Measure = Callable[[RunConfig], Memory]
+Remedy = tuple[str, RunConfig]
+
+ACTIVATIONS_AT_LEAST = 0.8
+"""Share of the estimated activations that runs had at least (benchmarks/README.md); parameters and states are exact."""
+TIGHT = 0.95
+_MOST_RANKS = 64
+"""Times as many ranks as the layout has that are tried."""
+
+
+def check_fit(findings: Findings, config: RunConfig, measure: Measure) -> None:
+    """An error for each phase that cannot fit, with the changes that would help; a note where it is close."""
+    device = device_of(config)
+    if device is None:
+        return
+    large = {name: size for name, size in _phases(config, measure).items() if size > device.bytes}
+    if large:
+        needs = ", ".join(f"{name} needs at least {_gib(size)}" for name, size in large.items())
+        findings.error(
+            "policy.backend",
+            f": {needs} on the fullest rank, and {device.name} has {_gib(device.bytes)}; {_advice(config, measure, device)}",
+        )
+        return
+    estimate = max(sum(parts.values()) for parts in measure(_elastic(config)).phases.values())
+    if estimate > TIGHT * device.bytes:
+        findings.note(
+            f"memory is tight: about {_gib(estimate)} on the fullest rank, and {device.name} has {_gib(device.bytes)}"
+        )
+
+
+def _phases(config: RunConfig, measure: Measure) -> dict[str, float]:
+    """The least that each phase needs."""
+    return {
+        name: sum(parts.values()) - (1 - ACTIVATIONS_AT_LEAST) * parts.get("activations", 0)
+        for name, parts in measure(_elastic(config)).phases.items()
+    }
+
+
+def _elastic(config: RunConfig) -> RunConfig:
+    """The transformers engine decodes as many sequences at once as there is room for: one is the least."""
+    if config.engine.backend != "transformers":
+        return config
+    return replace(config, engine=replace(config.engine, max_num_seqs=1))
+
+
+def _advice(config: RunConfig, measure: Measure, device: Device) -> str:
+    """Single changes that suffice, of layouts with up to twice the ranks; or all settings, with the fewest ranks that do."""
+
+    def needed(changed: RunConfig) -> float:
+        return max(_phases(changed, measure).values())
+
+    near = [remedy for remedy in _layouts(config, measure) if remedy[1].layout.world_size <= 2 * config.layout.world_size]
+    alone = [*_settings(config), *near]
+    found = [(text, size) for text, changed in alone if (size := needed(changed)) <= device.bytes]
+    if found:
+        return "one of these makes it fit: " + "; ".join(f"{text} ({_gib(size)})" for text, size in found)
+    texts, everything = [], config
+    for text, _ in _settings(config):
+        texts.append(text)
+    for place in range(len(texts)):
+        # Each change is made to what the changes before it left.
+        everything = dict(_settings(everything)).get(texts[place], everything)
+    for text, changed in [("", everything), *_layouts(everything, measure)]:
+        if (size := needed(changed)) <= device.bytes:
+            return f"together these make it fit: {'; '.join([*texts, *([text] if text else [])])} ({_gib(size)})"
+    saved = "; ".join(texts) or "the settings that save memory"
+    return f"with all of {saved} it still needs {_gib(needed(everything))}: use a smaller model or larger GPUs"
+
+
+def _settings(config: RunConfig) -> Iterator[Remedy]:
+    """Changes of settings that keep the numbers of a run; each with its key."""
+    policy, critic = config.policy, config.critic
+    everything = OffloadConfig(parameters=True, gradients=True, optimizer=True)
+    if policy.recompute != "full" and "recompute_granularity" not in policy.megatron.transformer:
+        yield "policy.recompute: full", replace(config, policy=replace(policy, recompute="full"))
+    if on_gpus(config) and len(policy.offload.parts) < 3:
+        text = "policy.offload: {parameters: true, gradients: true, optimizer: true}"
+        yield text, replace(config, policy=replace(policy, offload=everything))
+    if on_gpus(config) and config.uses_critic and critic.settings(policy).offload.parts != everything.parts:
+        text = "critic.offload: {parameters: true, gradients: true, optimizer: true}"
+        yield text, replace(config, critic=replace(critic, offload=everything))
+    least = config.max_sequence_tokens * config.algorithm.samples_per_comparison
+    if policy.tokens_per_micro_batch > least:
+        yield (
+            f"policy.tokens_per_micro_batch: {least}",
+            replace(config, policy=replace(policy, tokens_per_micro_batch=least)),
+        )
+    if config.engine.layout is not None and on_gpus(config) and config.engine.memory_fraction > 0.3:
+        yield "engine.memory_fraction: 0.3", replace(config, engine=replace(config.engine, memory_fraction=0.3))
+
+
+def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
+    """Layouts that shard the model further: with the ranks that there are, then with more."""
+    layout = config.layout
+    for factor in (2, 4, 8):
+        if layout.dp % factor == 0:
+            yield from _layout(config, measure, dp=layout.dp // factor, tp=layout.tp * factor)
+    # An engine with a layout of its own has as many ranks as the policy.
+    if config.engine.layout is not None:
+        return
+    factor = 2
+    while factor <= _MOST_RANKS:
+        yield from _layout(config, measure, tp=layout.tp * factor)
+        yield from _layout(config, measure, pp=layout.pp * factor)
+        for tensor in (2, 4, 8):
+            if factor % tensor == 0 and factor > tensor:
+                yield from _layout(config, measure, tp=layout.tp * tensor, pp=layout.pp * (factor // tensor))
+        factor *= 2
+
+
+def _layout(
+    config: RunConfig, measure: Measure, *, dp: int | None = None, tp: int | None = None, pp: int | None = None
+) -> Iterator[Remedy]:
+    own = config.layout
+    try:
+        layout = replace(own, dp=dp or own.dp, tp=tp or own.tp, pp=pp or own.pp)
+        changed = replace(config, policy=replace(config.policy, backend=str(layout)))
+        measure(changed)
+    except ValueError:
+        # The model cannot be sharded so.
+        return
+    yield f"policy.backend: {layout}", changed
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

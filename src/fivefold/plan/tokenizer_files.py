@@ -1,0 +1,90 @@
+"""What the files of a tokenizer show before a run: can they be read, do responses end, does the model know every token?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.config.findings import Findings
+from fivefold.data.light_tokenizer import OTHER_FILES, LightTokenizer
+from fivefold.files import read_json_object
+from fivefold.models.spec import ModelSpec
+
+
+def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> LightTokenizer | None:
+    """Errors about the policy's tokenizer; the tokenizer where it is here and can be read without transformers."""
+    key = "model.tokenizer" if config.model.tokenizer else "model.path"
+    given = config.model.tokenizer or config.model.path
+    directory = Path(given)
+    if not directory.is_dir():
+        if config.model.tokenizer and not is_hub_id(given):
+            findings.error(key, f": no directory {given}, and no hub id, which is written owner/name")
+        return None
+    tokenizer = check_tokenizer_files(findings, key, directory, spec)
+    if tokenizer is not None:
+        try:
+            _check_ends(findings, key, config, tokenizer, spec)
+        except ValueError as error:
+            findings.error(key, f": {error}")
+    return tokenizer
+
+
+def check_tokenizer_files(findings: Findings, key: str, directory: Path, spec: ModelSpec | None) -> LightTokenizer | None:
+    """Errors about the tokenizer in a directory; the tokenizer where it can be read without transformers."""
+    if not (directory / "tokenizer.json").is_file():
+        if not any((directory / name).is_file() for name in OTHER_FILES):
+            findings.error(key, f": no tokenizer in {directory}; name one in model.tokenizer")
+        return None
+    try:
+        tokenizer = LightTokenizer.load(directory)
+        tokenizer.check_template()
+    except ValueError as error:
+        findings.error(key, f": {error}")
+        return None
+    if spec is not None and tokenizer.highest_id >= spec.vocab:
+        findings.error(
+            key,
+            f": the tokenizer has tokens up to {tokenizer.highest_id}, the model's vocabulary has {spec.vocab}: they do not "
+            "belong together",
+        )
+    return tokenizer
+
+
+def is_hub_id(path: str) -> bool:
+    """It may be the name of a repository: owner/name."""
+    return not path.startswith((".", "/", "~")) and path.count("/") == 1 and all(path.split("/"))
+
+
+def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: LightTokenizer, spec: ModelSpec | None) -> None:
+    ends = {tokenizer.eos_token_id} | _model_ends(Path(config.model.path))
+    ends.discard(None)
+    drawn = config.engine.sampling
+    if config.algorithm.offline and tokenizer.eos_token_id is None:
+        findings.error(
+            key,
+            ": the tokenizer has no eos_token, with which every response to learn ends: name one in tokenizer_config.json",
+        )
+    elif not ends and not (drawn.stop or drawn.stop_token_ids or drawn.ignore_eos):
+        findings.error(
+            key,
+            ": neither the tokenizer nor the model has an end token, so no response would ever end: name eos_token in "
+            "tokenizer_config.json, or engine.sampling.stop_token_ids",
+        )
+    outside = sorted(token for token in ends if token is not None and spec is not None and not 0 <= token < spec.vocab)
+    if outside and spec is not None:
+        findings.error(key, f": the end token {outside[0]} is not in the model's vocabulary of {spec.vocab}")
+
+
+def _model_ends(directory: Path) -> set[int | None]:
+    """End tokens in the model's own files; raises ValueError where they are none."""
+    found: set[int | None] = set()
+    for name in ("config.json", "generation_config.json"):
+        if not (directory / name).is_file():
+            continue
+        given: Any = read_json_object(directory / name).get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise ValueError(f"{directory / name}: eos_token_id must be a token or a list of tokens: got {given!r:.80}")
+        found |= set(ids)
+    return found

@@ -1,0 +1,16 @@
+"""What a built-in reward needs of a ground truth: a response that states it must earn the reward. No torch here."""
+
+from __future__ import annotations
+
+from fivefold.reward.rules import gsm8k
+
+
+def ground_truth_fault(name: str, ground_truth: str) -> str | None:
+    """What must hold of a row's ground truth for a reward of this name, where it does not; the user's own take any."""
+    if name == "gsm8k" and not (
+        gsm8k(f"#### {ground_truth}", ground_truth) or gsm8k(f"\\boxed{{{ground_truth}}}", ground_truth)
+    ):
+        return "must be a number for the reward gsm8k"
+    if name == "math" and not ground_truth.strip():
+        return "must not be empty for the reward math"
+    return None

@@ -1,0 +1,30 @@
+"""Random damage: `check` answers in sentences, soon, and what it accepts training's own readers accept."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fuzz import Inputs, fuzz_configs, fuzz_data, fuzz_models, verdict
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    found = Inputs(tmp_path_factory.mktemp("fuzz"))
+    assert verdict(found.check) == ("accepted", "")
+    return found
+
+
+@pytest.mark.parametrize(("fuzz", "count"), [(fuzz_configs, 120), (fuzz_models, 40), (fuzz_data, 60)])
+def test_damage_is_answered_in_sentences(inputs, fuzz, count):
+    """Numbers from 10^6 on: the thousands from 0 on are those of `python -m tests.support.fuzz`."""
+    counts, broken = fuzz(inputs, range(10**6, 10**6 + count))
+    assert broken == []
+    assert min(counts["accepted"], counts["refused"]) >= count / 20, counts
+
+
+@pytest.mark.slow
+def test_ten_thousand_configurations_and_a_thousand_data_files(inputs):
+    for fuzz, count in ((fuzz_configs, 10_000), (fuzz_models, 2_000), (fuzz_data, 1_000)):
+        counts, broken = fuzz(inputs, range(count))
+        print(fuzz.__name__, dict(counts))
+        assert broken == []
