@@ -100,6 +100,8 @@ class Group:
     """Reward of the most likely response, where the method compares with it."""
     index: int = 0
     """Place among the groups of the step, the same on every layout."""
+    is_used: bool = True
+    """The step trains on it; dynamic sampling leaves some out, which count in the metrics only."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class RolloutStats:
     """The samples came from an engine; those of a dataset have no log-probs of their own."""
     greedy_rewards_N: Tensor | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    sampled: RolloutStats | None = None
+    """Those of all samples, where the step does not train on some of them."""
     """Mean of each part of the reward, over the samples that have it."""
 
     def __len__(self) -> int:

@@ -12,12 +12,14 @@ import torch
 from fivefold.algo import make_objective
 from fivefold.config import methods
 from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.observability.metrics import undocumented
+from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DynamicSampling
-from fivefold.rollout.stats import BatchPlan, gather_stats
-from fivefold.types import Group, Prompt, Sample
+from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
+from fivefold.types import Group, Prompt, Sample, Sampling
 from tests.support.tiny_models import VOCAB as MODEL_VOCAB
-from tests.support.toy import CHOICES, LENGTH, ToyModel, target, toy_parts, toy_prompts, toy_run
+from tests.support.toy import CHOICES, LENGTH, ToyModel, ToyTokenizer, target, toy_parts, toy_prompts, toy_run
 
 
 class InMemory:
@@ -70,7 +72,7 @@ def filtered(mesh, run_dir: Path):
         policy.table.data[prompt, :, target(prompt)] = 30.0
     run = toy_parts(mesh, run_dir, "dapo", methods.Choices(), policy, 1)
     source = DynamicSampling(InMemory(mesh.ranks, policy), mesh.ranks, run.logger, groups_per_step=8, max_rounds=5)
-    groups = source.next(0)
+    groups = [group for group in source.next(0) if group.is_used]
     return [(group.index, group.prompt.id) for group in groups], source.state_dict()
 
 
@@ -79,6 +81,78 @@ def test_dynamic_sampling_wraps_any_source(cluster, tmp_path):
     assert [index for index, _ in groups] == list(range(8))
     assert {prompt for _, prompt in groups} <= {4, 5, 6, 7}, "the others are always right"
     assert 2 <= state["calls"] <= 5
+
+
+class Known:
+    """Eight groups of four a call, of which two have one right response; 4 and 2 tokens."""
+
+    def __init__(self, ranks) -> None:
+        self._ranks, self._calls = ranks, 0
+
+    def next(self, step: int) -> list[Group]:
+        self._calls += 1
+        groups = []
+        for index in range(8):
+            rewards = [float(index >= 6 and place == 1) for place in range(4)]
+            # Tokens say where they are from: call, group, sample.
+            tokens = [[self._calls, index, place, 0][: 2 if reward else 4] for place, reward in enumerate(rewards)]
+            samples = [
+                Sample(
+                    one, [0.0] * len(one), "", True, 0, reward=reward, correct=reward == 1, reward_parts={"gsm8k": reward}
+                )
+                for one, reward in zip(tokens, rewards, strict=True)
+            ]
+            groups.append(Group(Prompt(index, [7], "s", "", ""), samples, index=index))
+        return self._ranks.shard(groups)
+
+
+def dynamic_metrics(mesh, run_dir: Path):
+    run = toy_parts(mesh, run_dir / str(mesh.ranks.rank), "dapo", methods.Choices(), ToyModel(), 1)
+    source = DynamicSampling(Known(mesh.ranks), mesh.ranks, run.logger, groups_per_step=4, max_rounds=5)
+    plan = BatchPlan(1, max_response_tokens=5)
+    groups = source.next(0)
+    stats = gather_stats(groups, mesh.ranks, plan)
+    return rollout_metrics(stats, 0), pack(groups, stats, mesh.ranks, plan).token_ids_T.tolist()
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2", "t2"])
+def test_dynamic_sampling_reports_what_was_sampled_and_what_it_trains_on(cluster, tmp_path, layout):
+    """Two calls of eight groups: 64 samples, 4 of them right; the step trains on the 4 groups that have one."""
+    found = cluster.run(dynamic_metrics, f"megatron:{layout}", tmp_path)
+    for metrics, _ in found:
+        expected = {"reward/mean": 4 / 64, "reward/pass@4": 4 / 16, "reward/mean@4": 4 / 64, "reward/solve_none": 12 / 16,
+                    "reward/frac_reward_zero_std": 12 / 16, "reward/best": 4 / 16, "reward/gsm8k": 4 / 64,
+                    "response/length_mean": (60 * 4 + 4 * 2) / 64}  # fmt: skip
+        trained = {"reward/mean": 4 / 16, "reward/pass@4": 1.0, "reward/mean@4": 1 / 4, "reward/solve_none": 0.0,
+                   "reward/frac_reward_zero_std": 0.0, "reward/best": 1.0, "reward/gsm8k": 4 / 16,
+                   "response/length_mean": (12 * 4 + 4 * 2) / 16}  # fmt: skip
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+        assert {name: metrics[f"filtered/{name}"] for name in trained} == pytest.approx(trained)
+        assert undocumented(metrics) == []
+    replicas = found if layout == "d2" else found[:1]
+    tokens = [token for _, replica in replicas for token in replica]
+    assert len(tokens) == 16 + 12 * 4 + 4 * 2, "only the samples of those groups are packed, each behind its prompt"
+
+
+def twice(mesh, run_dir: Path):
+    """Tokens of each group: of two prompts, and of the same with the first one again."""
+    run = toy_parts(mesh, run_dir, "grpo", methods.Choices(), ToyModel(), 1)
+    run.engine.update_weights(ToyModel().weights(), 0)
+    first, second = toy_prompts()[:2]
+    generator = Generator(run.engine, ToyTokenizer(), run.rewards, run.logger)
+    found = []
+    for prompts in ([first, second], [first, second, first]):
+        groups = generator.sample(prompts, 8, Sampling(max_tokens=5), (3, 0))
+        found.append([[sample.token_ids for sample in group.samples] for group in groups])
+    return found
+
+
+def test_a_prompt_that_comes_twice_in_a_round_draws_other_responses_the_second_time(cluster, tmp_path):
+    ((once, again),) = cluster.run(twice, "megatron:d1", tmp_path)
+    assert again[:2] == once, "what the others draw stays the same"
+    assert not [tokens for tokens in again[2] if tokens in again[0]], (
+        "of 12^3 responses no two of these sixteen are the same"
+    )
 
 
 class Unequal:

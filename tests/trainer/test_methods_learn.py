@@ -80,7 +80,8 @@ def test_dynamic_sampling_refills_up_to_its_limit(cluster, tmp_path, known, roun
         (rounds, silent)
     ] * 3
     assert rows[0]["dynamic_sampling/kept_fraction"] == (8 - known) / 8
-    assert rows[0]["reward/frac_reward_zero_std"] == silent / 8
+    assert rows[0]["reward/frac_reward_zero_std"] == known / 8
+    assert rows[0].get("filtered/reward/frac_reward_zero_std", known / 8) == silent / 8
     assert position == 3 * 8 * rounds == sum(row["dynamic_sampling/prompts"] for row in rows)
     if known == 8:
         assert rows[0]["policy/grad_norm"] == 0.0
@@ -99,7 +100,7 @@ def first_groups(mesh, run_dir: Path):
     own = run_dir / str(mesh.ranks.rank)
     run = toy_parts(mesh, own, "dapo", methods.Choices(), policy, 0, groups_per_step=4, max_rounds=4)
     run.engine.update_weights(policy.weights(), 0)
-    groups = run.rollouts.next(0)
+    groups = [group for group in run.rollouts.next(0) if group.is_used]
     return [(group.index, group.prompt.id, [sample.token_ids for sample in group.samples]) for group in groups]
 
 

@@ -24,9 +24,10 @@ PLACEHOLDERS = {
     "<source>": r".+",
     "<k>": r"\d+",
     "<layer>": r"\d+",
+    "<sampled>": r"(?:reward|response)/.+",
 }
 """What a name leaves open -> what stands there: a part of the reward (a built-in function, `path.py:function` or `model`), a
-`data_source`, a number of samples, a layer counted from 0."""
+`data_source`, a number of samples, a layer counted from 0, a metric of what was sampled."""
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
@@ -59,6 +60,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("dynamic_sampling/prompts", "prompts", "Prompts that were sampled in all rounds."),
         Metric("dynamic_sampling/kept_fraction", "fraction", "Sampled prompts whose responses differ in reward."),
         Metric("dynamic_sampling/zero_variance_used", "groups", "Groups of equal rewards that filled up the step."),
+        Metric(
+            "filtered/<sampled>",
+            "",
+            "The same metric of the groups that the step trains on, where dynamic sampling left some out.",
+        ),
     ),
     "Engine against trainer": (
         Metric("rollout/logprob_diff_mean", "nats", "Mean absolute difference of the engine's and the trainer's log-prob."),

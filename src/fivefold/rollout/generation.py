@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,16 +34,18 @@ class Generator:
     def sample(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...]) -> list[Group]:
         """This rank's groups of `group_size` scored responses, by the place of their prompt; every rank names all prompts.
 
-        `draw` (seed, step, ...) with a prompt's id and the number of the response fixes what is drawn. Collective.
+        `draw` (seed, step, ...) with a prompt's id and the number of the response fixes what is drawn; a prompt that comes
+        twice has further numbers the second time. Collective.
         """
         replica = self.engine.replica
         own = range(replica.index, len(prompts), replica.count)
+        first_numbers = _first_numbers(prompts, group_size)
         requests = [
             Request(
                 place * group_size + number,
                 prompts[place].token_ids,
                 sampling,
-                request_seed((*draw, prompts[place].id, number)),
+                request_seed((*draw, prompts[place].id, first_numbers[place] + number)),
             )
             for place in own
             for number in range(group_size)
@@ -75,3 +78,13 @@ class Generator:
             policy_version=completion.policy_version,
             token_versions=completion.token_versions,
         )
+
+
+def _first_numbers(prompts: Sequence[Prompt], group_size: int) -> list[int]:
+    """For each place the number of its first response among all of the same prompt."""
+    seen: Counter[int] = Counter()
+    numbers = []
+    for prompt in prompts:
+        numbers.append(seen[prompt.id] * group_size)
+        seen[prompt.id] += 1
+    return numbers

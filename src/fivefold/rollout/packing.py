@@ -39,7 +39,8 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
         counts = torch.zeros(replicas, dtype=torch.long).index_add(0, replica_N[found], stats.lengths_N[found])
         return [int(count) for count in counts]
 
-    samples = [(group, sample) for group in sorted(groups, key=lambda group: group.index) for sample in group.samples]
+    used = sorted((group for group in groups if group.is_used), key=lambda group: group.index)
+    samples = [(group, sample) for group in used for sample in group.samples]
     encoded = dict(zip(rows(stats.rank_N == ranks.rank), map(_encode, samples), strict=True))
     outgoing = rows(stats.rank_N == ranks.rank, stats.owner_N)
     tokens_TF = torch.cat([encoded[row] for row in outgoing] or [_NOTHING])

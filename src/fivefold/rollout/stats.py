@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class BatchPlan:
 
 _COLUMNS = (
     "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "correct", "repetition",
-    "version", "versions_differ", "greedy_reward", "has_logprobs",
+    "version", "versions_differ", "greedy_reward", "has_logprobs", "is_used",
 )  # fmt: skip
 
 
@@ -60,6 +60,13 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
         )
     order_N = key_N.argsort()
     rows, rank_N = everyone[order_N], rank_N[order_N]
+    used_N = rows[:, _COLUMNS.index("is_used")].bool()
+    stats = _stats(rows[used_N], rank_N[used_N], [group for group in groups if group.is_used], ranks, plan)
+    return stats if used_N.all() else replace(stats, sampled=_stats(rows, rank_N, groups, ranks, plan))
+
+
+def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
+    """The stats of these samples of all ranks, of which `groups` are this rank's; collective."""
     column = {name: rows[:, number] for number, name in enumerate(_COLUMNS)}
     _, group_N = column["group"].long().unique(return_inverse=True)
     minibatch_N = _minibatches(group_N, plan.updates_per_step)
@@ -95,7 +102,7 @@ def _rows(group: Group) -> list[list[float]]:
             group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
             sample.reward_failed, sample.correct, repetition(sample.token_ids), sample.policy_version,
             sample.token_versions is not None, greedy,
-            len(sample.logprobs) == len(sample.token_ids),
+            len(sample.logprobs) == len(sample.token_ids), group.is_used,
         ]
         for place, sample in enumerate(group.samples)
     ]  # fmt: skip
@@ -131,10 +138,16 @@ def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
 
 
 def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float]:
-    """Metrics of a step's samples; of rewards only where they came from an engine.
+    """Metrics of a step's samples, of all that were sampled; of rewards only where they came from an engine.
 
-    `policy_version` is that of the policy before the step's updates.
+    Where the step does not train on some of them, `filtered/...` are those of the rest. `policy_version` is that of the
+    policy before the step's updates.
     """
+    if stats.sampled is not None:
+        filtered = rollout_metrics(replace(stats, sampled=None), policy_version)
+        return rollout_metrics(stats.sampled, policy_version) | {
+            f"filtered/{name}": value for name, value in filtered.items() if name.startswith(("reward/", "response/"))
+        }
     rewards, lengths = stats.rewards_N, stats.response_lengths_N.double()
     found = {
         "response/length_mean": float(lengths.mean()),
