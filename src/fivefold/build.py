@@ -22,7 +22,8 @@ from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.weight_sync import weight_sync
-from fivefold.errors import first_line, shown
+from fivefold.errors import shown
+from fivefold.hub import model_snapshot
 from fivefold.interfaces import Engine, RolloutSource
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
@@ -63,22 +64,10 @@ def fetch_model(path: str, ranks: Ranks, wanted: Sequence[str] = _MODEL_FILES) -
     found: str | None = None
     for turn in (True, False):
         if (local_rank == 0) is turn:
-            found = _download(path, wanted)
+            found = str(model_snapshot(path, wanted))
         ranks.barrier()
     assert found is not None
     return Path(found)
-
-
-def _download(path: str, wanted: Sequence[str]) -> str:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(path, allow_patterns=list(wanted)))
-    except Exception as error:
-        # Whatever the hub's client raises (no such model, no network, no access), the user has one thing to look at.
-        raise ValueError(
-            f"{path!r} is neither a directory here nor a model that the hub gives: {first_line(error)}"
-        ) from error
 
 
 def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_requested: Callable[[], bool]) -> Run:

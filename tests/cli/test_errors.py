@@ -63,7 +63,6 @@ COMMANDS = [
     (["train", "{tmp}/none.yaml"], "no configuration file at"),
     (["report", "{tmp}/none"], "no metrics in"),
     (["report", "{tmp}/run"], "run/metrics.jsonl, line 1 is not JSON"),
-    (["export", "{tmp}/none", "{tmp}/out"], "cannot be used"),
     (["data", "gsm8k", "--out", "{tmp}/out"], "openai/gsm8k cannot be downloaded from the hub, name local files with --source"),
     (["data", "gsm8k", "--source", "{tmp}/none.jsonl", "--out", "{tmp}/out"], "no source file at"),
     (["data", "gsm8k", "--source", "{tmp}/rows.jsonl", "--out", "{tmp}/out"], "rows.jsonl, row 0: column 'question' must be a text"),
@@ -112,3 +111,23 @@ def test_a_bug_shows_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr("fivefold.config.load_config", wrong)
     with pytest.raises(KeyError):
         cli.main(["check", str(tmp_path)])
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
+    """Its own client would ask five times, half a minute long, for each file; nothing listens on this port."""
+    import time
+
+    from huggingface_hub import constants
+
+    from fivefold.distributed.ports import free_port
+    from fivefold.hub import model_snapshot
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a directory .* it does not answer"):
+        model_snapshot("nobody/nothing", ["*.json"])
+    assert time.monotonic() - begin < 5

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data.rows import read_rows
-from fivefold.errors import first_line, shown
+from fivefold.errors import shown
 from fivefold.files import read_json, read_json_lines, read_text
+from fivefold.hub import dataset_file
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -98,17 +99,9 @@ def _files(name: str, source: list[Path]) -> Iterator[tuple[str, Path]]:
                 raise ValueError(f"no source file at {path}")
             yield ("test" if "test" in path.stem else "train"), path
         return
-    from huggingface_hub import hf_hub_download
-
     repository, files = HUB[name]
     for split, file in files.items():
-        try:
-            yield split, Path(hf_hub_download(repository, file, repo_type="dataset"))
-        except Exception as error:
-            # Whatever the hub's client raises (no network, no access), the user has one thing to look at.
-            raise ValueError(
-                f"{repository} cannot be downloaded from the hub, name local files with --source: {first_line(error)}"
-            ) from error
+        yield split, dataset_file(repository, file)
 
 
 def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,57 @@
+"""What comes from the Hugging Face hub, or from its cache on this machine; one sentence where neither has it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fivefold.errors import first_line
+
+_CONNECT_SECONDS = 5.0
+
+
+def model_snapshot(repository: str, wanted: Sequence[str]) -> Path:
+    """The files of a model's repository that match `wanted`, in a local directory."""
+    from huggingface_hub import snapshot_download
+
+    what = f"{repository!r} is neither a directory here nor a model that the hub gives"
+    return _take(what, lambda cached: snapshot_download(repository, allow_patterns=list(wanted), local_files_only=cached))
+
+
+def dataset_file(repository: str, name: str) -> Path:
+    """One file of a data set's repository."""
+    from huggingface_hub import hf_hub_download
+
+    what = f"{repository} cannot be downloaded from the hub, name local files with --source"
+    return _take(what, lambda cached: hf_hub_download(repository, name, repo_type="dataset", local_files_only=cached))
+
+
+def _take(what: str, download: Callable[[bool], str]) -> Path:
+    """What `download(only from the cache)` gives; `what` begins the sentence where it fails."""
+    reachable = _answers()
+    try:
+        return Path(download(not reachable))
+    except Exception as error:
+        # Whatever the hub's client raises (no such model, no network, no access), the user has one thing to look at.
+        reason = first_line(error) if reachable else "it does not answer, and its cache on this machine does not have it"
+        raise ValueError(f"{what}: {reason}") from error
+
+
+def _answers() -> bool:
+    """The hub can be connected to; without a network its client would try again for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        # Whether a proxy reaches it only the client can find out.
+        return True
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
