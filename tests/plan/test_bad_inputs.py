@@ -273,7 +273,7 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "an end token that is a number": (lambda case: case.json("tokenizer_config.json", eos_token=3), "tokenizer_config.json: eos_token must be a text: got 3"),
     "no end token": (lambda case: case.json("tokenizer_config.json", eos_token=...), "neither the tokenizer nor the model has an end token"),
     "no end token for sft": (lambda case: (case.json("config.json", eos_token_id=2), case.json("tokenizer_config.json", eos_token=...), offline("sft", {"prompt": "1", "response": "2"})(case)), "the tokenizer has no eos_token"),
-    "a tokenizer larger than the model": (lambda case: (case.json("config.json", vocab_size=60), replaced("model.embed_tokens.weight", lambda tensor: tensor[:60].clone())(case), replaced("lm_head.weight", lambda tensor: tensor[:60].clone())(case)), "the model's vocabulary has 60: they do not belong together"),
+    "a tokenizer larger than the model": (lambda case: (case.json("config.json", vocab_size=60), replaced("model.embed_tokens.weight", lambda tensor: tensor[:60].clone())(case), replaced("lm_head.weight", lambda tensor: tensor[:60].clone())(case)), "the model knows 60: they do not belong together"),
     "a template that is not valid": (lambda case: case.template("{% for m in messages %}"), "the chat template of"),
     "a template that raises": (lambda case: case.template("{{ raise_exception('no system') }}"), "the chat template of"),
     "a template that raises on a row": (lambda case: (case.template("{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{ messages[0].content }}"), case.row(prompt=[{"role": "system", "content": "1"}, USER])), "row 1: the chat template of"),

@@ -53,7 +53,7 @@ def test_eight_billion_parameters_need_eighteen_bytes_each_and_do_not_fit_one_gp
     said = refused(config())
     least = float(re.search(r"training needs at least ([\d.]+) GiB", said)[1])
     activations = states.training["activations"]
-    assert least == pytest.approx((18 * count + 0.8 * activations) / GIB, abs=0.06)
+    assert least == pytest.approx((18 * count + 0.7 * activations) / GIB, abs=0.06)
     assert "h100-80g has 79.1 GiB" in said
 
 
@@ -72,7 +72,7 @@ def test_every_change_that_is_named_makes_the_run_fit_by_the_number_that_is_give
         assert refused(changed) == "", (key, value)
         elastic = replace(changed, engine=replace(changed.engine, max_num_seqs=1))
         phases = memory_of(elastic, SPEC).phases.values()
-        assert max(sum(parts.values()) - 0.2 * parts.get("activations", 0) for parts in phases) / GIB == pytest.approx(
+        assert max(sum(parts.values()) - 0.3 * parts.get("activations", 0) for parts in phases) / GIB == pytest.approx(
             float(size), abs=0.06
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from fivefold.config.findings import Findings
 from fivefold.config.ranges import suggest
+from fivefold.errors import shown
 
 SECTIONS = ("transformer", "pipeline", "ddp", "optimizer")
 """Sections of `policy.megatron`: TransformerConfig, its pipeline fields, DistributedDataParallelConfig, OptimizerConfig."""
@@ -274,7 +275,9 @@ def _check_option(findings: Findings, section: str, name: str, value: Any) -> No
     elif reason := _refusal(section, name):
         findings.error(key, f"cannot be set: {reason.replace('{section}', model)}")
     elif not _fits(fields[name], value):
-        findings.error(key, f"must be {ast.unparse(fields[name])}, got {value!r}")
+        findings.error(key, f"must be {ast.unparse(fields[name])}, got {shown(value)}")
+    elif isinstance(value, (int, float)) and value < 0:
+        findings.error(key, f"must be at least 0: got {shown(value)}")
 
 
 def _refusal(section: str, name: str) -> str | None:

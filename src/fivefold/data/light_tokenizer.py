@@ -55,9 +55,9 @@ class LightTokenizer:
     def eos_token_id(self) -> int | None:
         return self.backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
 
-    @cached_property
-    def highest_id(self) -> int:
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    def highest_id(self, with_added: bool) -> int:
+        """The last token of the vocabulary, with or without those that were added to it."""
+        return max(self.backend.get_vocab(with_added_tokens=with_added).values(), default=-1)
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a prompt, as data/prompts.py makes it."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from fivefold.config.schema import PolicyConfig
+from fivefold.errors import first_line
 from fivefold.megatron.layers.layer_spec import use_transformer_engine
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
@@ -86,8 +87,12 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
     else:
         settings["virtual_pipeline_model_parallel_size"] = None
     kind = TransformerConfig if spec.mla is None else MLATransformerConfig
-    with quiet("megatron.core"):
-        return kind(**settings)
+    try:
+        with quiet("megatron.core"):
+            return kind(**settings)
+    except (AssertionError, ValueError, TypeError) as error:
+        # What its options must satisfy together stands in its own code.
+        raise ValueError(f"Megatron-Core refuses these options of megatron.transformer: {first_line(error)}") from error
 
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {

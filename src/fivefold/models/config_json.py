@@ -28,7 +28,7 @@ LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """Megatron-Core's llama3 RoPE has these numbers built in; a model with others would be computed wrongly."""
 
 
-MOST_LAYERS, MOST_EXPERTS = 4096, 65536
+MOST_LAYERS, MOST_EXPERTS = 4096, 2**20
 _HUGE = 2**31 - 1
 _REQUIRED: Any = object()
 
@@ -265,6 +265,8 @@ def read_expert_counts(config: dict[str, Any]) -> tuple[int, int]:
     if not names:
         raise ValueError(f"config.json of a {config['model_type']} model must have the number of experts")
     count, top_k = read_whole(config, names[0], high=MOST_EXPERTS), read_whole(config, "num_experts_per_tok")
+    if read_whole(config, "num_hidden_layers", high=MOST_LAYERS) * count > MOST_EXPERTS:
+        raise ValueError(f"config.json must have at most {MOST_EXPERTS} experts in all layers: got {count} in each")
     if top_k > count:
         raise ValueError(f"num_experts_per_tok must lie between 1 and the {count} experts: got {top_k}")
     return count, top_k

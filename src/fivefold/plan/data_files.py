@@ -52,7 +52,6 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
             _check_validation(findings, config, reader)
     except ValueError as error:
         findings.error("data", f": {error}")
-    findings.notes.extend(reader.notes)
 
 
 def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None:
@@ -71,12 +70,14 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
 
 def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) -> None:
     """Validation rows may lack responses or rewards where a method learns from data, but not both."""
-    must_score = config.eval.generate if config.algorithm.offline else True
-    found = reader.read(config.data.val, learns=False, scored=bool(must_score), first=config.eval.max_prompts)
+    must_score, files = config.eval.generate if config.algorithm.offline else True, config.data.val
+    found = reader.read(files, learns=False, scored=bool(must_score), first=config.eval.max_prompts)
+    known = config.may_generate and all(reader.knows_reward(source) for source in found.sources)
+    if must_score is None and known:
+        reader.read(files, learns=False, scored=True, first=config.eval.max_prompts)
     if not found.rows:
         findings.error("data.val", f"has no prompt of at most data.max_prompt_tokens = {config.data.max_prompt_tokens}")
     if config.algorithm.offline and not found.responses and must_score is not True:
-        known = config.may_generate and all(reader.reward_fault(source) is None for source in found.sources)
         findings.require(
             known and must_score is not False,
             "data.val",
@@ -92,7 +93,6 @@ class _Reader:
     config: RunConfig
     tokenizer: LightTokenizer | None
     vocab: int | None
-    notes: list[str] = field(default_factory=list)
 
     def read(self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None) -> _Seen:
         """`learns`: rows must have what is learned from; `scored`: their responses will be."""
@@ -106,9 +106,9 @@ class _Reader:
                     found = parse_row(row, columns, kind, path.stem)
                     if learns:
                         check_responses(found, columns, kind, list(map(str, row)))
-                    fits = self._encode(found, where)
+                    fits = self._encode(found)
                     if scored:
-                        self._check_reward(found, where)
+                        self._check_reward(found)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
                 seen.rows += fits
@@ -129,7 +129,7 @@ class _Reader:
             seen.rows += behind
             seen.whole = seen.whole and not behind
 
-    def _encode(self, row: Row, where: str) -> bool:
+    def _encode(self, row: Row) -> bool:
         """Whether the prompt is short enough; raises ValueError for a text that the model could not read."""
         data, tokenizer = self.config.data, self.tokenizer
         if tokenizer is None:
@@ -154,15 +154,15 @@ class _Reader:
             )
         return len(tokens) <= data.max_prompt_tokens
 
-    def reward_fault(self, source: str) -> str | None:
-        """Why no reward can be chosen for a data_source, where none can."""
+    def knows_reward(self, source: str) -> bool:
+        """Whether a reward can be chosen for a data_source."""
         try:
             choose_rewards(self.config.reward, source)
-        except ValueError as error:
-            return str(error)
-        return None
+        except ValueError:
+            return False
+        return True
 
-    def _check_reward(self, row: Row, where: str) -> None:
+    def _check_reward(self, row: Row) -> None:
         """Raise ValueError where the rewards of the row's source cannot score it."""
         for name in choose_rewards(self.config.reward, row.source).weights:
             if fault := ground_truth_fault(name, row.ground_truth):

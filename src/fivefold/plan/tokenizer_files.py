@@ -8,6 +8,7 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.data.light_tokenizer import OTHER_FILES, LightTokenizer
+from fivefold.errors import shown
 from fivefold.files import read_json_object
 from fivefold.models.spec import ModelSpec
 
@@ -42,12 +43,13 @@ def check_tokenizer_files(findings: Findings, key: str, directory: Path, spec: M
     except ValueError as error:
         findings.error(key, f": {error}")
         return None
-    if spec is not None and tokenizer.highest_id >= spec.vocab:
+    if spec is not None and (highest := tokenizer.highest_id(with_added=False)) >= spec.vocab:
         findings.error(
             key,
-            f": the tokenizer has tokens up to {tokenizer.highest_id}, the model's vocabulary has {spec.vocab}: they do not "
-            "belong together",
+            f": the tokenizer has tokens up to {highest}, the model knows {spec.vocab}: they do not belong together",
         )
+    elif spec is not None and (highest := tokenizer.highest_id(with_added=True)) >= spec.vocab:
+        findings.note(f"the tokenizer in {directory} adds tokens up to {highest} to the model's vocabulary of {spec.vocab}")
     return tokenizer
 
 
@@ -85,6 +87,6 @@ def _model_ends(directory: Path) -> set[int | None]:
         given: Any = read_json_object(directory / name).get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            raise ValueError(f"{directory / name}: eos_token_id must be a token or a list of tokens: got {given!r:.80}")
+            raise ValueError(f"{directory / name}: eos_token_id must be a token or a list of tokens: got {shown(given)}")
         found |= set(ids)
     return found
