@@ -300,6 +300,10 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "a list for a path": (setting("trainer.run_dir", [1]), "trainer.run_dir must be text"),
     "a mapping for data": (setting("data.train", {"a": 1}), "data.train must be a list"),
     "a text for a mapping": (setting("policy.optimizer", "adam"), "policy.optimizer must be a mapping of keys"),
+    "a file for a directory": (setting("trainer.run_dir", "/dev/null"), "trainer.run_dir must be a directory that can be written: got '/dev/null'"),
+    "no name for a directory": (setting("trainer.run_dir", " "), "trainer.run_dir must be a directory that can be written"),
+    "a name of 5,000 letters": (setting("trainer.run_dir", "x" * 5000), "trainer.run_dir must be a directory that can be written"),
+    "an empty stop text": (setting("engine.sampling.stop", [""]), "engine.sampling.stop must be texts that are not empty"),
     "an unknown GPU": (setting("launch.gpu", "h101"), "launch.gpu must be one of"),
     "a time limit of 10^300": (setting("reward.timeout_seconds", 1e300), "reward.timeout_seconds must be in (0, 86400]"),
 }  # fmt: skip

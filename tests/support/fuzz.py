@@ -1,6 +1,7 @@
 """Random damage to what a user writes: configurations, a model's config.json, data files. Every case follows from its number.
 
-`python -m tests.support.fuzz` checks 10,000 configurations, 2,000 config.json and 1,000 data files, and prints the result.
+`python -m tests.support.fuzz` checks 10,000 configurations, 2,000 config.json and 1,000 data files, trains a step of what was
+accepted of the first 500 configurations, and prints the result.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
 import signal
@@ -290,6 +292,30 @@ def fuzz_data(inputs: Inputs, numbers: range) -> tuple[Counter[str], list[str]]:
     return counts, broken
 
 
+def fuzz_training(inputs: Inputs, numbers: range) -> tuple[Counter[str], list[str]]:
+    """What check accepts must train: a step of every accepted configuration, from the command line."""
+    from tests.support.commands import Command
+
+    counts: Counter[str] = Counter()
+    broken: list[str] = []
+    before = os.getcwd()
+    os.chdir(inputs.root)
+    try:
+        for number in numbers:
+            inputs.spoil_config(number)
+            if verdict(inputs.check)[0] != "accepted":
+                continue
+            done = Command("train", inputs.file, "trainer.steps=1", "launch.threads=1").finish()
+            counts["trained" if done.returncode == 0 else "failed"] += 1
+            if done.returncode:
+                broken.append(f"configuration {number} ended with {done.returncode}: {done.stderr[-1500:]}")
+            shutil.rmtree(inputs.root / "run", ignore_errors=True)
+    finally:
+        os.chdir(before)
+    inputs.file.write_text(yaml.safe_dump(inputs.tree))
+    return counts, broken
+
+
 def main() -> int:
     scale = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
     root = Path(tempfile.mkdtemp())
@@ -299,6 +325,7 @@ def main() -> int:
         assert verdict(inputs.check) == ("accepted", "")
         for what, fuzz, count in (
             ("configurations", fuzz_configs, 10_000), ("config.json", fuzz_models, 2_000), ("data files", fuzz_data, 1_000),
+            ("accepted configurations", fuzz_training, 500),
         ):  # fmt: skip
             counts, broken = fuzz(inputs, range(int(count * scale)))
             print(f"{what}: " + ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())), flush=True)

@@ -61,6 +61,7 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         "engine.max_model_len",
         f"must hold the longest prompt and response, {longest} tokens: got {engine.max_model_len}",
     )
+    findings.require(all(engine.sampling.stop), "engine.sampling.stop", "must be texts that are not empty")
     findings.require(
         engine.sampling.min_tokens <= config.data.max_response_tokens,
         "engine.sampling.min_tokens",

@@ -73,19 +73,20 @@ def read_mapping(config: dict[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
+_NULL = type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
     "use_cache": (bool,),
-    "bos_token_id": (int,),
-    "pad_token_id": (int,),
-    "eos_token_id": (int, list),
-    "sliding_window": (int,),
-    "max_window_layers": (int,),
-    "attention_dropout": (int, float),
-    "initializer_range": (int, float),
-    "architectures": (list,),
-    "layer_types": (list,),
-    "id2label": (dict,),
-    "label2id": (dict,),
+    "bos_token_id": (int, _NULL),
+    "pad_token_id": (int, _NULL),
+    "eos_token_id": (int, list, _NULL),
+    "sliding_window": (int, _NULL),
+    "max_window_layers": (int, _NULL),
+    "attention_dropout": (int, float, _NULL),
+    "initializer_range": (int, float, _NULL),
+    "architectures": (list, _NULL),
+    "layer_types": (list, _NULL),
+    "id2label": (dict, _NULL),
+    "label2id": (dict, _NULL),
 }
 """Keys that only transformers reads, which refuses values of other types."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -95,8 +96,8 @@ def check_types(config: dict[str, Any]) -> None:
     """Raise ValueError for a key that transformers would refuse when it makes the engine's model."""
     for key, types in _TYPES.items():
         found = config.get(key)
-        if found is not None and (not isinstance(found, types) or (isinstance(found, bool) and bool not in types)):
-            wanted = " or ".join(kind.__name__ for kind in types)
+        if (key in config and not isinstance(found, types)) or (isinstance(found, bool) and bool not in types):
+            wanted = " or ".join("null" if kind is _NULL else kind.__name__ for kind in types)
             raise ValueError(f"{key} in config.json must be of type {wanted}: got {shown(found)}")
     for key in ("dtype", "torch_dtype"):
         found = config.get(key)

@@ -20,6 +20,7 @@ from fivefold.config.schema import (
     SamplingConfig,
 )
 from fivefold.config.validate import validate
+from fivefold.errors import shown
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
@@ -74,6 +75,7 @@ def check(config: RunConfig) -> Findings:
     if policy is not None and not findings.errors:
         findings.notes[:0] = _spec_notes(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
+    _check_run_dir(findings, config)
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         findings.error("trainer.resume", f"must be auto, never or a checkpoint directory: got {resume!r}")
@@ -85,6 +87,19 @@ def check(config: RunConfig) -> Findings:
         check_engine(findings, config, policy)
     _report_ignored(findings, config, specs)
     return findings
+
+
+def _check_run_dir(findings: Findings, config: RunConfig) -> None:
+    """The run's directory, or the nearest one above it that is there, must take new files."""
+    path = config.run_dir
+    try:
+        there = next(one for one in (path, *path.parents) if one.exists())
+        usable = bool(config.trainer.run_dir.strip()) and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except (OSError, ValueError, StopIteration):
+        usable = False
+    findings.require(
+        usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(config.trainer.run_dir)}"
+    )
 
 
 def _reference(config: RunConfig) -> list[_Part]:
