@@ -96,7 +96,8 @@ def check_types(config: dict[str, Any]) -> None:
     """Raise ValueError for a key that transformers would refuse when it makes the engine's model."""
     for key, types in _TYPES.items():
         found = config.get(key)
-        if (key in config and not isinstance(found, types)) or (isinstance(found, bool) and bool not in types):
+        fits = isinstance(found, types) and not (isinstance(found, bool) and bool not in types)
+        if key in config and not fits:
             wanted = " or ".join("null" if kind is _NULL else kind.__name__ for kind in types)
             raise ValueError(f"{key} in config.json must be of type {wanted}: got {shown(found)}")
     for key in ("dtype", "torch_dtype"):
