@@ -10,6 +10,7 @@ import pytest
 
 from fivefold import cli
 from fivefold.config import load_config
+from fivefold.config.ranges import within
 from fivefold.errors import describe_error, sentence_of
 from fivefold.files import read_json
 
@@ -38,6 +39,8 @@ def lost_connection() -> None:
         (lambda: Path("/none").read_text(), "/none: No such file or directory"),
         (full_disk, "the disk: No space left on device"),
         (lambda: int("x"), None),
+        # Within this package, but not by a `raise` of it.
+        (lambda: within("[a, b]"), None),
         (lambda: json.loads("{"), None),
         (lambda: {}["absent"], None),
         (lambda: [zip([1], [1, 2], strict=True)] and list(zip([1], [1, 2], strict=True)), None),

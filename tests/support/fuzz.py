@@ -157,11 +157,10 @@ class Inputs:
 
         path = self.root / "spoiled.parquet"
         try:
-            table = pyarrow.Table.from_pylist(rows[:4])
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:4]), path)
         except (pyarrow.ArrowException, OverflowError):
             # Values of several types in a column: no parquet file can hold them.
-            table = pyarrow.Table.from_pylist(self.rows[:4])
-        pyarrow.parquet.write_table(table, path)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows[:4]), path)
         if draw.random() < 0.7:
             path.write_bytes(_spoil_bytes(path.read_bytes(), draw))
         return path

@@ -81,8 +81,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "eos_token_id": (int, list, _NULL),
     "sliding_window": (int, _NULL),
     "max_window_layers": (int, _NULL),
-    "attention_dropout": (int, float, _NULL),
-    "initializer_range": (int, float, _NULL),
+    "attention_dropout": (int, float),
+    "initializer_range": (float,),
     "architectures": (list, _NULL),
     "layer_types": (list, _NULL),
     "id2label": (dict, _NULL),
@@ -100,6 +100,11 @@ def check_types(config: dict[str, Any]) -> None:
         if key in config and not fits:
             wanted = " or ".join("null" if kind is _NULL else kind.__name__ for kind in types)
             raise ValueError(f"{key} in config.json must be of type {wanted}: got {shown(found)}")
+        if isinstance(found, list) and key != "eos_token_id" and not all(isinstance(one, str) for one in found):
+            raise ValueError(f"{key} in config.json must be a list of texts: got {shown(found)}")
+    pad, vocab = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(vocab, int) and not -vocab <= pad < vocab:
+        raise ValueError(f"pad_token_id in config.json must be a token of the vocabulary of {vocab}: got {shown(pad)}")
     for key in ("dtype", "torch_dtype"):
         found = config.get(key)
         if found is not None and (not isinstance(found, str) or found.removeprefix("torch.") not in _DTYPES):
