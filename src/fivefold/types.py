@@ -140,9 +140,9 @@ class RolloutStats:
     """The samples came from an engine; those of a dataset have no log-probs of their own."""
     greedy_rewards_N: Tensor | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    """Mean of each part of the reward, over the samples that have it."""
     sampled: RolloutStats | None = None
     """Those of all samples, where the step does not train on some of them."""
-    """Mean of each part of the reward, over the samples that have it."""
 
     def __len__(self) -> int:
         return len(self.group_N)
