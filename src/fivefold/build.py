@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.build_engine import build_engine
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import PromptLoader
-from fivefold.data.prompts import PromptSet, encode_conversation, load_prompts
+from fivefold.data.prompts import PromptSet, Reading, encode_conversation, load_prompts
 from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
@@ -85,7 +87,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     wanted = (*_TOKENIZER_FILES, *(["*.py"] if trusted else []))
     tokenizer_directory = fetch_model(config.model.tokenizer, ranks, wanted) if config.model.tokenizer else directory
     tokenizer = load_tokenizer(str(tokenizer_directory), trusted)
-    training, evaluation_set = build_data(config, tokenizer)
+    training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
     pool = build_reward_pool(config, training, evaluation_set)
     loader = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
@@ -144,27 +146,28 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     )
 
 
-def build_data(config: RunConfig, tokenizer: Any) -> tuple[PromptSet, EvaluationSet | None]:
-    """The training prompts, and what is evaluated where there are validation files."""
-    training = _prompts(config, tokenizer, config.data.train, need_responses=config.algorithm.offline)
+def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks) -> tuple[PromptSet, EvaluationSet | None]:
+    """The training prompts, and what is evaluated where there are validation files; `directory` is the tokenizer's."""
+    read = partial(_prompts, config, tokenizer, directory, ranks)
+    training = read(config.data.train, need_responses=config.algorithm.offline)
     if not config.data.val:
         return training, None
-    return training, _evaluation_set(config, _prompts(config, tokenizer, config.data.val, first=config.eval.max_prompts))
+    return training, _evaluation_set(config, read(config.data.val, first=config.eval.max_prompts))
 
 
 def build_reward_pool(config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None) -> RewardPool:
     """The reward processes; raises ValueError for a prompt whose reward is not known or cannot be earned."""
     pool = RewardPool(config.reward)
-    scored = [] if config.algorithm.offline else list(training.prompts)
+    scored = [] if config.algorithm.offline else [training]
     if evaluation_set is not None and evaluation_set.generate:
-        scored += evaluation_set.prompts
-    names = {source: list(pool.weights(source)) for source in {prompt.source for prompt in scored}}
-    for prompt in scored:
-        for name in names[prompt.source]:
-            if fault := ground_truth_fault(name, prompt.ground_truth):
-                raise ValueError(
-                    f"prompt {prompt.id} of {prompt.source}: ground_truth {fault}: got {shown(prompt.ground_truth)}"
-                )
+        scored.append(PromptSet(evaluation_set.prompts, 0))
+    names: dict[str, list[str]] = {}
+    for number, source, ground_truth in chain.from_iterable(prompts.ground_truths() for prompts in scored):
+        if source not in names:
+            names[source] = list(pool.weights(source))
+        for name in names[source]:
+            if fault := ground_truth_fault(name, ground_truth):
+                raise ValueError(f"prompt {number} of {source}: ground_truth {fault}: got {shown(ground_truth)}")
     return pool
 
 
@@ -294,20 +297,33 @@ def build_reward_model(config: RunConfig, directory: Path, mesh: Mesh) -> ModelR
 
 
 def _prompts(
-    config: RunConfig, tokenizer: Any, files: list[str], need_responses: bool = False, first: int | None = None
+    config: RunConfig,
+    tokenizer: Any,
+    directory: Path,
+    ranks: Ranks,
+    files: list[str],
+    need_responses: bool = False,
+    first: int | None = None,
 ) -> PromptSet:
-    data, algorithm = config.data, config.algorithm
-    return load_prompts(
-        files,
-        tokenizer,
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong_prompts,
-        columns=Columns.of(data),
-        learns_from=algorithm.method.learns_from,
-        need_responses=need_responses,
-        max_response_tokens=data.max_response_tokens,
-        first=first,
+    """Tokenized by every rank, or of a large set by the first rank of each machine for all of them. Collective."""
+    data = config.data
+    reading = Reading(
+        data.max_prompt_tokens,
+        data.overlong_prompts,
+        Columns.of(data),
+        config.algorithm.method.learns_from,
+        need_responses,
+        data.max_response_tokens,
     )
+    if first is not None or not is_large(files):
+        return load_prompts(files, tokenizer, reading, first)
+    cache = Path(data.cache_dir).expanduser()
+    trusted = config.model.trust_remote_code
+
+    def store() -> Path:
+        return store_prompts(files, (directory, trusted), reading, cache, print)
+
+    return open_prompts(ranks.call_once_a_machine(store))
 
 
 def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.data.prepare import prepare
 from fivefold.data.prompt_loader import PromptLoader
-from fivefold.data.prompts import load_prompts, render
+from fivefold.data.prompts import Reading, load_prompts, render
 from fivefold.data.rows import read_rows
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 
@@ -91,12 +91,12 @@ def write(path: Path, *rows: object) -> str:
 
 def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", {"prompt": "1+1="}, {"prompt": "123456789+1="}, {"prompt": "2+2="})
-    kept = load_prompts([file], tokenizer, max_prompt_tokens=6, overlong="drop")
+    kept = load_prompts([file], tokenizer, Reading(6))
     assert ([prompt.id for prompt in kept.prompts], kept.dropped) == ([0, 2], 1)
     with pytest.raises(ValueError, match=r"row 1: the prompt has 13 tokens, data.max_prompt_tokens is 6"):
-        load_prompts([file], tokenizer, max_prompt_tokens=6, overlong="refuse")
+        load_prompts([file], tokenizer, Reading(6, "refuse"))
     with pytest.raises(ValueError, match="no prompts left"):
-        load_prompts([file], tokenizer, max_prompt_tokens=2, overlong="drop")
+        load_prompts([file], tokenizer, Reading(2))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer
 )
 def test_a_bad_row_is_named(tmp_path, tokenizer, row, says):
     with pytest.raises(ValueError, match=says):
-        load_prompts([write(tmp_path / "a.jsonl", row)], tokenizer, max_prompt_tokens=9, overlong="drop")
+        load_prompts([write(tmp_path / "a.jsonl", row)], tokenizer, Reading(9))
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,8 @@ def test_a_row_without_what_is_learned_is_refused(tmp_path, tokenizer, learns_fr
 
 def given(tmp_path, tokenizer, learns_from, row, limit=50):
     file = write(tmp_path / "a.jsonl", row)
-    loaded = load_prompts(
-        [file],
-        tokenizer,
-        max_prompt_tokens=50,
-        overlong="drop",
-        learns_from=learns_from,
-        need_responses=True,
-        max_response_tokens=limit,
-    )
+    reading = Reading(50, learns_from=learns_from, need_responses=True, max_response_tokens=limit)
+    loaded = load_prompts([file], tokenizer, reading)
     return loaded.prompts[0]
 
 

@@ -298,6 +298,8 @@ class DataConfig:
     """Leave out prompts that are too long and count them, or refuse to start."""
     shuffle: bool = True
     """Shuffle anew for each epoch, by trainer.seed."""
+    cache_dir: str = "~/.cache/fivefold/prompts"
+    """Where the tokenized prompts of data sets of more than 20,000 rows are kept, on each machine."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages."""
     response_key: str = "response"

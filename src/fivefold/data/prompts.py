@@ -2,78 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fivefold.config.methods import LearnsFrom
 from fivefold.data.rows import USUAL_COLUMNS, Columns, Messages, Row, check_responses, parse_row, read_rows
+from fivefold.data.stored_prompts import StoredPrompts
 from fivefold.types import DatasetResponse, Prompt
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     dropped: int
     """Rows left out because their prompt is longer than allowed."""
 
+    def ground_truths(self) -> Iterator[tuple[int, str, str]]:
+        """(id, source, ground truth) of each prompt."""
+        if isinstance(self.prompts, StoredPrompts):
+            return self.prompts.ground_truths()
+        return ((prompt.id, prompt.source, prompt.ground_truth) for prompt in self.prompts)
 
-def load_prompts(
-    files: Sequence[str],
-    tokenizer: Any,
-    *,
-    max_prompt_tokens: int,
-    overlong: Literal["drop", "refuse"],
-    columns: Columns = USUAL_COLUMNS,
-    learns_from: LearnsFrom = "rollouts",
-    need_responses: bool = False,
-    max_response_tokens: int = 0,
-    first: int | None = None,
-) -> PromptSet:
+
+class Place(NamedTuple):
+    """Where a row is."""
+
+    number: int
+    """Among the rows of all files, from 0."""
+    file: Path
+    row: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows become prompts."""
+
+    max_prompt_tokens: int
+    overlong: Literal["drop", "refuse"] = "drop"
+    columns: Columns = USUAL_COLUMNS
+    learns_from: LearnsFrom = "rollouts"
+    need_responses: bool = False
+    max_response_tokens: int = 0
+    """Where responses to learn from are cut off: the one to imitate, or the chosen and the rejected one."""
+
+    def prompt_of(self, row: dict[str, Any], at: Place, tokenizer: Any) -> Prompt | None:
+        """None where it is too long; raises ValueError naming the row."""
+        where = f"{at.file}, row {at.row}"
+        try:
+            found = parse_row(row, self.columns, self.learns_from, at.file.stem)
+            if self.need_responses:
+                check_responses(found, self.columns, self.learns_from, list(map(str, row)))
+            messages, token_ids, text, responses = tokenize(found, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if len(token_ids) > self.max_prompt_tokens:
+            if self.overlong == "refuse":
+                raise ValueError(
+                    f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {self.max_prompt_tokens}; "
+                    "raise it, or set data.overlong_prompts to drop"
+                )
+            return None
+        return Prompt(
+            id=at.number,
+            token_ids=token_ids,
+            source=found.source,
+            text=text,
+            ground_truth=found.ground_truth,
+            messages=messages,
+            responses=[_truncate(response, self.max_response_tokens) for response in responses],
+            extra=found.extra,
+        )
+
+
+def load_prompts(files: Sequence[str], tokenizer: Any, reading: Reading, first: int | None = None) -> PromptSet:
     """Rows of all files in order, numbered from 0; `first` takes only so many of each file.
 
-    To learn from responses or pairs, prompts carry those of their row, cut off at `max_response_tokens`: the one to imitate,
-    or the chosen and the rejected one. Raises ValueError for a file or row that cannot be used, naming it.
+    Raises ValueError for a file or row that cannot be used, naming it.
     """
-    prompts: list[Prompt] = []
-    dropped = number = 0
+    read = [reading.prompt_of(row, at, tokenizer) for row, at in numbered_rows(files, first)]
+    prompts = [prompt for prompt in read if prompt is not None]
+    return PromptSet(prompts, not_empty(files, reading, len(prompts), len(read) - len(prompts)))
+
+
+def numbered_rows(files: Sequence[str], first: int | None = None) -> Iterator[tuple[dict[str, Any], Place]]:
+    """The rows of all files in order; `first` takes only so many of each."""
+    number = count()
     for name in files:
-        for place, row in enumerate(read_rows(Path(name))):
-            if first is not None and place >= first:
-                break
-            where = f"{name}, row {place}"
-            try:
-                found = parse_row(row, columns, learns_from, Path(name).stem)
-                if need_responses:
-                    check_responses(found, columns, learns_from, list(map(str, row)))
-                messages, token_ids, text, responses = tokenize(found, tokenizer)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-            number += 1
-            if len(token_ids) > max_prompt_tokens:
-                if overlong == "refuse":
-                    raise ValueError(
-                        f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {max_prompt_tokens}; "
-                        "raise it, or set data.overlong_prompts to drop"
-                    )
-                dropped += 1
-                continue
-            prompts.append(
-                Prompt(
-                    id=number - 1,
-                    token_ids=token_ids,
-                    source=found.source,
-                    text=text,
-                    ground_truth=found.ground_truth,
-                    messages=messages,
-                    responses=[_truncate(response, max_response_tokens) for response in responses],
-                    extra=found.extra,
-                )
-            )
-    if not prompts:
-        raise ValueError(f"no prompts left in {', '.join(files)}: {dropped} were longer than {max_prompt_tokens} tokens")
-    return PromptSet(prompts, dropped)
+        for place, row in enumerate(islice(read_rows(Path(name)), first)):
+            yield row, Place(next(number), Path(name), place)
+
+
+def not_empty(files: Sequence[str], reading: Reading, kept: int, dropped: int) -> int:
+    """`dropped`; raises ValueError where no prompt was kept."""
+    if not kept:
+        raise ValueError(
+            f"no prompts left in {', '.join(files)}: {dropped} were longer than {reading.max_prompt_tokens} tokens"
+        )
+    return dropped
 
 
 def tokenize(row: Row, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:

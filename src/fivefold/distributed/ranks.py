@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -121,6 +123,22 @@ class Ranks:
         box: list[Any] = [value]
         dist.broadcast_object_list(box, 0, group=self.world)
         return box[0]  # type: ignore[no-any-return]
+
+    def call_once_a_machine(self, function: Callable[[], T]) -> T:
+        """What the function gives on the first rank of this rank's machine; its ValueError is raised on all ranks."""
+        is_first, host = int(os.environ.get("LOCAL_RANK", self.rank)) == 0, socket.gethostname()
+        value: T | None = None
+        fault = ""
+        if is_first:
+            try:
+                value = function()
+            except ValueError as error:
+                fault = str(error)
+        found = self.gather_objects((is_first, host, value, fault))
+        for *_, each in found:
+            if each:
+                raise ValueError(each)
+        return next(given for first, there, given, _ in found if first and there == host)  # type: ignore[return-value]
 
     def barrier(self) -> None:
         dist.barrier(group=self.world)

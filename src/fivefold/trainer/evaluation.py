@@ -29,7 +29,7 @@ EVALUATION_STREAM = 0x5EED
 class EvaluationSet:
     """What is evaluated, and how: greedy always, sampled `samples` times when above 0."""
 
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     samples: int
     greedy: Sampling
     sampled: Sampling

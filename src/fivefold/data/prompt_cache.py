@@ -1,0 +1,129 @@
+"""Large data sets are tokenized once a machine, by all its cores, and kept: files, tokenizer, settings -> StoredPrompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from fivefold.data.prompts import Place, PromptSet, Reading, not_empty, numbered_rows
+from fivefold.data.rows import count_rows
+from fivefold.data.stored_prompts import DROPPED, SCHEMA, StoredPrompts, to_batch
+from fivefold.data.tokenizer import load_tokenizer
+
+IN_MEMORY = 20_000
+"""Rows up to which every rank reads and tokenizes by itself: a second or two."""
+_CHUNK, _FORMAT, _NEWS = 2_000, 1, 100_000
+
+Log = Callable[[str], None]
+
+
+def is_large(files: Sequence[str], first: int | None = None) -> bool:
+    """Whether the files have more rows than a rank reads by itself."""
+    rows = 0
+    for name in files:
+        rows += min(count_rows(Path(name), IN_MEMORY + 1), IN_MEMORY + 1 if first is None else first)
+    return rows > IN_MEMORY
+
+
+def store_prompts(
+    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, cache: Path, log: Log, workers: int | None = None
+) -> Path:
+    """The file of the prompts, made unless it is there.
+
+    `tokenizer`: its directory, and whether its own code may run. It is known by the content of the data files and of the
+    tokenizer's, so that a change of either makes another. Raises ValueError for a row that cannot be used, naming it.
+    """
+    path = cache / f"{_key(files, tokenizer[0], reading)}.arrow"
+    if path.is_file():
+        log(f"prompts tokenized before are in {path}")
+        return path
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    workers = workers or len(os.sched_getaffinity(0))
+    log(f"tokenizing {', '.join(files)} on {workers} cores, once: {path} keeps the prompts")
+    try:
+        _write(partial, files, tokenizer, reading, workers, log)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def open_prompts(path: Path) -> PromptSet:
+    """The prompts of a file that `store_prompts` made."""
+    stored = StoredPrompts(path)
+    return PromptSet(stored, stored.dropped)
+
+
+def _write(path: Path, files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int, log: Log) -> None:
+    import pyarrow as pa
+
+    rows = kept = 0
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        for batch, read in _batches(files, tokenizer, reading, workers):
+            writer.write_batch(batch, {DROPPED: str(read - batch.num_rows).encode()})
+            if (rows + read) // _NEWS > rows // _NEWS:
+                log(f"{rows + read:,} rows tokenized")
+            rows, kept = rows + read, kept + batch.num_rows
+    not_empty(files, reading, kept, rows - kept)
+
+
+def _batches(
+    files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int
+) -> Iterator[tuple[Any, int]]:
+    """(record batch, rows that were read) chunk by chunk, in their order."""
+    rows = numbered_rows(files)
+    chunks = iter(lambda: list(islice(rows, _CHUNK)), [])
+    if workers == 1:
+        _begin(*tokenizer, reading)
+        yield from ((_tokenize(chunk), len(chunk)) for chunk in chunks)
+        return
+    waiting = deque[tuple[Future[Any], int]]()
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (*tokenizer, reading)) as pool:
+        for chunk in chunks:
+            waiting.append((pool.submit(_tokenize, chunk), len(chunk)))
+            # Memory does not grow with the files.
+            if len(waiting) > 2 * workers:
+                future, read = waiting.popleft()
+                yield future.result(), read
+        for future, read in waiting:
+            yield future.result(), read
+
+
+_of_process: dict[str, Any] = {}
+"""In a worker: the tokenizer, and how rows are read."""
+
+
+def _begin(directory: Path, trust_remote_code: bool, reading: Reading) -> None:
+    _of_process.update(tokenizer=load_tokenizer(str(directory), trust_remote_code), reading=reading)
+
+
+def _tokenize(chunk: list[tuple[dict[str, Any], Place]]) -> Any:
+    tokenizer, reading = _of_process["tokenizer"], _of_process["reading"]
+    read = [reading.prompt_of(row, at, tokenizer) for row, at in chunk]
+    return to_batch([prompt for prompt in read if prompt is not None])
+
+
+def _key(files: Sequence[str], tokenizer: Path, reading: Reading) -> str:
+    """What the prompts depend on. A source without a name in its rows is the name of its file."""
+    import transformers
+
+    names = [Path(name).name for name in files]
+    found = hashlib.sha256(json.dumps([_FORMAT, transformers.__version__, names, asdict(reading)]).encode())
+    for path in [*map(Path, files), *sorted(path for path in tokenizer.iterdir() if _is_tokenizer_s(path))]:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "blake2b").digest())
+    return found.hexdigest()[:32]
+
+
+def _is_tokenizer_s(path: Path) -> bool:
+    return path.is_file() and path.suffix != ".safetensors"

@@ -1,0 +1,102 @@
+"""Large data sets: tokenized once, by several processes, into a file; the prompts are those that are read one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fivefold.data import prompt_cache
+from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
+from fivefold.data.prompts import Reading, load_prompts
+from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer("char", ["0123456789+-= abcdefghijklmnopqrstuvwxyz\n"], out)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(prompt_cache, "_CHUNK", 7)
+    monkeypatch.setattr(prompt_cache, "IN_MEMORY", 20)
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows(count: int) -> list[dict]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{i}+{i}=" + "0" * (30 * (i % 5 == 3))}],
+            "data_source": f"source-{i % 3}",
+            "reward_model": {"ground_truth": str(2 * i)},
+            "extra_info": {"index": i, "tags": ["a", None, 1.5]},
+            "response": f"{2 * i}",
+            "chosen": "yes",
+            "rejected": "no",
+        }
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("learns_from", "workers"), [("rollouts", 2), ("responses", 1), ("pairs", 1)])
+def test_stored_prompts_are_those_that_are_read_one_by_one(tmp_path, directory, learns_from, workers):
+    files = [write(tmp_path / "a.jsonl", rows(30)), write(tmp_path / "b.jsonl", rows(11))]
+    reading = Reading(20, learns_from=learns_from, need_responses=learns_from != "rollouts", max_response_tokens=1)
+    said: list[str] = []
+    assert is_large(files) and not is_large(files[1:]) and not is_large(files, first=5)
+    path = store_prompts(files, (directory, False), reading, tmp_path / "cache", said.append, workers=workers)
+    stored, listed = open_prompts(path), load_prompts(files, load_tokenizer(str(directory)), reading)
+    assert list(stored.prompts) == listed.prompts
+    assert stored.dropped == listed.dropped == 8
+    assert stored.prompts[-2:] == listed.prompts[-2:] and stored.prompts[-1] == listed.prompts[-1]
+    assert list(stored.ground_truths()) == list(listed.ground_truths())
+    with pytest.raises(IndexError):
+        stored.prompts[len(listed.prompts)]
+
+
+def test_what_was_tokenized_is_taken_again_until_something_changes(tmp_path, directory):
+    data, cache = write(tmp_path / "a.jsonl", rows(10)), tmp_path / "cache"
+
+    def store(limit=20, tokenizer=directory) -> tuple[Path, str]:
+        said: list[str] = []
+        return store_prompts([data], (tokenizer, False), Reading(limit), cache, said.append, workers=1), said[0]
+
+    path, said = store()
+    assert said.startswith(f"tokenizing {data} on 1 cores, once")
+    assert store() == (path, f"prompts tokenized before are in {path}")
+    assert store(21)[0] != path
+    other = tmp_path / "tokenizer"
+    train_tokenizer("char", ["0123456789+-= ABC"], other)
+    assert store(tokenizer=other)[0] != path
+    write(tmp_path / "a.jsonl", rows(11))
+    changed, said = store()
+    assert changed != path and "once" in said
+    assert sorted(cache.iterdir()) == sorted({path, changed, *cache.glob("*.arrow")})
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "x"}, r"a\.jsonl, row 25: no column 'prompt'"),
+        ({"prompt": "1" * 60}, r"a\.jsonl, row 25: the prompt has 61 tokens, data\.max_prompt_tokens is 40"),
+    ],
+)
+def test_a_bad_row_of_a_large_set_is_named_and_leaves_no_file(tmp_path, directory, row, says):
+    data = write(tmp_path / "a.jsonl", [*rows(25), row, *rows(9)])
+    with pytest.raises(ValueError, match=says):
+        store_prompts([data], (directory, False), Reading(40, "refuse"), tmp_path / "cache", print, workers=1)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_set_whose_prompts_are_all_too_long_is_refused(tmp_path, directory):
+    data = write(tmp_path / "a.jsonl", rows(25))
+    with pytest.raises(ValueError, match=r"no prompts left in .*: 25 were longer than 2 tokens"):
+        store_prompts([data], (directory, False), Reading(2), tmp_path / "cache", print, workers=1)
