@@ -197,3 +197,12 @@ def test_characters_without_a_token_are_seen_and_spaces_are_not(tmp_path):
     assert found.check_text("ab  b\na") == [0, 1, 1, 0]
     with pytest.raises(ValueError, match=r"has no token for 'zé' and leaves it out"):
         found.check_text("ab zé")
+
+
+def test_a_tokenizer_of_bytes_has_tokens_for_every_character(tmp_path):
+    from fivefold.data.light_tokenizer import LightTokenizer
+    from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+
+    train_tokenizer("bpe", ["plain text"], tmp_path, 300)
+    text = "naïve 你好 🙂👍🏽 e\u0301 \u200b\x00\u2028 Ω"
+    assert LightTokenizer.load(tmp_path).check_text(text) == load_tokenizer(str(tmp_path)).encode(text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ class LightTokenizer:
     """tokenizers.Tokenizer."""
     special: dict[str, str] = field(default_factory=dict)
     """Name (eos_token, ...) -> its text."""
-    chat_template: str | None = None
+    template: Any = None
+    """Its chat template, where it has one."""
 
     @classmethod
     def load(cls, directory: Path) -> LightTokenizer:
@@ -49,7 +49,8 @@ class LightTokenizer:
                 special |= {key: _token_text(config[key], key, file) for key in _SPECIAL if config.get(key) is not None}
         # transformers adds the special tokens that the vocabulary lacks.
         backend.add_special_tokens([text for text in special.values() if backend.token_to_id(text) is None])
-        return cls(directory, backend, special, _chat_template(directory, config))
+        text = _chat_template(directory, config)
+        return cls(directory, backend, special, _compile(text, directory) if text else None)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -61,7 +62,7 @@ class LightTokenizer:
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a prompt, as data/prompts.py makes it."""
-        if self.chat_template:
+        if self.template is not None:
             return self.apply_chat_template(messages, add_generation_prompt)
         end = "\n" if add_generation_prompt else ""
         return "\n".join(str(message["content"]) for message in messages) + end
@@ -82,18 +83,13 @@ class LightTokenizer:
             )
         return list(encoding.ids)
 
-    def check_template(self) -> None:
-        """Raise ValueError where the chat template cannot write a plain question."""
-        if self.chat_template:
-            self.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True)
-
     def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         """The text of a conversation; raises ValueError where the template does."""
         import jinja2
 
         try:
             return str(
-                self._template.render(
+                self.template.render(
                     messages=messages,
                     add_generation_prompt=add_generation_prompt,
                     tools=None,
@@ -112,32 +108,33 @@ class LightTokenizer:
         ) as error:
             raise ValueError(f"the chat template of {self.directory} raises: {first_line(error)}") from error
 
-    @cached_property
-    def _template(self) -> Any:
-        import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
+def _compile(text: str, directory: Path) -> Any:
+    """A chat template, in the sandbox and with the names that transformers gives it."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def to_json(
-            value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-        ) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals |= {
-            "raise_exception": raise_exception,
-            "strftime_now": lambda form: datetime.now().strftime(form),
-        }
-        try:
-            return environment.from_string(str(self.chat_template))
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(f"the chat template of {self.directory} is not valid: {first_line(error)}") from error
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    try:
+        return environment.from_string(text)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ValueError(f"the chat template of {directory} is not valid: {first_line(error)}") from error
 
 
 def _generation_block() -> Any:
