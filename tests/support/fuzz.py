@@ -221,7 +221,8 @@ def trainable_data(inputs: Inputs) -> list[str]:
     from fivefold.data.tokenizer import load_tokenizer
 
     config = load_config(inputs.file)
-    training, evaluation = build_data(config, load_tokenizer(str(inputs.model)))
+    # Of small files every rank reads all by itself: none is asked.
+    training, evaluation = build_data(config, load_tokenizer(str(inputs.model)), inputs.model, ranks=None)
     build_reward_pool(config, training, evaluation)
     PromptLoader(training.prompts, config.data.prompts_per_step, 0, True)
     return []
