@@ -32,3 +32,34 @@ def test_a_list_is_sharded_over_all_ranks_and_rows_of_any_number_come_together_i
         assert world == [[[item, 10 * item] for item in one] for one in owned]
         assert flag
         assert highest == 3
+
+
+def once_a_machine(mesh, path, fault: bool):
+    """Four ranks of two machines, each with a first one; the call takes longer than the ranks wait for each other."""
+    import os
+    import socket
+    import time
+
+    rank = mesh.ranks.rank
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    socket.gethostname = lambda: f"machine-{rank // 2}"
+
+    def function() -> str:
+        time.sleep(0.5)
+        with (path / "calls").open("a") as file:
+            file.write(f"{rank}\n")
+        if fault and rank == 2:
+            raise ValueError("a row of machine-1 cannot be used")
+        return f"what rank {rank} found"
+
+    try:
+        return mesh.ranks.call_once_a_machine(function)
+    except ValueError as error:
+        return str(error)
+
+
+def test_one_rank_of_each_machine_is_called_and_its_fault_is_everybody_s(cluster, tmp_path):
+    found = cluster.run(once_a_machine, "megatron:d4", tmp_path, False)
+    assert found == ["what rank 0 found"] * 2 + ["what rank 2 found"] * 2
+    assert sorted((tmp_path / "calls").read_text().split()) == ["0", "2"]
+    assert cluster.run(once_a_machine, "megatron:d4", tmp_path, True) == ["a row of machine-1 cannot be used"] * 4

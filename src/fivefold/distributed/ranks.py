@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from fivefold.distributed.groups import own_groups_only
 from fivefold.layout import ParallelLayout
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.1
 
 
 class Ranks:
@@ -125,15 +128,22 @@ class Ranks:
         return box[0]  # type: ignore[no-any-return]
 
     def call_once_a_machine(self, function: Callable[[], T]) -> T:
-        """What the function gives on the first rank of this rank's machine; its ValueError is raised on all ranks."""
+        """What the function gives on the first rank of this rank's machine; its ValueError is raised on all ranks.
+
+        It may take longer than ranks wait for each other: they meet until it is done.
+        """
         is_first, host = int(os.environ.get("LOCAL_RANK", self.rank)) == 0, socket.gethostname()
         value: T | None = None
         fault = ""
-        if is_first:
-            try:
-                value = function()
-            except ValueError as error:
-                fault = str(error)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(function) if is_first else None
+            while self.any(call is not None and not call.done()):
+                time.sleep(_POLL_SECONDS)
+            if call is not None:
+                try:
+                    value = call.result()
+                except ValueError as error:
+                    fault = str(error)
         found = self.gather_objects((is_first, host, value, fault))
         for *_, each in found:
             if each:
