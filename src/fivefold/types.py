@@ -73,12 +73,13 @@ class Sample:
     """The same per token, where the weights changed within the response."""
     loss_mask: list[bool] | None = None
     """Which tokens carry loss; all of them when left out."""
-    reward: float = 0.0
+    reward: float = float("nan")
+    """NaN until it is scored, and for ever where that failed: nothing can take it for a number."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
     """The function that decides this (reward.accuracy) gives it 1 or more; never a reward model's score."""
     reward_failed: bool = False
-    """Its reward function raised or ran out of time."""
+    """Its reward function raised, ran out of time or gave no finite number: the step and every mean leave the sample out."""
 
     @property
     def loss_tokens(self) -> int:
@@ -106,7 +107,7 @@ class Group:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """One row per sample of the whole step, the same on every rank, in the order of groups.
+    """One row per sample of the whole step whose reward is known, the same on every rank, in the order of groups.
 
     Example: two prompts with three and two responses on two replicas, one optimizer step:
     `group_N = [0, 0, 0, 1, 1]`, `lengths_N = [9, 4, 5, 8, 4]`, `owner_N = [0, 1, 1, 1, 0]` (13 and 17 tokens).
@@ -121,7 +122,6 @@ class RolloutStats:
     lengths_N: Tensor
     """All tokens: what a forward pass costs."""
     finished_N: Tensor
-    failed_N: Tensor
     correct_N: Tensor
     repetition_N: Tensor
     version_N: Tensor
@@ -143,6 +143,12 @@ class RolloutStats:
     """Mean of each part of the reward, over the samples that have it."""
     sampled: RolloutStats | None = None
     """Those of all samples, where the step does not train on some of them."""
+    failed: int = 0
+    """Samples that are not among the rows, as their reward failed."""
+    group_size: int = 1
+    """The usual size of a group, with samples whose reward failed."""
+    incomplete_N: Tensor | None = None
+    """The reward of another sample of its group failed; None where none did."""
 
     def __len__(self) -> int:
         return len(self.group_N)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,7 +215,7 @@ def model_groups() -> list[Group]:
     return groups
 
 
-def gradients(mesh, directory: Path, dealings: int):
+def gradients(mesh, directory: Path, dealings: int, step_groups: Callable[[], list[Group]] = model_groups):
     """(owners, gradient) on rank 0 of the step's two optimizer steps, with samples dealt in several ways."""
     from fivefold.megatron import step
     from fivefold.megatron.bridge import WeightStream
@@ -232,7 +233,7 @@ def gradients(mesh, directory: Path, dealings: int):
     for number in range(dealings):
         weight = torch.rand(13, generator=torch.Generator().manual_seed(number)).double()
         plan = BatchPlan(2, max_response_tokens=20, work=(lambda n: n.double()) if number == 0 else (lambda n, w=weight: w))
-        groups = mesh.ranks.shard(model_groups())
+        groups = mesh.ranks.shard(step_groups())
         stats = gather_stats(groups, mesh.ranks, plan)
         batch = pack(groups, stats, mesh.ranks, plan)
         batch.old_logprobs_T = model.forward(batch) + 0.1 * torch.sin(batch.token_ids_T.float()) * batch.loss_mask_T

@@ -36,7 +36,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/min", "reward", "Smallest reward of the step."),
         Metric("reward/max", "reward", "Largest reward of the step."),
         Metric("reward/<part>", "reward", "Mean of one part of the reward, without its weight."),
-        Metric("reward/failed", "samples", "Samples whose reward raised, ran out of time or was not finite; they got 0."),
+        Metric(
+            "reward/failed", "samples", "Samples without a reward (it raised, ran out of time, was not finite): left out."
+        ),
         Metric("reward/mean@<k>", "fraction", "Correct samples of a group of k, averaged over the groups."),
         Metric("reward/pass@<k>", "fraction", "Groups of k with at least one correct sample."),
         Metric("reward/best", "reward", "Best reward of a group, averaged over the groups."),

@@ -139,7 +139,7 @@ class RunLogger:
 
 
 def sample_rows(step: int, groups: list[Group], count: int, kind: str) -> list[dict[str, Any]]:
-    """The first sample of each of the first `count` groups, as rows of samples.jsonl."""
+    """The first sample of each of the first `count` groups, as rows of samples.jsonl; a reward that failed is null."""
     return [
         {
             "step": step,

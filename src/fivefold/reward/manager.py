@@ -32,7 +32,9 @@ class Scorer(Protocol):
 class RewardModel(Protocol):
     """Adds a model's score to the rewards; called on all ranks of a replica, each with its own groups."""
 
-    def score(self, groups: list[Group]) -> None: ...
+    def score(self, groups: list[Group]) -> str | None:
+        """Why the first sample failed that did."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,18 @@ class RewardManager:
         """Wait for the rewards of this rank's groups, whose samples were submitted, and add a reward model's; raises
         RuntimeError on all ranks where too many fail. Collective."""
         self.pool.wait()
-        self._check_failures(groups)
+        error = self.pool.first_error
         if self.reward_model is not None:
-            self.reward_model.score(groups)
+            found = self.reward_model.score(groups)
+            error = error or found
+        self._check_failures(groups, error)
 
-    def _check_failures(self, groups: list[Group]) -> None:
+    def _check_failures(self, groups: list[Group], first_error: str | None) -> None:
         samples = [sample for group in groups for sample in group.samples]
         failed, total = self.ranks.all_reduce_sum_world([sum(sample.reward_failed for sample in samples), len(samples)])
         if not failed:
             return
-        error = next(text for text in self.ranks.gather_objects(self.pool.first_error) if text is not None)
+        error = next(text for text in self.ranks.gather_objects(first_error) if text is not None)
         message = f"the reward of {failed:.0f} of {total:.0f} samples failed; the first error:\n{error}"
         if failed > self.max_failed * total:
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,16 +20,27 @@ class ModelReward:
     ) -> None:
         self._model, self._ranks, self._encode, self._weight, self._max_tokens = model, ranks, encode, weight, max_tokens
 
-    def score(self, groups: list[Group]) -> None:
-        """Add the scores of this rank's groups; a text longer than the model's positions counts as failed. Collective."""
+    def score(self, groups: list[Group]) -> str | None:
+        """Add the scores of this rank's groups, and say why the first failed that did: its text is longer than the model's
+        positions, or its score is not finite. Collective."""
         samples = [(group.prompt, sample) for group in groups for sample in group.samples]
         texts = [self._encode(prompt, sample) for prompt, sample in samples]
         readable = [i for i, tokens in enumerate(texts) if len(tokens) <= self._max_tokens]
         scores = dict(zip(readable, self._scores([texts[i] for i in readable]), strict=True))
+        first_error = None
         for i, (_, sample) in enumerate(samples):
-            sample.reward_parts[MODEL_PART] = scores.get(i, 0.0)
-            sample.reward += self._weight * scores.get(i, 0.0)
-            sample.reward_failed |= i not in scores
+            score = scores.get(i, math.nan)
+            if math.isfinite(score):
+                sample.reward_parts[MODEL_PART] = score
+                sample.reward += self._weight * score
+                continue
+            sample.reward, sample.reward_failed = math.nan, True
+            first_error = first_error or (
+                f"the reward model gave {score}"
+                if i in scores
+                else f"a text of {len(texts[i])} tokens is longer than the reward model's {self._max_tokens} positions"
+            )
+        return first_error
 
     def _scores(self, texts: list[list[int]]) -> list[float]:
         """The value at the end of each text; the ranks of a replica compute those of all of them together."""

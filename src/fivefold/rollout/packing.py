@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
-from fivefold.rollout.stats import BatchPlan
+from fivefold.rollout.stats import BatchPlan, scored
 from fivefold.types import Group, RolloutStats, Sample, TokenBatch
 
 _FIELDS = 4
@@ -40,7 +40,7 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
         return [int(count) for count in counts]
 
     used = sorted((group for group in groups if group.is_used), key=lambda group: group.index)
-    samples = [(group, sample) for group in used for sample in group.samples]
+    samples = [(group, sample) for group in used for sample in scored([group])]
     encoded = dict(zip(rows(stats.rank_N == ranks.rank), map(_encode, samples), strict=True))
     outgoing = rows(stats.rank_N == ranks.rank, stats.owner_N)
     tokens_TF = torch.cat([encoded[row] for row in outgoing] or [_NOTHING])

@@ -16,6 +16,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
+from fivefold.rollout.stats import scored
 from fivefold.types import Group, Prompt, Sample, Sampling
 
 
@@ -74,6 +75,10 @@ class EngineRollouts:
                 most_likely = self._generator.sample(prompts, 1, greedy, draw)
             for group, other in zip(groups, most_likely, strict=True):
                 group.greedy_reward = other.samples[0].reward
+                if other.samples[0].reward_failed:
+                    # Without it the group has nothing to compare with.
+                    for sample in group.samples:
+                        sample.reward_failed = True
         return groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +127,7 @@ class DynamicSampling:
         rounds = begin = 0
         while len(informative) < self._needed and rounds < self._max_rounds:
             groups = self._source.next(step)
-            mine = [[begin + group.index, len({sample.reward for sample in group.samples}) > 1] for group in groups]
+            mine = [[begin + group.index, len({sample.reward for sample in scored([group])}) > 1] for group in groups]
             own |= {begin + group.index: group for group in groups}
             gathered = torch.cat(self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2)))
             for index, is_informative in sorted(gathered.tolist()):

@@ -1,4 +1,7 @@
-"""Groups on the ranks that sampled them -> RolloutStats of the whole step, the same on every rank."""
+"""Groups on the ranks that sampled them -> RolloutStats of the whole step, the same on every rank.
+
+A sample whose reward failed ends here: nothing behind compares with it, learns from it or counts it in a mean.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,16 @@ class BatchPlan:
 
 
 _COLUMNS = (
-    "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "correct", "repetition",
-    "version", "versions_differ", "greedy_reward", "has_logprobs", "is_used",
+    "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "incomplete", "correct",
+    "repetition", "version", "versions_differ", "greedy_reward", "has_logprobs", "is_used",
 )  # fmt: skip
 
 
 def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
     """The numbers of all ranks' samples, and which optimizer step and replica each is dealt to; collective.
 
-    Numbers per sample travel as one tensor; tokens stay where they are until they are packed.
+    Numbers per sample travel as one tensor; tokens stay where they are until they are packed. Samples whose reward failed
+    are left out: the step is that of the others.
     """
     own = torch.tensor([row for group in groups for row in _rows(group)], dtype=torch.float64).view(-1, len(_COLUMNS))
     gathered = ranks.all_gather_world(own)
@@ -67,7 +71,14 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
 
 def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
     """The stats of these samples of all ranks, of which `groups` are this rank's; collective."""
+    group_size = int(rows[:, 0].unique(return_counts=True)[1].mode().values) if len(rows) else 0
+    failed_N = rows[:, _COLUMNS.index("failed")].bool()
+    if failed_N.all():
+        raise RuntimeError(f"the rewards of all {len(rows)} samples of the step failed: there is nothing to learn from")
+    rows, rank_N = rows[~failed_N], rank_N[~failed_N]
     column = {name: rows[:, number] for number, name in enumerate(_COLUMNS)}
+    if not column["reward"].isfinite().all():
+        raise RuntimeError("every sample of a step needs a finite reward, or reward_failed: its rollout source gave it none")
     _, group_N = column["group"].long().unique(return_inverse=True)
     minibatch_N = _minibatches(group_N, plan.updates_per_step)
     lengths_N = column["length"].long()
@@ -79,7 +90,6 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         prompt_lengths_N=column["prompt_length"].long(),
         lengths_N=lengths_N,
         finished_N=column["finished"].bool(),
-        failed_N=column["failed"].bool(),
         correct_N=column["correct"].bool(),
         repetition_N=column["repetition"],
         version_N=column["version"].long(),
@@ -91,16 +101,25 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         has_logprobs=bool(column["has_logprobs"].all()),
         greedy_rewards_N=None if greedy_N.isnan().any() else greedy_N,
         reward_parts=_reward_parts(groups, ranks),
+        failed=int(failed_N.sum()),
+        group_size=group_size,
+        incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
     )
+
+
+def scored(groups: list[Group]) -> list[Sample]:
+    """The samples whose reward is known, in their order."""
+    return [sample for group in groups for sample in group.samples if not sample.reward_failed]
 
 
 def _rows(group: Group) -> list[list[float]]:
     greedy = float("nan") if group.greedy_reward is None else group.greedy_reward
     prompt = len(group.prompt.token_ids)
+    incomplete = any(sample.reward_failed for sample in group.samples)
     return [
         [
             group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
-            sample.reward_failed, sample.correct, repetition(sample.token_ids), sample.policy_version,
+            sample.reward_failed, incomplete, sample.correct, repetition(sample.token_ids), sample.policy_version,
             sample.token_versions is not None, greedy,
             len(sample.logprobs) == len(sample.token_ids), group.is_used,
         ]
@@ -112,7 +131,9 @@ def _minibatches(group_N: Tensor, updates: int) -> Tensor:
     """Groups in their order, divided as evenly as whole groups allow."""
     groups = int(group_N.max()) + 1
     if groups < updates:
-        raise RuntimeError(f"a step of {updates} optimizer steps needs as many groups: its rollout source returned {groups}")
+        raise RuntimeError(
+            f"a step of {updates} optimizer steps needs as many groups: its rollout source returned {groups} with rewards"
+        )
     return group_N * updates // groups
 
 
@@ -126,8 +147,7 @@ def _owners(lengths_N: Tensor, minibatch_N: Tensor, replicas: int, plan: BatchPl
 def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
     """The mean of each part over the samples that have it."""
     own: dict[str, list[float]] = {}
-    samples: list[Sample] = [sample for group in groups for sample in group.samples]
-    for sample in samples:
+    for sample in scored(groups):
         for name, value in sample.reward_parts.items():
             total = own.setdefault(name, [0.0, 0.0])
             total[0] += value
@@ -165,7 +185,7 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        "reward/failed": float(stats.failed_N.sum()),
+        "reward/failed": float(stats.failed),
         **{f"reward/{name}": value for name, value in stats.reward_parts.items()},
         "response/repetition": float(stats.repetition_N.mean()),
         "rollout/staleness_mean": float(staleness_N.mean()),
@@ -178,9 +198,12 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
 
 
 def _group_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Metrics of groups; k of pass@k is the usual size of a group."""
+    """Metrics of groups; k of pass@k is the usual size of a group.
+
+    Where the reward of a sample failed, what the best or all of its group did is not known: such groups are left out of it.
+    """
     count_P = torch.bincount(stats.group_N)
-    k = int(count_P.mode().values)
+    k = stats.group_size
     if k == 1:
         return {}
     correct_P = torch.zeros(len(count_P), dtype=torch.float64).index_add(0, stats.group_N, stats.correct_N.double())
@@ -190,11 +213,18 @@ def _group_metrics(stats: RolloutStats) -> dict[str, float]:
         return empty_P.scatter_reduce(0, stats.group_N, stats.rewards_N, kind, include_self=False)
 
     best_P, worst_P = extreme("amax"), extreme("amin")
-    return {
+    found = {
         f"reward/mean@{k}": float((correct_P / count_P).mean()),
-        f"reward/pass@{k}": float((correct_P > 0).double().mean()),
-        "reward/best": float(best_P.mean()),
-        "reward/solve_all": float((correct_P == count_P).double().mean()),
-        "reward/solve_none": float((correct_P == 0).double().mean()),
         "reward/frac_reward_zero_std": float((best_P == worst_P).double().mean()),
+    }
+    whole_P = torch.ones(len(count_P), dtype=torch.bool)
+    if stats.incomplete_N is not None:
+        whole_P[stats.group_N[stats.incomplete_N]] = False
+    if not whole_P.any():
+        return found
+    return found | {
+        f"reward/pass@{k}": float((correct_P > 0)[whole_P].double().mean()),
+        "reward/best": float(best_P[whole_P].mean()),
+        "reward/solve_all": float((correct_P == count_P)[whole_P].double().mean()),
+        "reward/solve_none": float((correct_P == 0)[whole_P].double().mean()),
     }

@@ -100,25 +100,27 @@ class Evaluation:
         draw = (chosen.seed ^ EVALUATION_STREAM, 0)
         greedy = self.generator.sample(chosen.prompts, 1, chosen.greedy, draw)
         for source, rows in self._by_source(greedy).items():
-            metrics[f"val/{source}/accuracy"] = float(rows.correct.mean())
-            metrics[f"val/{source}/reward"] = float(rows.rewards.mean())
-            metrics[f"val/{source}/length_mean"] = float(rows.lengths.mean())
+            metrics |= rows.means(source, correct="accuracy", rewards="reward", lengths="length_mean")
         if chosen.samples:
             k = chosen.samples
             sampled = self.generator.sample(chosen.prompts, k, chosen.sampled, draw)
             for source, rows in self._by_source(sampled).items():
-                metrics[f"val/{source}/mean@{k}"] = float(rows.correct.mean())
-                metrics[f"val/{source}/pass@{k}"] = float((rows.correct.view(-1, k).sum(1) > 0).double().mean())
+                metrics |= rows.means(source, correct=f"mean@{k}")
+                # Whether one of k is right is known of the prompts whose k responses all have a reward.
+                whole_P = rows.failed.view(-1, k).sum(1) == 0
+                if whole_P.any():
+                    passed_P = rows.correct.view(-1, k)[whole_P].any(1)
+                    metrics[f"val/{source}/pass@{k}"] = float(passed_P.double().mean())
         return metrics, greedy
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
         """The numbers of all ranks' samples, in the order of the prompts."""
         own = [
-            [group.index, sample.correct, sample.reward, len(sample.token_ids)]
+            [group.index, sample.correct, sample.reward, len(sample.token_ids), sample.reward_failed]
             for group in groups
             for sample in group.samples
         ]
-        gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(own, dtype=torch.float64).view(-1, 4)))
+        gathered = torch.cat(self.ranks.all_gather_world(torch.tensor(own, dtype=torch.float64).view(-1, 5)))
         gathered = gathered[gathered[:, 0].argsort(stable=True)]
         sources = [self.evaluation_set.prompts[int(index)].source for index in gathered[:, 0]]
         places = {source: [i for i, name in enumerate(sources) if name == source] for source in sorted(set(sources))}
@@ -132,3 +134,11 @@ class _Rows:
     correct: Tensor
     rewards: Tensor
     lengths: Tensor
+    failed: Tensor
+
+    def means(self, source: str, **names: str) -> dict[str, float]:
+        """`val/<source>/<name>` of the columns named, over the samples whose reward is known; none where there is none."""
+        known = self.failed == 0
+        if not known.any():
+            return {}
+        return {f"val/{source}/{name}": float(getattr(self, column)[known].mean()) for column, name in names.items()}

@@ -1,0 +1,234 @@
+"""A sample that nobody could score is no 0: the step, its advantages and its means are those of the other samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.algo import make_objective
+from fivefold.config import methods
+from fivefold.interfaces import EngineReplica
+from fivefold.rollout.packing import pack
+from fivefold.rollout.sources import DynamicSampling, EngineRollouts
+from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
+from fivefold.trainer.minibatches import MiniBatches
+from fivefold.types import Completion, Group, Prompt, Sample
+from tests.rollout.test_sources import gradients, model_groups
+
+FAILED = math.nan
+
+
+def failing_sample() -> Sample:
+    return Sample([7, 7, 7], [-0.5] * 3, "", False, 0, reward_failed=True)
+
+
+def with_failures(groups: list[Group]) -> list[Group]:
+    """The same groups, with a failed sample before, within or behind the others of three, and a group of nothing else."""
+    found = []
+    for group in groups:
+        samples = list(group.samples)
+        if group.index < 3:
+            samples.insert((0, 1, len(samples))[group.index], failing_sample())
+        found.append(replace(group, samples=samples))
+    return [*found, Group(groups[0].prompt, [failing_sample(), failing_sample()], index=len(groups))]
+
+
+def group_of(*rewards: float, index: int = 0) -> Group:
+    samples = [
+        Sample([1, 2, 3][: 1 + place % 3], [-0.1, -0.2, -0.3][: 1 + place % 3], "", place % 4 != 3, 0, reward=reward,
+               reward_failed=math.isnan(reward), correct=reward >= 1)
+        for place, reward in enumerate(rewards)
+    ]  # fmt: skip
+    return Group(Prompt(index, [4, 5], "s", "", ""), samples, greedy_reward=0.25, index=index)
+
+
+def without_failures(groups: list[Group]) -> list[Group]:
+    kept = [replace(group, samples=[s for s in group.samples if not s.reward_failed]) for group in groups]
+    return [group for group in kept if group.samples]
+
+
+STEP = [
+    group_of(1.0, FAILED, 0.0, 1.0, index=0),
+    group_of(FAILED, FAILED, 0.5, FAILED, index=1),
+    group_of(0.25, 0.75, 0.5, FAILED, index=2),
+    group_of(FAILED, FAILED, FAILED, FAILED, index=3),
+    group_of(0.0, 0.0, 1.0, 0.0, index=4),
+]
+EVERY_ADVANTAGE = [
+    {"advantage": name, "normalize": normalize}
+    for name in ("group", "leave_one_out", "pass_at_k")
+    for normalize in ("group", "batch", "none")
+] + [{"advantage": name} for name in ("length_weighted", "group_scaled", "greedy_baseline", "reward")]
+SHAPED = [
+    {"whiten": True},
+    {"overlong_filter": True},
+    {"overlong_buffer": 2, "overlong_penalty": 0.5},
+    {"reward_clip": 0.6},
+    {"kl": methods.KLConfig(coef=0.1, place="reward", estimator="k1")},
+    {"credit": "discounted", "gamma": 0.9},
+    *({"aggregate": name} for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length")),
+]
+
+
+def learned(mesh, groups: list[Group], choices: dict):
+    """(advantages, weights, loss) of every sample of a step."""
+    objective = make_objective("grpo", **choices)
+    plan = BatchPlan(max_response_tokens=5)
+    stats = gather_stats(groups, mesh.ranks, plan)
+    batch = pack(groups, stats, mesh.ranks, plan)
+    batch.old_logprobs_T = batch.rollout_logprobs_T + 0.05
+    batch.ref_logprobs_T = batch.rollout_logprobs_T - 0.1
+    objective.assign_advantages(batch, stats, mesh.ranks)
+    (mini,) = MiniBatches(objective)(batch, stats)
+    found = objective.loss(batch.rollout_logprobs_T, torch.zeros(len(batch.token_ids_T)), mini.batch)
+    sums = {name: float(value) for name, value in (found.sums | found.maxima).items()}
+    return batch.advantages_T.tolist(), mini.batch.loss_weights_T.tolist(), float(found.loss), sums, mini.batch.update_tokens
+
+
+def every_objective(mesh):
+    return [
+        (choices, learned(mesh, STEP, choices), learned(mesh, without_failures(STEP), choices))
+        for choices in EVERY_ADVANTAGE + SHAPED
+    ]
+
+
+def test_every_objective_learns_as_if_the_failed_samples_were_not_there(cluster):
+    (found,) = cluster.run(every_objective, "megatron:d1")
+    for choices, with_failed, without in found:
+        assert with_failed == without, choices
+        assert any(with_failed[0]) or choices.get("advantage") == "greedy_baseline", choices
+
+
+def one_group(mesh, rewards: list[float]):
+    advantages, weights, *_ = learned(mesh, [group_of(*rewards)], {"advantage": "group", "normalize": "none"})
+    return [a for a, w in zip(advantages, weights, strict=True) if w]
+
+
+def test_a_failed_sample_is_in_no_baseline(cluster):
+    """1, 0 and 1 have the mean 2/3; a zero in the place of the failure would make it 1/2. Samples have 1, 3 and 1 tokens."""
+    ((found,),) = [cluster.run(one_group, "megatron:d1", [1.0, FAILED, 0.0, 1.0])]
+    assert found == pytest.approx([1 / 3] + [-2 / 3] * 3 + [1 / 3])
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2t2"])
+def test_a_step_through_megatron_has_the_loss_and_gradient_of_the_step_without_failures(cluster, models, layout):
+    """Bit for bit: what is computed with is the same."""
+    calls = [(gradients, models("qwen3"), 1, make) for make in (model_groups, failing_model_groups)]
+    expected, found = (cluster.run(*call[:1], f"megatron:{layout}", *call[1:])[0] for call in calls)
+    for (owners, loss, gradient), (other_owners, other_loss, other) in zip(expected, found, strict=True):
+        assert owners == other_owners and loss == other_loss
+        assert gradient.norm() > 1e-2 and torch.equal(gradient, other)
+
+
+def failing_model_groups() -> list[Group]:
+    return with_failures(model_groups())
+
+
+def measured(mesh, groups: list[Group]):
+    return rollout_metrics(gather_stats(mesh.ranks.shard(groups), mesh.ranks, BatchPlan()), policy_version=0)
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_means_of_a_step_are_those_of_the_samples_with_a_reward(cluster, layout):
+    for found in cluster.run(measured, f"megatron:{layout}", STEP):
+        rewards = [1, 0, 1, 0.5, 0.25, 0.75, 0.5, 0, 0, 1, 0]
+        assert found["reward/mean"] == pytest.approx(sum(rewards) / 11)
+        assert (found["reward/min"], found["reward/failed"]) == (0.0, 9.0)
+        # Right of those that are known, by group: 2 of 3, 0 of 1, 0 of 3, 1 of 4.
+        assert found["reward/mean@4"] == pytest.approx((2 / 3 + 0 + 0 + 1 / 4) / 4)
+        # Only of the last group all four are known.
+        assert (found["reward/pass@4"], found["reward/solve_none"], found["reward/best"]) == (1.0, 0.0, 1.0)
+
+
+def refused(mesh, groups: list[Group]) -> str:
+    try:
+        gather_stats(mesh.ranks.shard(groups), mesh.ranks, BatchPlan())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_sample_without_a_finite_reward_that_did_not_fail_ends_the_step(cluster, reward):
+    """So a source or scorer that forgot a sample is seen, and not taken for a reward of 0."""
+    groups = [group_of(1.0, 0.5), group_of(1.0, 0.0, index=1)]
+    groups[1].samples[1] = Sample([1], [0.0], "", True, 0, reward=reward)
+    for found in cluster.run(refused, "megatron:d2", groups):
+        assert "every sample of a step needs a finite reward" in found
+    for found in cluster.run(refused, "megatron:d2", STEP[3:4]):
+        assert "the rewards of all 4 samples of the step failed" in found
+
+
+class Rounds:
+    """Groups by hand: first one whose only difference is a failure, then an informative one."""
+
+    def __init__(self) -> None:
+        self._groups = iter([group_of(1.0, FAILED, 1.0, 1.0), group_of(1.0, FAILED, 0.0, 1.0)])
+
+    def next(self, step: int) -> list[Group]:
+        return [next(self._groups)]
+
+
+class Notes:
+    def record(self, metrics) -> None: ...
+    def log(self, text: str) -> None: ...
+
+
+def chosen_by_dynamic_sampling(mesh):
+    source = DynamicSampling(Rounds(), mesh.ranks, Notes(), groups_per_step=1, max_rounds=2)
+    (group,) = source.next(0)
+    return [sample.reward for sample in group.samples if not sample.reward_failed]
+
+
+def test_a_failure_makes_no_group_informative(cluster):
+    (found,) = cluster.run(chosen_by_dynamic_sampling, "megatron:d1")
+    assert found == [1.0, 0.0, 1.0]
+
+
+def without_greedy_reward(mesh, tmp_path: Path):
+    from fivefold.data import PromptLoader
+    from fivefold.observability.run_logger import RunLogger
+    from fivefold.reward.manager import RewardManager
+    from fivefold.rollout.generation import Generator
+    from fivefold.rollout.sources import PromptQueue
+    from fivefold.types import Sampling
+
+    class Scorer:
+        """The most likely response of the second prompt has no reward."""
+
+        first_error = "as asked"
+
+        def submit(self, prompt: Prompt, sample: Sample) -> None:
+            sample.reward, sample.reward_failed = 0.5, False
+            if sample.text == "greedy" and prompt.id == 1:
+                sample.reward, sample.reward_failed = math.nan, True
+
+        def wait(self) -> None: ...
+
+    class Engine:
+        version, replica = 0, EngineReplica(0, 1)
+
+        def generate(self, requests):
+            return iter([Completion(r.id, [int(r.sampling.temperature)], [0.0], "stop", 0) for r in requests])
+
+        def decode(self, token_ids, skip_special_tokens):
+            return "sampled" if token_ids[0] else "greedy"
+
+    logger = RunLogger(tmp_path, [], is_main=False, steps=1)
+    prompts = PromptQueue(PromptLoader([Prompt(i, [1], "s", "", "") for i in range(2)], 2, 0, False), logger)
+    rewards = RewardManager(Scorer(), mesh.ranks, max_failed=0.5, log=lambda text: None)
+    generator = Generator(Engine(), Engine(), rewards, logger)
+    source = EngineRollouts(
+        generator, prompts, logger, Sampling(4), seed=0, group_size=2, prompts_per_call=2, with_greedy=True
+    )
+    return [(group.greedy_reward, [s.reward_failed for s in group.samples]) for group in source.next(0)]
+
+
+def test_a_group_whose_greedy_baseline_failed_is_left_out(cluster, tmp_path):
+    (found,) = cluster.run(without_greedy_reward, "megatron:d1", tmp_path)
+    assert found[0] == (0.5, [False, False])
+    assert found[1][1] == [True, True]
