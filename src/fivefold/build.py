@@ -88,7 +88,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     tokenizer_directory = fetch_model(config.model.tokenizer, ranks, wanted) if config.model.tokenizer else directory
     tokenizer = load_tokenizer(str(tokenizer_directory), trusted)
     training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
-    pool = build_reward_pool(config, training, evaluation_set)
+    pool, first_prompts = build_reward_pool(config, training, evaluation_set)
     loader = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
     if config.uses_critic and config.critic.warmup_steps >= steps:
@@ -102,6 +102,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     logger.log(describe(config, spec, steps=steps, **sizes))
+    start_reward_pool(pool, first_prompts, logger.log)
     models = build_models(config, directory, mesh, objective, steps, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
@@ -155,20 +156,33 @@ def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks)
     return training, _evaluation_set(config, read(config.data.val, first=config.eval.max_prompts))
 
 
-def build_reward_pool(config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None) -> RewardPool:
-    """The reward processes; raises ValueError for a prompt whose reward is not known or cannot be earned."""
+def build_reward_pool(
+    config: RunConfig, training: PromptSet, evaluation_set: EvaluationSet | None
+) -> tuple[RewardPool, list[Prompt]]:
+    """The reward processes and the first prompt of each data source that is scored; raises ValueError for a prompt whose
+    reward is not known or cannot be earned."""
     pool = RewardPool(config.reward)
     scored = [] if config.algorithm.offline else [training]
     if evaluation_set is not None and evaluation_set.generate:
         scored.append(PromptSet(evaluation_set.prompts, 0))
     names: dict[str, list[str]] = {}
-    for number, source, ground_truth in chain.from_iterable(prompts.ground_truths() for prompts in scored):
-        if source not in names:
-            names[source] = list(pool.weights(source))
-        for name in names[source]:
-            if fault := ground_truth_fault(name, ground_truth):
-                raise ValueError(f"prompt {number} of {source}: ground_truth {fault}: got {shown(ground_truth)}")
-    return pool
+    first: list[Prompt] = []
+    for prompts in scored:
+        for place, (number, source, ground_truth) in enumerate(prompts.ground_truths()):
+            if source not in names:
+                names[source] = list(pool.weights(source))
+                first.append(prompts.prompts[place])
+            for name in names[source]:
+                if fault := ground_truth_fault(name, ground_truth):
+                    raise ValueError(f"prompt {number} of {source}: ground_truth {fault}: got {shown(ground_truth)}")
+    return pool, first
+
+
+def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[str], None]) -> None:
+    """Try every reward function once, and show what it raises; raises ValueError for one that cannot be loaded."""
+    error = pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0)) for prompt in prompts])
+    if error is not None:
+        log(f"a reward function failed on a trial, in which the response was the ground truth:\n{error}")
 
 
 def build_models(

@@ -6,7 +6,9 @@ import ast
 import importlib.util
 import inspect
 import re
+import sys
 import types
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,18 @@ def parameters_of(name: str) -> list[str]:
 
 
 def load_user_code(name: str) -> Any:
-    """The function of `path/to/file.py:function`."""
+    """The function of `path/to/file.py:function`; the file can import those next to it."""
     check_user_code(name)
     path, _, function = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"fivefold_user_{Path(path).stem}", path)
+    own = Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"fivefold_user_{own.stem}_{zlib.crc32(bytes(own)):08x}", own)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up, and pickle too.
+    sys.modules[spec.name] = module
+    if str(own.parent) not in sys.path:
+        # Behind everything else: a neighbour must not take the place of a library of the same name.
+        sys.path.append(str(own.parent))
     spec.loader.exec_module(module)
     return getattr(module, function)
 

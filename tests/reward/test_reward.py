@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import math
 import os
+import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +14,9 @@ from fivefold.config.schema import RewardConfig, RewardModelConfig
 from fivefold.interfaces import EngineReplica
 from fivefold.reward import rules
 from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards
-from fivefold.reward.pool import RewardPool
+from fivefold.reward.pool import RewardPool, cores_of_rank
 from fivefold.types import Completion, Group, Prompt, Sample
-from tests.support.commands import LONGEST
+from tests.support.commands import LONGEST, gone, wait_for
 
 GSM8K = [
     ("so it is 18.\n#### 18", "18", 1),
@@ -44,6 +47,43 @@ GSM8K = [
 @pytest.mark.parametrize(("response", "truth", "expected"), GSM8K)
 def test_gsm8k_reads_the_stated_number(response, truth, expected):
     assert rules.gsm8k(response, truth) == expected
+
+
+HOSTILE = ["9^{9^{9^{9}}}", "9**9**9**9", "9^{9\\cdot 9^{9}}", "((((((9^9)^9)^9)^9)^9)^9)^9", "1000000!", "(10!)!", "9^{10!}",
+           "10^{100000}", "1e999999999", "9" * 4000, r"\binom{1000000}{500000}", "3!!!!"]  # fmt: skip
+ORDINARY = ["x^2+2x+1", "2^{2023}-1", "3^{3^2}", "e^{x^2}", "e^{2^{x}}", "x^{10}+x^9+x^8+x^7+x^6+x^5", "(2n)!", "5!", "2^{n!}",
+            r"\binom{20}{10}", "(-1)^{n(n+1)/2}", r"2^{3}\cdot 3^{2}\cdot 5^4\cdot 7^{3}", "1000000"]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_numbers_that_nobody_could_write_out_are_wrong_at_once(answer):
+    """Computed, most of these never end, not even by a signal."""
+    assert rules.is_large(answer)
+    assert rules.math(f"\\boxed{{{answer}}}", "3") == 0
+    assert rules.math(f"\\boxed{{{answer}}}", f" {answer}") == 1
+
+
+@pytest.mark.parametrize("answer", ORDINARY)
+def test_ordinary_answers_are_not_taken_for_large(answer):
+    assert not rules.is_large(answer)
+
+
+def test_an_answer_that_takes_too_long_to_compare_is_wrong():
+    assert rules.math(r"\boxed{(x+y+z)^{300}}", "(x+y+z)^{301}") == 0
+
+
+def seconds_of(function, *arguments) -> float:
+    begin = time.process_time()
+    function(*arguments)
+    return time.process_time() - begin
+
+
+@pytest.mark.parametrize("text", ["\\boxed{", "{", "}", "\\boxed{}", "#### 1", "####", " ", "1,111", "$", "\\frac{", "9"])
+@pytest.mark.parametrize("reward", [rules.gsm8k, rules.math, rules.format])
+def test_time_grows_with_the_text_and_no_faster(reward, text):
+    """A million characters, quadratically, would take hours."""
+    rules.math("", "3")
+    assert seconds_of(reward, text * (1_000_000 // len(text)), "3") < 5
 
 
 MATH = [
@@ -112,12 +152,13 @@ def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(us
     scored = group("ok", "hang", "raise", "exit", "memory", "nan", "infinite", "fine")
     score(pool, scored)
     pool.close()
-    assert [sample.reward for sample in scored.samples] == [1.0, 0, 0, 0, 0, 0, 0, 2.0]
+    assert [sample.reward for sample in scored.samples if not sample.reward_failed] == [1.0, 2.0]
+    assert all(math.isnan(sample.reward) and not sample.correct for sample in scored.samples if sample.reward_failed)
     assert [sample.reward_failed for sample in scored.samples] == [False, True, True, True, True, True, True, False]
 
 
 def test_the_first_error_is_kept_with_the_function_s_traceback(user_file):
-    pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}))
+    pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}, workers=1))
     score(pool, group("ok", "raise", "nan"))
     assert "Traceback" in pool.first_error and "mine.py" in pool.first_error
     assert "RuntimeError: as asked" in pool.first_error
@@ -128,18 +169,260 @@ def test_the_first_error_is_kept_with_the_function_s_traceback(user_file):
     pool.close()
 
 
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError(), ValueError("bad"), RuntimeError()])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_exception_in_a_scoring_thread_is_raised(user_file, monkeypatch, workers):
+def test_whatever_goes_wrong_in_the_pool_fails_the_sample_and_is_shown(user_file, monkeypatch, workers, error):
     """It used to end the thread: samples stayed at 0, none of them counted as failed."""
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}, workers=workers))
 
-    def fail(self, request):
-        raise OSError(24, "Too many open files")
+    def fail(self, request, seconds):
+        raise error
 
     monkeypatch.setattr("fivefold.reward.pool._Worker.ask", fail)
-    with pytest.raises(OSError, match="Too many open files"):
-        score(pool, group("ok", "fine"))
+    scored = group("ok", "fine")
+    score(pool, scored)
+    assert [sample.reward_failed for sample in scored.samples] == [True, True]
+    assert type(error).__name__ in pool.first_error
+    monkeypatch.undo()
+    score(pool, scored)
+    assert [sample.reward for sample in scored.samples] == [0.5, 1.0]
     pool.close()
+
+
+def test_files_with_high_numbers_and_none_left_are_no_zeros(user_file):
+    """`select` knows the numbers below 1024 only; where no file can be opened, no process can be started."""
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}, workers=1))
+    try:
+        scored = group("ok")
+        score(pool, scored)
+        assert [sample.reward for sample in scored.samples] == [0.5]
+        for worker in pool._workers:
+            worker.kill()
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, before[1]))
+        try:
+            score(pool, scored)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert scored.samples[0].reward_failed and "Too many open files" in pool.first_error
+    finally:
+        for file in held:
+            os.close(file)
+        pool.close()
+
+
+TROUBLE = """
+import os, signal, subprocess, sys, time
+from dataclasses import dataclass
+from neighbour import LENGTH  # next to this file
+
+@dataclass
+class Found:
+    score: float
+
+calls = 0
+def trouble(response, ground_truth):
+    global calls
+    calls += 1
+    if response == "fork": os.fork()
+    if response == "fork and die" and os.fork(): os._exit(1)
+    if response == "daemon":
+        if not os.fork():
+            time.sleep(1000)
+    if response == "stdin" and (sys.stdin.read() or input()): return 7
+    if response == "stdout": os.write(1, b'{"id": 1, "values": {}}' + chr(10).encode() * 9)
+    if response == "exit": sys.exit(0)
+    if response == "exit at once": os._exit(0)
+    if response == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "stop": os.kill(os.getpid(), signal.SIGSTOP)
+    if response == "close": os.closerange(0, 100)
+    if response == "endless output": os.system("head -c 10000000 /dev/zero")
+    if response == "answers itself":
+        for file in range(3, 20):
+            try: os.write(file, b'{"id": 0, "values": {}}' + chr(10).encode())
+            except OSError: pass
+    if response == "bad JSON":
+        for file in range(3, 20):
+            try: os.write(file, b'}{' + chr(10).encode())
+            except OSError: pass
+    if response == "nothing": return None
+    if response == "text": return "high"
+    if response == "mapping": return {"reward": 1}
+    if response == "huge": return 10 ** 400
+    if response == "environment": return float(any("SECRET" in name for name in os.environ))
+    if response == "calls": return calls
+    return Found(LENGTH).score
+"""
+SCORED = {"ok": 0.5, "fork": 0.5, "stdout": 0.5, "endless output": 0.5, "environment": 0.0, "daemon": 0.5}
+FAIL = {
+    "fork and die": "ended",
+    "stdin": "EOFError",
+    "exit": "SystemExit: 0",
+    "exit at once": "ended with exit code 0",
+    "segfault": "ended by SIGSEGV",
+    "stop": "no reward within",
+    "close": "ended with exit code 1",
+    "answers itself": "not the answer",
+    "bad JSON": "no exchange with the reward process",
+    "nothing": "TypeError",
+    "text": "could not convert string to float: 'high'",
+    "mapping": "KeyError: 'score'",
+    "huge": "OverflowError",
+}
+
+
+@pytest.fixture
+def trouble_file(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("MY_SECRET", "do not show")
+    path = tmp_path / "trouble.py"
+    path.write_text(TROUBLE)
+    (tmp_path / "neighbour.py").write_text("LENGTH = 0.5")
+    return path
+
+
+def test_a_function_that_does_what_it_should_not_fails_its_own_sample_only(trouble_file):
+    """With one process, so that what a function leaves behind would be met by the next sample."""
+    pool = RewardPool(RewardConfig(functions={f"{trouble_file}:trouble": 1.0}, workers=1, timeout_seconds=2.0))
+    try:
+        for response, says in FAIL.items():
+            scored = group(response)
+            score(pool, scored)
+            assert scored.samples[0].reward_failed, response
+            assert says in pool.first_error, (response, pool.first_error)
+            scored = group(*SCORED)
+            score(pool, scored)
+            assert pool.first_error is None, (response, pool.first_error)
+            assert {sample.text: sample.reward for sample in scored.samples} == SCORED, response
+    finally:
+        pool.close()
+
+
+def test_named_variables_of_the_environment_are_passed_on(trouble_file):
+    name = f"{trouble_file}:trouble"
+    pool = RewardPool(RewardConfig(functions={name: 1.0}, environment=["MY_SECRET"], workers=1))
+    scored = group("environment")
+    score(pool, scored)
+    pool.close()
+    assert scored.samples[0].reward == 1.0
+    findings = Findings(section="reward")
+    check_rewards(findings, RewardConfig(functions={name: 1.0}, environment=["MY_SECRET", "NOT_SET"]))
+    assert findings.errors == ["reward.environment names variables that are set here: got 'NOT_SET'"]
+
+
+def trial(text: str = "ok"):
+    made = group(text)
+    return made.prompt, made.samples[0]
+
+
+def test_every_function_is_called_once_before_the_first_sample(trouble_file):
+    """Also in a process that takes the place of one that was killed."""
+    pool = RewardPool(RewardConfig(functions={f"{trouble_file}:trouble": 1.0}, workers=1))
+    pool.weights("mine")
+    assert pool.start([trial()]) is None
+    for text in ("calls", "segfault", "calls"):
+        scored = group(text)
+        score(pool, scored)
+        assert text == "segfault" or scored.samples[0].reward == 2.0
+    assert "RuntimeError" not in (pool.first_error or "")
+    pool.close()
+
+
+def test_what_a_function_raises_on_its_trial_is_given_and_one_that_cannot_be_loaded_is_refused(tmp_path, user_file):
+    pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}, workers=1))
+    pool.weights("mine")
+    assert "RuntimeError: as asked" in pool.start([trial("raise")])
+    pool.close()
+    path = tmp_path / "broken.py"
+    path.write_text("import not_there\ndef broken(response): ...\n")
+    pool = RewardPool(RewardConfig(functions={f"{path}:broken": 1.0}, workers=1))
+    pool.weights("mine")
+    with pytest.raises(ValueError, match=r"(?s)do not start:.*No module named 'not_there'"):
+        pool.start([trial()])
+    pool.close()
+
+
+def test_rewards_that_take_too_long_together_end_with_the_wait(tmp_path):
+    """Sixty samples that hang for as long as they may would take a minute in one process."""
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ndef slow(response): time.sleep(1000)\n")
+    config = RewardConfig(functions={f"{path}:slow": 1.0}, workers=1, timeout_seconds=1.0, wait_seconds=1.5)
+    pool, begin = RewardPool(config), time.monotonic()
+    scored = group(*["x"] * 60)
+    score(pool, scored)
+    assert time.monotonic() - begin < 30
+    assert all(sample.reward_failed for sample in scored.samples)
+    # The next step has its own time.
+    score(pool, group("x"))
+    assert "no reward within 1 s" in pool.first_error
+    pool.close()
+
+
+def test_samples_are_scored_by_as_many_processes_as_the_rank_has_cores(tmp_path, monkeypatch):
+    """Each of four samples waits until all four are being scored."""
+    path = tmp_path / "together.py"
+    path.write_text(
+        "import os, time\n"
+        "def together(response, ground_truth):\n"
+        f"    open({str(tmp_path)!r} + '/at-' + response, 'w').close()\n"
+        f"    while sum(name.startswith('at-') for name in os.listdir({str(tmp_path)!r})) < 4: time.sleep(0.01)\n"
+        "    return 1\n"
+    )
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(8))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores_of_rank() == 4
+    pool = RewardPool(RewardConfig(functions={f"{path}:together": 1.0}, timeout_seconds=LONGEST))
+    scored = group("1", "2", "3", "4")
+    score(pool, scored)
+    pool.close()
+    assert [sample.reward for sample in scored.samples] == [1.0] * 4
+
+
+def test_nothing_of_a_reward_process_is_left_when_the_pool_is_closed(tmp_path):
+    path = tmp_path / "children.py"
+    path.write_text(
+        "import os, subprocess\n"
+        "def children(response):\n"
+        f"    open({str(tmp_path)!r} + '/pid', 'w').write(str(subprocess.Popen(['sleep', '1000']).pid))\n"
+        "    return 1\n"
+    )
+    pool = RewardPool(RewardConfig(functions={f"{path}:children": 1.0}, workers=1))
+    score(pool, group("x"))
+    child = int((tmp_path / "pid").read_text())
+    assert not gone([child])
+    pool.close()
+    wait_for(lambda: gone([child]))
+
+
+def scored_while_sampling(mesh, tmp_path: Path) -> list[float]:
+    from fivefold.observability.run_logger import RunLogger
+    from fivefold.reward.manager import RewardManager
+    from fivefold.rollout.generation import Generator
+    from fivefold.types import Sampling
+
+    path = tmp_path / "mark.py"
+    path.write_text(f"def mark(response):\n    open({str(tmp_path / 'scored')!r}, 'w').close()\n    return 1\n")
+
+    class Waits(Says):
+        """Its second response comes when the first one has been scored."""
+
+        def generate(self, requests):
+            yield Completion(requests[0].id, [1], [0.0], "stop", 0)
+            wait_for((tmp_path / "scored").exists)
+            yield Completion(requests[1].id, [1], [0.0], "stop", 0)
+
+    pool = RewardPool(RewardConfig(functions={f"{path}:mark": 1.0}, workers=1))
+    logger = RunLogger(tmp_path, [], is_main=False, steps=1)
+    try:
+        generator = Generator(Waits(), Says(), RewardManager(pool, mesh.ranks), logger)
+        (found,) = generator.sample([Prompt(0, [1], "mine", "q", "t")], 2, Sampling(1), (0,))
+        return [sample.reward for sample in found.samples]
+    finally:
+        pool.close()
+
+
+def test_scoring_begins_while_others_are_still_sampled(cluster, tmp_path):
+    assert cluster.run(scored_while_sampling, "megatron:d1", tmp_path) == [[1.0, 1.0]]
 
 
 def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]], max_failed: float):
@@ -171,7 +454,7 @@ def test_too_many_failures_end_the_run_on_every_rank_with_the_traceback(cluster,
 def test_few_failures_are_shown_and_the_run_goes_on(cluster, user_file):
     texts = [["ok", "ok"], ["ok", "raise"]]
     found = cluster.run(scored_on_two_ranks, "megatron:d2", {f"{user_file}:shout": 1.0}, texts, 0.25)
-    assert [rewards for rewards, _ in found] == [[0.5, 0.5], [0.5, 0.0]]
+    assert [rewards for rewards, _ in found] == [[0.5, 0.5], [0.5, pytest.approx(math.nan, nan_ok=True)]]
     assert "RuntimeError: as asked" in found[0][1][0]
 
 
@@ -187,10 +470,10 @@ def test_several_rewards_are_weighted_and_verl_s_signature_is_understood(user_fi
 def test_reward_processes_end_when_the_trainer_is_gone(user_file):
     pool = RewardPool(RewardConfig(functions={"gsm8k": 1.0}))
     score(pool, group("#### 1"))
-    process = pool._workers[0]._process
-    process.stdin.close()
-    assert process.wait(timeout=LONGEST) == 0
-    assert not os.path.exists(f"/proc/{process.pid}")
+    worker = pool._workers[-1]
+    worker._messages.close()
+    assert worker._process.wait(timeout=LONGEST) == 0
+    assert not os.path.exists(f"/proc/{worker._process.pid}")
 
 
 @pytest.mark.parametrize(
@@ -307,9 +590,12 @@ def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, flo
     from fivefold.types import Sampling
     from tests.support.toy import ToyModel
 
-    prompts = [Prompt(i, [1], "mine", "q", truth) for i, truth in enumerate("4445")]
+    prompts = [Prompt(i, [1], "mine", "q", truth, extra={"is": i > 0}) for i, truth in enumerate("4445")]
     pool, objective = RewardPool(RewardConfig(functions=functions)), make_objective("grpo")
-    rewards, logger = RewardManager(pool, mesh.ranks), RunLogger(run_dir, [], is_main=False, steps=1)
+    rewards, logger = (
+        RewardManager(pool, mesh.ranks, max_failed=0.25, log=lambda text: None),
+        RunLogger(run_dir, [], is_main=False, steps=1),
+    )
     chosen = EvaluationSet(prompts, 2, greedy=Sampling(8), sampled=Sampling(8))
     guard = SkipGuard(mesh.ranks, 0, run_dir, print)
     models = Models(ToyModel(), None, None, objective, ValueLoss(0.5), mesh.ranks, guard)
@@ -328,3 +614,19 @@ def test_accuracy_does_not_depend_on_the_order_of_the_functions(cluster, tmp_pat
     assert runs[0] == runs[1]
     assert (runs[0]["val/mine/accuracy"], runs[0]["val/mine/pass@2"]) == (0.75, 0.75)
     assert runs[0]["val/mine/reward"] == pytest.approx(0.85)
+
+
+def test_evaluation_measures_the_samples_whose_reward_is_known(cluster, tmp_path):
+    """Right, right, wrong, and one that nobody could score: no 2 of 4, but 2 of 3."""
+    path = tmp_path / "some.py"
+    path.write_text(
+        "def some(response, ground_truth, extra_info):\n    assert ground_truth != '5'\n    return extra_info['is']\n"
+    )
+    (found,) = cluster.run(evaluated, "megatron:d1", tmp_path, {f"{path}:some": 1.0})
+    assert (
+        found["val/mine/accuracy"]
+        == found["val/mine/reward"]
+        == found["val/mine/mean@2"]
+        == found["val/mine/pass@2"]
+        == 2 / 3
+    )

@@ -338,14 +338,19 @@ class RewardConfig:
     """Function that decides whether a response is correct (it gives 1 or more): accuracy, pass@k. When left out, and for a
     data_source that does not use it: the first by name of those that take a ground truth, or of all where none does."""
     timeout_seconds: Annotated[float, within("(0, 86400]")] = 10.0
-    """Time one sample's rewards may take; a sample over it scores 0 and is counted."""
+    """Time one sample's rewards may take; over it they have failed."""
+    wait_seconds: Annotated[float, within("(0, 86400]")] = 300.0
+    """Time that a step waits for rewards once its last response is there; those not begun by then have failed."""
     max_failed: Annotated[float, within("[0, 1]")] = 0.1
     """Largest share of a step's samples whose reward may fail (it raised, ran out of time, was not finite): above it the run
-    ends with the first error."""
-    workers: Annotated[int, above(0)] = 1
-    """Reward processes of each rank."""
-    memory_mb: Annotated[int, at_least(128)] = 4096
+    ends with the first error. Samples that fail are left out of the step."""
+    workers: Annotated[int, within("[1, 1024]")] | None = None
+    """Reward processes of each rank; when left out, as many as it has cores (2 to 32)."""
+    memory_mb: Annotated[int, within("[256, 1048576]")] = 4096
     """Address space of one reward process."""
+    environment: list[str] = field(default_factory=list)
+    """Environment variables that reward processes get besides the usual ones (PATH, HOME, ...), such as the key of a judge:
+    they get no other of the trainer's."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
 

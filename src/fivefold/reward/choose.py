@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -68,6 +69,8 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
                 takes_ground_truth(name)
             except ValueError as error:
                 findings.error(key, f": {error}")
+    for name in config.environment:
+        findings.require(name in os.environ, "environment", f"names variables that are set here: got {name!r}")
     try:
         _check_accuracy(config)
     except ValueError as error:

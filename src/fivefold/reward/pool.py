@@ -1,40 +1,75 @@
-"""Samples -> rewards, in worker processes with a time limit a sample."""
+"""Samples -> rewards, in worker processes with a time limit per sample."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
 import math
 import os
-import select
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import RewardConfig
 from fivefold.reward.choose import ChosenRewards, choose_rewards
+from fivefold.reward.messages import Messages
 
 if TYPE_CHECKING:
     from fivefold.types import Prompt, Sample
 
 
-_START_SECONDS = 60.0
+_START_SECONDS = 300.0
+"""Until a process has imported what its functions import: minutes where a cluster's file system is cold."""
+_END_SECONDS = 5.0
+"""Until a process that has closed its files is gone."""
+_MOST_WORKERS = 32
+KEPT_VARIABLES = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
+    "CONDA_PREFIX", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE",
+)  # fmt: skip
+"""What reward processes have of the trainer's environment, besides `reward.environment`: nothing that could be a secret."""
+
+
+def cores_of_rank() -> int:
+    """The cores that this process may use, shared with the other ranks of the machine."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def clean_environment(passed: Iterable[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a reward process: `passed` are the names that it may have besides the usual ones."""
+    return {name: environment[name] for name in (*KEPT_VARIABLES, *passed) if name in environment}
 
 
 class RewardPool:
-    """Scores samples; a function that hangs, raises or dies costs its sample the reward and leaves its error behind."""
+    """Scores samples; a function that hangs, raises or dies costs its sample the reward and leaves its error behind.
+
+    A sample that was submitted has a finite reward when `wait` returns, or has failed: there is nothing in between.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._chosen: dict[str, ChosenRewards] = {}
-        self._workers = [_Worker(config.memory_mb, config.timeout_seconds) for _ in range(config.workers)]
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._names: set[str] = set()
+        """Functions that every process loads before it is asked."""
+        count = config.workers or min(max(2, cores_of_rank()), _MOST_WORKERS)
+        self._workers = [_Worker(config) for _ in range(count)]
+        # The last one used comes first: the others are started only where they are needed.
+        self._idle: LifoQueue[_Worker] = LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(count)
         self._running: list[Future[None]] = []
+        self._deadline = math.inf
+        self._lock = threading.Lock()
         self.first_error: str | None = None
         """The first sample's that failed since the last `wait`: a traceback where the function raised."""
 
@@ -45,43 +80,88 @@ class RewardPool:
     def _rewards(self, source: str) -> ChosenRewards:
         if source not in self._chosen:
             self._chosen[source] = choose_rewards(self._config, source)
+            self._names |= set(self._chosen[source].weights)
         return self._chosen[source]
+
+    def start(self, trials: Sequence[tuple[Prompt, Sample]]) -> str | None:
+        """Load the functions of all sources named so far and call each once, on these samples, in every process that starts.
+
+        What a function imports and prepares is then not on a sample's time. Gives the first error of a call; raises
+        ValueError where a function cannot be loaded or does not answer.
+        """
+        requests = [self._request(*trial) for trial in trials if self.weights(trial[0].source)]
+        for worker in self._workers:
+            worker.names, worker.trials = sorted(self._names), requests
+        if not requests:
+            return None
+        # The others are started where they are needed, and do the same before their first sample.
+        first = self._workers[-1]
+        try:
+            first.start()
+        except _NoAnswerError as error:
+            raise ValueError(f"the reward functions {', '.join(first.names)} do not start:\n{error}") from error
+        return first.trial_error
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Set reward, reward_parts, correct and reward_failed of a sample, in the time until `wait` returns."""
-        if self._threads is None:
-            self._threads, self.first_error = ThreadPoolExecutor(len(self._workers)), None
-        self._running.append(self._threads.submit(self._with_a_worker, prompt, sample))
+        if not self._running:
+            self.first_error, self._deadline = None, math.inf
+        # It has failed until it is scored.
+        _fail(sample)
+        self._running.append(self._threads.submit(self._score, prompt, sample))
 
     def wait(self) -> None:
-        """Until every sample that was submitted is scored; an error of the pool itself is raised."""
-        if self._threads is None:
-            self.first_error = None
-            return
+        """Until every sample that was submitted is scored, or has failed because that took too long."""
         running, self._running = self._running, []
-        self._threads.shutdown()
-        self._threads = None
+        if not running:
+            self.first_error = None
+        self._deadline = time.monotonic() + self._config.wait_seconds
         for done in running:
-            # An exception in a thread would otherwise leave its sample unscored and nobody the wiser.
             done.result()
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
+        """End the processes, and what is still being scored with them."""
+        self._deadline = -math.inf
+        for _ in range(2):
+            for worker in self._workers:
+                worker.kill()
+            # A thread that was just starting a process has done so now.
+            self._threads.shutdown(cancel_futures=True)
 
-    def _with_a_worker(self, prompt: Prompt, sample: Sample) -> None:
+    def _score(self, prompt: Prompt, sample: Sample) -> None:
+        try:
+            self._score_now(prompt, sample)
+        except Exception:
+            # Whatever goes wrong here (no files or memory for a process) is this sample's failure, and counted as such.
+            self._failed(sample, traceback.format_exc())
+
+    def _score_now(self, prompt: Prompt, sample: Sample) -> None:
+        chosen = self._rewards(prompt.source)
+        if chosen.accuracy is None:
+            sample.reward, sample.reward_failed = 0.0, False
+            return
+        if time.monotonic() > self._deadline:
+            waited = f"no reward within {self._config.wait_seconds:g} s after the last response (reward.wait_seconds)"
+            self._failed(sample, waited)
+            return
         worker = self._idle.get()
         try:
-            self._score_one(worker, prompt, sample)
+            answer = worker.ask(self._request(prompt, sample), self._config.timeout_seconds)
         finally:
             self._idle.put(worker)
-
-    def _score_one(self, worker: _Worker, prompt: Prompt, sample: Sample) -> None:
-        chosen = self._rewards(prompt.source)
-        weights = chosen.weights
-        sample.reward, sample.reward_parts, sample.correct, sample.reward_failed = 0.0, {}, False, False
-        if chosen.accuracy is None:
+        error = _error_of(answer)
+        if error is not None:
+            self._failed(sample, error)
             return
+        parts = {name: float(answer["values"][name]) for name in chosen.weights}
+        reward = sum(chosen.weights[name] * value for name, value in parts.items())
+        if not all(map(math.isfinite, [reward, *parts.values()])):
+            self._failed(sample, f"a reward must be finite: got {parts}")
+            return
+        sample.reward, sample.reward_parts, sample.reward_failed = reward, parts, False
+        sample.correct = parts[chosen.accuracy] >= 1
+
+    def _request(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
         offered = {
             "response": sample.text,
             "solution_str": sample.text,
@@ -90,72 +170,117 @@ class RewardPool:
             "data_source": prompt.source,
             "extra_info": prompt.extra,
         }
-        answer = worker.ask({"rewards": list(weights), "sample": offered})
-        error = answer.get("error")
-        if error is None:
-            sample.reward_parts = answer["values"]
-            sample.reward = sum(weights[name] * value for name, value in sample.reward_parts.items())
-            if not math.isfinite(sample.reward):
-                error = f"a reward must be finite: got {sample.reward_parts}"
-        sample.reward_failed = error is not None
-        if error is not None:
+        return {"rewards": list(self._rewards(prompt.source).weights), "sample": offered}
+
+    def _failed(self, sample: Sample, error: str) -> None:
+        _fail(sample)
+        with self._lock:
             self.first_error = self.first_error or error
-            sample.reward_parts = dict.fromkeys(weights, 0.0)
-            sample.reward = 0.0
-        sample.correct = sample.reward_parts[chosen.accuracy] >= 1
+
+
+def _fail(sample: Sample) -> None:
+    sample.reward, sample.reward_parts, sample.correct, sample.reward_failed = math.nan, {}, False, True
+
+
+def _error_of(answer: dict[str, Any]) -> str | None:
+    """Why an answer has no values."""
+    if isinstance(answer.get("values"), dict):
+        return None
+    return str(answer.get("error") or f"the reward process gave no values: {answer}")
+
+
+class _NoAnswerError(Exception):
+    """Why a reward process gave none."""
 
 
 class _Worker:
     """One reward process, started when first asked and again after it was killed."""
 
-    def __init__(self, memory_mb: int, timeout_seconds: float) -> None:
-        self._memory_mb, self._timeout = memory_mb, timeout_seconds
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self.names: list[str] = []
+        """Functions that it loads when it starts."""
+        self.trials: list[dict[str, Any]] = []
+        """Requests that it answers when it starts, so that nothing is imported on a sample's time."""
+        self.trial_error: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._messages: Messages | None = None
+        self._numbers = itertools.count(1)
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The worker's answer, or {"error": ...} when it gave none in time."""
         try:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._start()
-                # Starting is not the sample's time.
-                self._read(_START_SECONDS)
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
-            self._process.stdin.flush()
-            return self._read(self._timeout)
-        except (TimeoutError, BrokenPipeError) as error:
+            self.start()
+            return self._exchange({**request, "id": next(self._numbers)}, seconds, "no reward")
+        except _NoAnswerError as error:
+            return {"error": str(error)}
+
+    def start(self) -> None:
+        """Start the process unless it is there; raises _NoAnswerError where a function cannot be loaded."""
+        if self._process is not None and not _has_ended(self._process):
+            return
+        self.kill()
+        own, theirs = socket.socketpair()
+        with theirs:
+            self._messages = Messages(own)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fivefold.reward.process", str(theirs.fileno())],
+                env=clean_environment(self._config.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # What a function starts is in its group, and is ended with it.
+                start_new_session=True,
+            )
+        settings = {"id": 0, "rewards": self.names, "memory_mb": self._config.memory_mb}
+        if error := _error_of(self._exchange(settings, _START_SECONDS, "its functions were not loaded")):
             self.kill()
-            return {"error": str(error) or "the reward process died"}
+            raise _NoAnswerError(error)
+        found = [self._exchange({**trial, "id": 0}, _START_SECONDS, "no reward") for trial in self.trials]
+        self.trial_error = next((error for answer in found if (error := _error_of(answer)) is not None), None)
 
-    def _read(self, seconds: float) -> dict[str, Any]:
-        """The next line of the worker; TimeoutError or BrokenPipeError when there is none."""
-        assert self._process is not None and self._process.stdout is not None
-        deadline = time.monotonic() + seconds
-        line = b""
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError(f"no reward within {seconds} s")
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not piece:
-                raise BrokenPipeError("the reward process died")
-            line += piece
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def _exchange(self, request: dict[str, Any], seconds: float, missing: str) -> dict[str, Any]:
+        """Any trouble ends the process: what it says later would be taken for the answer to another request."""
+        assert self._messages is not None
+        try:
+            self._messages.send(request, seconds)
+            answer = self._messages.receive(seconds)
+            if answer is not None and answer.get("id") == request["id"]:
+                return answer
+            reason = f"not the answer to this sample: {answer}"
+            if answer is None:
+                reason = f"the reward process {self.kill(_END_SECONDS)}"
+        except TimeoutError:
+            reason = f"{missing} within {seconds:g} s"
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            reason = f"no exchange with the reward process: {error}"
+        self.kill()
+        raise _NoAnswerError(reason)
 
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    stream.close()
-            self._process = None
+    def kill(self, patience: float = 0.0) -> str:
+        """End the process with what it started, and say how it ended; it has so many seconds to end by itself."""
+        process, messages = self._process, self._messages
+        self._process = self._messages = None
+        if messages is not None:
+            messages.close()
+        if process is None:
+            return "was not there"
+        ended = _has_ended(process, patience)
+        # Its group lives on in what it started, also where it has ended itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        if not ended:
+            return "was ended"
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "fivefold.reward.process", str(self._memory_mb), str(self._timeout)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+
+def _has_ended(process: subprocess.Popen[bytes], patience: float = 0.0) -> bool:
+    """Whether it has ended, or does so within some seconds; its number stays its own until it is waited for."""
+    deadline = time.monotonic() + patience
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(1e-3)
+    return True

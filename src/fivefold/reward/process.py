@@ -1,51 +1,74 @@
-"""One reward process: a JSON line in, a JSON line out. Started by RewardPool; imports neither torch nor our other parts."""
+"""One reward process: a request in, an answer out. Started by a RewardPool; imports neither torch nor our other parts."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 import traceback
+from typing import Any
 
+from fivefold.reward.messages import Messages
 from fivefold.reward.rules import RewardFunction, call, resolve
 
 _LONGEST_ERROR = 4000
 """Characters of a traceback, from its end."""
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Say that it is there, then answer requests `{"rewards": [name, ...], "sample": {...}}` until the input ends."""
-    limit, seconds = int(sys.argv[1]) * 2**20, float(sys.argv[2])
+    """Take the settings, load the functions and say so; then answer requests until the other end is gone.
+
+    The settings are `{"memory_mb": ..., "rewards": [name, ...]}`, a request is `{"id": ..., "rewards": [name, ...],
+    "sample": {...}}`, its answer `{"id": ..., "values": {name: number}}` or `{"id": ..., "error": traceback}`.
+    """
+    messages = Messages(socket.socket(fileno=int(sys.argv[1])))
+    # A copy that a function forks must not keep the line open when this process ends.
+    os.register_at_fork(after_in_child=messages.close)
+    _end_with_parent()
+    settings = messages.receive()
+    assert settings is not None
+    limit = settings["memory_mb"] * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # What a user's function prints must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     functions: dict[str, RewardFunction] = {}
-    answers.write("{}\n")
-    answers.flush()
-    for line in sys.stdin:
-        request = json.loads(line)
-        # If the trainer is killed while a function hangs here, nobody ends this process: the kernel then does.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 60)
-        try:
-            values = {}
-            for name in request["rewards"]:
-                if name not in functions:
-                    functions[name] = resolve(name)
-                values[name] = call(functions[name], request["sample"])
-            answer: dict[str, object] = {"values": values}
-        except BaseException:
-            # SystemExit and MemoryError of a user's function cost this sample its reward, like any other fault.
-            answer = {"error": traceback.format_exc()[-_LONGEST_ERROR:]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        with contextlib.suppress(BrokenPipeError):
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+
+    def load(request: dict[str, Any]) -> dict[str, float]:
+        functions.update({name: resolve(name) for name in request["rewards"] if name not in functions})
+        return {}
+
+    def values(request: dict[str, Any]) -> dict[str, float]:
+        load(request)
+        return {name: call(functions[name], request["sample"]) for name in request["rewards"]}
+
+    messages.send(_answer(load, settings))
+    while (request := messages.receive()) is not None:
+        messages.send(_answer(values, request))
+
+
+def _answer(work: Any, request: dict[str, Any]) -> dict[str, Any]:
+    own, answer = os.getpid(), {"id": request.get("id")}
+    try:
+        answer["values"] = work(request)
+    except BaseException:
+        # SystemExit and MemoryError of a user's function cost this sample its reward, like any other fault.
+        answer["error"] = traceback.format_exc()[-_LONGEST_ERROR:]
+    if os.getpid() != own:
+        # The function forked, and this is the copy: the requests are the first one's to answer.
+        os._exit(0)
+    return answer
+
+
+def _end_with_parent() -> None:
+    """If the trainer is killed while a function hangs here, the kernel ends this process."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent or parent == 1:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -13,20 +15,22 @@ from fivefold.user_code import check_user_code, is_user_code, load_user_code, pa
 RewardFunction = Callable[..., float]
 
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+_BRACES = re.compile(r"\\boxed\{|[{}]")
 _AFTER_HASHES = re.compile(r"####\s*\$?\s*(" + _NUMBER + r")")
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...} whose braces close, or None."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for i in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : i]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    opened: list[tuple[int, bool]] = []
+    last: tuple[int, int] | None = None
+    for brace in _BRACES.finditer(text):
+        if brace[0] != "}":
+            opened.append((brace.end(), brace[0] != "{"))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and (last is None or start > last[0]):
+                last = (start, brace.start())
+    return None if last is None else text[slice(*last)]
 
 
 def _number(text: str) -> Decimal | None:
@@ -54,14 +58,104 @@ def gsm8k(response: str, ground_truth: str) -> float:
 
 
 def math(response: str, ground_truth: str) -> float:
-    r"""1 when the answer is mathematically the truth's equal (math-verify); the last \boxed{} is read where there is one."""
+    r"""1 when the answer is mathematically the truth's equal (math-verify); the last \boxed{} is read where there is one.
+
+    An answer that no one could write out (thousands of digits, powers of powers) or that takes seconds to compare is right
+    only where it is written as the truth is.
+    """
+    boxed = last_boxed(response)
+    answer = response[-_LONGEST_ANSWER:] if boxed is None else boxed
+    if "".join(answer.split()) == "".join(ground_truth.split()):
+        return 1.0
+    if is_large(answer):
+        return 0.0
+    with contextlib.suppress(_TooLongError), _cpu_limit(_COMPARE_SECONDS):
+        return _verify(answer if boxed is None else f"\\boxed{{{boxed}}}", ground_truth)
+    return 0.0
+
+
+def _verify(answer: str, ground_truth: str) -> float:
     from math_verify import parse, verify
 
-    boxed = last_boxed(response)
-    text = response if boxed is None else f"\\boxed{{{boxed}}}"
-    # Its own time limits use signals; the pool has one for the whole sample.
+    # Its own time limits are those of real time, which a busy machine changes.
     truth = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
-    return float(verify(truth, parse(text, parsing_timeout=None), timeout_seconds=None))
+    return float(verify(truth, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+
+_LONGEST_ANSWER = 1000
+"""Characters; without a box the answer is looked for in so many at the end."""
+_LARGEST_EXPONENT = 10_000
+_COMPARE_SECONDS = 1.0
+"""Of CPU time: what can be compared takes a hundredth of it."""
+_LARGEST_FACTORIAL = 2000
+_LARGE_NUMBER = re.compile(r"\d{1000}|\d[eE]\+?\d{5}|binom\s*\{?\s*\d{5}")
+_SMALL_TOWER = re.compile(r"\^\s*\{\s*(\d{1,2})\s*\^\s*\{?\s*(\d)\s*\}?\s*\}")
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\d+|\*\*|\S")
+
+
+def is_large(latex: str) -> bool:
+    """Whether numbers in an answer may be too large to be computed, judged by how they are written; linear in the text.
+
+    An exponent is at most 10,000, as are those together that follow a number or a bracket; a number's power or factorial in
+    an exponent is large unless it is as plain as 3^2.
+    """
+    if len(latex) > _LONGEST_ANSWER or _LARGE_NUMBER.search(latex):
+        return True
+    latex = _SMALL_TOWER.sub(lambda found: f"^{{{int(found[1]) ** int(found[2])}}}", latex)
+    tokens = [token for token in _TOKEN.findall(latex) if token not in ("\\left", "\\right")]
+    numeric = not any(token.isalpha() for token in tokens)
+    opened: list[bool] = []
+    raised, previous, together = "", " ", 1
+    was_exponent = False
+    for token in tokens:
+        of_number = previous.isdigit() or previous in ")}]!"
+        in_exponent = any(opened)
+        if token in ("^", "**"):
+            if of_number and was_exponent:
+                return True
+            raised = "tower" if of_number and in_exponent else "number" if of_number else "symbol"
+        elif token in "{([":
+            opened.append(bool(raised))
+        elif token in "})]":
+            was_exponent = bool(opened) and opened.pop()
+        elif token.isdigit():
+            value = int(token)
+            together *= value if raised == "number" else 1
+            if (raised or in_exponent) and (raised == "tower" or max(value, together) > _LARGEST_EXPONENT):
+                return True
+        elif token == "!" and (
+            (previous.isdigit() and int(previous) > _LARGEST_FACTORIAL)
+            or (of_number and in_exponent)
+            or (previous in ")}]!" and numeric)
+        ):
+            return True
+        if token not in ("^", "**", "{", "(", "[", "-", "+"):
+            if token not in "})]":
+                was_exponent = previous in ("^", "**")
+            raised = ""
+        previous = token
+    return False
+
+
+class _TooLongError(BaseException):
+    """No Exception, so that no library takes it for one of its own."""
+
+
+@contextlib.contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooLongError in the block after so many seconds of this process's CPU time."""
+
+    def end(number: int, frame: object) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    # Again and again, as a library may catch everything.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 4)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def format(response: str, ground_truth: str) -> float:

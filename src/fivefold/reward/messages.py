@@ -1,0 +1,51 @@
+"""JSON objects over a socket, one a line, with time limits. Both ends of a reward process use it; nothing but the standard
+library here."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from typing import Any
+
+LONGEST = 64 << 20
+"""Bytes of one message: more than any response or test, less than what would fill a machine."""
+
+
+class Messages:
+    """One end of a socket pair. Time limits are the socket's, which has none on the number of its file."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._received = bytearray()
+
+    def send(self, message: dict[str, Any], seconds: float = math.inf) -> None:
+        """Raises TimeoutError where the other end does not take it, OSError where it is gone."""
+        self._socket.settimeout(None if seconds == math.inf else seconds)
+        self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+
+    def receive(self, seconds: float = math.inf) -> dict[str, Any] | None:
+        """The next message, None where the other end is gone; raises TimeoutError, and ValueError for what is none."""
+        deadline = time.monotonic() + seconds
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > LONGEST:
+                raise ValueError(f"a message has at most {LONGEST} bytes")
+            # A limit of 0 would mean not to wait at all.
+            self._socket.settimeout(None if seconds == math.inf else max(deadline - time.monotonic(), 1e-3))
+            try:
+                piece = self._socket.recv(1 << 16)
+            except ConnectionError:
+                piece = b""
+            if not piece:
+                return None
+            self._received += piece
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"a message is a JSON object: got {line[:100]!r}")
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
