@@ -329,9 +329,20 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class CodeConfig:
+    """What a program may take that the reward `code` or `code_fraction` runs."""
+
+    test_seconds: Annotated[float, within("(0, 3600]")] = 4.0
+    """CPU time of one test; by the clock it may take three times as long. All tests of a sample share `timeout_seconds`."""
+    memory_mb: Annotated[int, within("[64, 1048576]")] = 1024
+    """Address space of a program; its files may have as many bytes together."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     functions: dict[str, Annotated[float, within("[-1000000, 1000000]")]] = field(default_factory=dict)
-    """Reward name (gsm8k, math, format) or `path.py:function` -> weight; empty: chosen by `data_source`."""
+    """Reward name (gsm8k, math, format, code, code_fraction) or `path.py:function` -> weight; empty: chosen by
+    `data_source`."""
     by_source: dict[str, dict[str, Annotated[float, within("[-1000000, 1000000]")]]] = field(default_factory=dict)
     """data_source -> its own `functions`."""
     accuracy: str | None = None
@@ -351,6 +362,7 @@ class RewardConfig:
     environment: list[str] = field(default_factory=list)
     """Environment variables that reward processes get besides the usual ones (PATH, HOME, ...), such as the key of a judge:
     they get no other of the trainer's."""
+    code: CodeConfig = field(default_factory=CodeConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from fivefold.config.findings import Findings
 from fivefold.config.schema import RewardConfig
-from fivefold.reward.rules import SOURCES, check_name, takes_ground_truth
+from fivefold.reward.code.confine import layers, missing
+from fivefold.reward.rules import CODE, SOURCES, check_name, takes_ground_truth
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,15 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
                 takes_ground_truth(name)
             except ValueError as error:
                 findings.error(key, f": {error}")
+    if any(name in CODE for weights in sections.values() for name in weights):
+        reason = missing()
+        findings.require(
+            reason is None, "functions", f": `code` runs programs that nobody knows, and only locked up: {reason}"
+        )
+        if reason is None:
+            findings.note(f"programs are locked up by {layers()}")
+        fits = config.code.memory_mb <= config.memory_mb
+        findings.require(fits, "code.memory_mb", f"must be at most reward.memory_mb = {config.memory_mb}")
     for name in config.environment:
         findings.require(name in os.environ, "environment", f"names variables that are set here: got {name!r}")
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fivefold.reward.rules import gsm8k
+from fivefold.reward.code.cases import FORMS, read_cases
+from fivefold.reward.rules import CODE, gsm8k
 
 
 def ground_truth_fault(name: str, ground_truth: str) -> str | None:
@@ -13,4 +14,9 @@ def ground_truth_fault(name: str, ground_truth: str) -> str | None:
         return "must be a number for the reward gsm8k"
     if name == "math" and not ground_truth.strip():
         return "must not be empty for the reward math"
+    if name in CODE:
+        try:
+            read_cases(ground_truth)
+        except ValueError:
+            return f"must be {FORMS} for the reward {name}"
     return None

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,7 @@ class _Worker:
                 start_new_session=True,
             )
         settings = {"id": 0, "rewards": self.names, "memory_mb": self._config.memory_mb}
+        settings["code"] = {**asdict(self._config.code), "sample_seconds": self._config.timeout_seconds}
         if error := _error_of(self._exchange(settings, _START_SECONDS, "its functions were not loaded")):
             self.kill()
             raise _NoAnswerError(error)

@@ -11,6 +11,7 @@ import sys
 import traceback
 from typing import Any
 
+from fivefold.reward.code.reward import configure
 from fivefold.reward.messages import Messages
 from fivefold.reward.rules import RewardFunction, call, resolve
 
@@ -22,8 +23,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Take the settings, load the functions and say so; then answer requests until the other end is gone.
 
-    The settings are `{"memory_mb": ..., "rewards": [name, ...]}`, a request is `{"id": ..., "rewards": [name, ...],
-    "sample": {...}}`, its answer `{"id": ..., "values": {name: number}}` or `{"id": ..., "error": traceback}`.
+    The settings are `{"memory_mb": ..., "rewards": [name, ...], "code": limits}`, a request is `{"id": ..., "rewards":
+    [name, ...], "sample": {...}}`, its answer `{"id": ..., "values": {name: number}}` or `{"id": ..., "error": traceback}`.
     """
     messages = Messages(socket.socket(fileno=int(sys.argv[1])))
     # A copy that a function forks must not keep the line open when this process ends.
@@ -34,6 +35,7 @@ def main() -> None:
     limit = settings["memory_mb"] * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    configure(**settings["code"])
     functions: dict[str, RewardFunction] = {}
 
     def load(request: dict[str, Any]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from fivefold.reward.code.reward import code, code_fraction, start_sandbox
 from fivefold.user_code import check_user_code, is_user_code, load_user_code, parameters_of
 
 RewardFunction = Callable[..., float]
@@ -163,14 +164,24 @@ def format(response: str, ground_truth: str) -> float:
     return float(gsm8k_answer(response) is not None or bool((last_boxed(response) or "").strip()))
 
 
-BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math, "format": format}
-WITH_TRUTH = ("gsm8k", "math")
+BUILT_IN: dict[str, RewardFunction] = {
+    "gsm8k": gsm8k,
+    "math": math,
+    "format": format,
+    "code": code,
+    "code_fraction": code_fraction,
+}
+CODE = ("code", "code_fraction")
+"""Those that run programs."""
+WITH_TRUTH = ("gsm8k", "math", *CODE)
 """Those that compare with the ground truth."""
 
 SOURCES = {"gsm8k": "gsm8k", "arithmetic": "gsm8k", "math": "math", "deepscaler": "math", "aime": "math"}
 """Built-in reward of each data_source that `fivefold data` writes; verl's own names of the same sets follow."""
 SOURCES |= {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
 SOURCES |= {"HuggingFaceH4/MATH-500": "math", "agentica-org/DeepScaleR-Preview-Dataset": "math"}
+
+SOURCES |= dict.fromkeys(("apps", "taco", "codecontests", "codeforces", "livecodebench"), "code")
 
 
 def check_name(name: str) -> None:
@@ -193,8 +204,10 @@ def takes_ground_truth(name: str) -> bool:
 
 
 def resolve(name: str) -> RewardFunction:
-    """The reward function of a name, or of `path/to/file.py:function`."""
+    """The reward function of a name, or of `path/to/file.py:function`; raises RuntimeError where `code` runs no program."""
     check_name(name)
+    if name in CODE:
+        start_sandbox()
     return BUILT_IN[name] if name in BUILT_IN else load_user_code(name)
 
 

@@ -1,0 +1,161 @@
+"""Ground truths of the public code sets -> tests; responses -> programs; what a program gave -> whether it is right."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FORMS = 'JSON of {"inputs": [...], "outputs": [...]} or [{"input": ..., "output": ...}, ...]'
+"""What a ground truth of `code` is."""
+_TOLERANCE = 1e-6
+"""Relative and absolute, of numbers that are written with a point or an exponent."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test."""
+
+    given: str
+    """Its standard input, or a function's arguments as a JSON list."""
+    expected: Any
+    """What it should write (a text), or what the function should return."""
+
+
+@dataclass(frozen=True)
+class Cases:
+    """All tests of a task."""
+
+    cases: list[Case]
+    function: str | None
+    """Name of the function that is called, or of the method of Solution; None where a program reads and writes."""
+
+    def is_right(self, case: Case, output: str) -> bool:
+        """Whether what a program wrote, or a function's result as JSON, is what the test expects."""
+        if self.function is None:
+            return same_text(output, case.expected)
+        try:
+            found = json.loads(output)
+        except (ValueError, RecursionError):
+            return False
+        # APPS wraps a result into a list.
+        unwrapped = case.expected[0] if isinstance(case.expected, list) and len(case.expected) == 1 else case.expected
+        return same_value(found, case.expected) or same_value(found, unwrapped)
+
+
+def read_cases(ground_truth: str) -> Cases:
+    """The tests of a ground truth; raises ValueError where there are none.
+
+    JSON of `{"inputs": [...], "outputs": [...], "fn_name": name or absent}` (APPS, TACO, PRIME's Eurus-2-RL-data, verl's
+    forms of LiveCodeBench) or of `[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]` with `fn_name` or
+    `metadata: {"func_name": name}` (LiveCodeBench).
+    """
+    must = (
+        'the ground truth of `code` is JSON of {"inputs": [...], "outputs": [...]} or [{"input": ..., "output": ...}, ...]'
+    )
+    try:
+        found = json.loads(ground_truth)
+        if isinstance(found, list):
+            rows = [(row["input"], row["output"]) for row in found]
+            function = _function_of(found[0]) if found else None
+        else:
+            rows = list(zip(found["inputs"], found["outputs"], strict=True))
+            function = found.get("fn_name") or None
+        cases = [_call_case(*row) if function else _text_case(*row) for row in rows]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{must}: {type(error).__name__}: {error}; got {ground_truth[:200]!r}") from error
+    if not cases:
+        raise ValueError(f"{must}: there is no test in {ground_truth[:200]!r}")
+    return Cases(cases, function)
+
+
+def _function_of(row: dict[str, Any]) -> str | None:
+    if row.get("testtype") == "stdin":
+        return None
+    return row.get("fn_name") or (row.get("metadata") or {}).get("func_name") or None
+
+
+def _text_case(given: Any, expected: Any) -> Case:
+    return Case(_text(given), _text(expected))
+
+
+def _text(value: Any) -> str:
+    """A text, or its lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _call_case(given: Any, expected: Any) -> Case:
+    """Arguments as a list, or as JSON with one on each line; a result as it is, or as JSON."""
+    if isinstance(given, str):
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        expected = json.loads(expected) if isinstance(expected, str) else expected
+    if not isinstance(given, list):
+        raise ValueError(f"the arguments of a function are a list: got {given!r}")
+    return Case(json.dumps(given), expected)
+
+
+def program_of(response: str) -> str:
+    """The last block of Python in a response (```python, ```py or ```), or all of it where there is none."""
+    blocks: list[tuple[str, str]] = []
+    language: str | None = None
+    lines: list[str] = []
+    for line in response.split("\n"):
+        mark = line.strip()
+        if language is None and mark.startswith("```"):
+            language, lines = mark[3:].strip().lower(), []
+        elif language is not None and mark == "```":
+            blocks.append((language, "\n".join(lines)))
+            language = None
+        elif language is not None:
+            lines.append(line)
+    for wanted in (("python", "python3", "py"), ("",)):
+        found = [text for name, text in blocks if name in wanted]
+        if found:
+            return found[-1]
+    return response
+
+
+def same_text(found: str, expected: str) -> bool:
+    """Equal line by line, without spaces at their ends and empty lines at the end; or word by word as numbers."""
+    ours, theirs = ([line.rstrip() for line in text.strip().split("\n")] for text in (found, expected))
+    if ours == theirs:
+        return True
+    return len(ours) == len(theirs) and all(
+        _same_words(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True) if a != b
+    )
+
+
+def _same_words(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    return len(ours) == len(theirs) and all(a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_number(found: str, expected: str) -> bool:
+    """Within a tolerance where the expected number has a point or an exponent; whole numbers are equal as texts."""
+    if not any(mark in expected for mark in ".eE"):
+        return False
+    try:
+        return _close(float(found), float(expected))
+    except ValueError:
+        return False
+
+
+def _close(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Equal as JSON; numbers within a tolerance where one has a point."""
+    if isinstance(expected, list):
+        return isinstance(found, list) and len(found) == len(expected) and all(map(same_value, found, expected))
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(same_value(found[key], value) for key, value in expected.items())
+        )
+    if isinstance(found, float) or isinstance(expected, float):
+        numbers = isinstance(found, (int, float)) and isinstance(expected, (int, float))
+        return numbers and _close(found, expected)
+    return bool(found == expected)

@@ -1,0 +1,101 @@
+"""One program, in the process that was forked for it: its files in place, itself locked up, then it runs."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import importlib
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_USUAL = (
+    "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
+    "functools", "heapq", "itertools", "json", "math", "numbers", "operator", "queue", "random", "re", "statistics",
+    "string", "struct", "textwrap", "time", "typing", "unicodedata",
+)  # fmt: skip
+"""Modules that programs import: here already, so that it costs them nothing."""
+_GIVEN = (
+    "import bisect, collections, copy, functools, heapq, itertools, math, random, re, string, sys\n"
+    "from bisect import *\nfrom collections import *\nfrom functools import *\nfrom heapq import *\n"
+    "from itertools import *\nfrom math import gcd, inf, sqrt, ceil, floor\nfrom typing import *\n"
+)
+"""What the sets with functions take for granted."""
+
+
+def warm() -> None:
+    """Import what programs import."""
+    for name in _USUAL:
+        importlib.import_module(name)
+
+
+def run(files: list[int], function: str | None, lock: Callable[[], None]) -> None:
+    """Run the program in the first of `files` with the next two as its input and output, and end this process.
+
+    Of a function the input is the JSON list of its arguments, and its result goes into the last of the files as JSON.
+    """
+    source, given, output, result = files
+    text = _read(source)
+    arguments = _read(given) if function is not None else ""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    # Copies with high numbers first: a file may have the number that another one is to get.
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in (given, output, nothing, result)]
+    for number, copy in enumerate(copies):
+        os.dup2(copy, number)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process is
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    atexit._clear()
+    sys.setrecursionlimit(10_000)
+    lock()
+    os.closerange(4, 1 << 16)
+    code = 0
+    try:
+        if function is None:
+            exec(compile(text, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102
+        else:
+            found = _call(text, function, json.loads(arguments))
+            with io.FileIO(3, "w", closefd=False) as file:
+                file.write(json.dumps(found, default=_plain).encode())
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        code = 1
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        code = 1
+    os._exit(code & 0xFF)
+
+
+def _call(text: str, function: str, arguments: list[Any]) -> Any:
+    """The result of a function, or of a method of the class Solution, of the program."""
+    space: dict[str, Any] = {"__name__": "program"}
+    exec(_GIVEN, space)  # noqa: S102
+    exec(compile(text, "<program>", "exec"), space)  # noqa: S102
+    if function not in space and "Solution" in space:
+        return getattr(space["Solution"](), function)(*arguments)
+    return space[function](*arguments)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for and a test may compare."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
+
+
+def _read(file: int) -> str:
+    os.lseek(file, 0, os.SEEK_SET)
+    with open(file, encoding="utf-8", closefd=False) as text:
+        found = text.read()
+    os.lseek(file, 0, os.SEEK_SET)
+    return found

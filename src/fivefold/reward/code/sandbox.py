@@ -1,0 +1,108 @@
+"""The reward process's end of the sandbox: programs and inputs in, outputs out. What a test expects never leaves it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.reward.code import confine
+
+_LARGEST_OUTPUT_MB = 16
+_START_SECONDS = 60.0
+_SLACK_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program ended."""
+
+    status: str
+    """`ended`, or why it did not."""
+    output: str
+    """What it wrote, or a function's result as JSON."""
+
+
+class Sandbox:
+    """Runs programs one after another; its server starts with the first one."""
+
+    def __init__(self, memory_mb: int) -> None:
+        self._memory_mb = memory_mb
+        self._server: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self.layers: dict[str, Any] = {}
+        """What protects, besides what must: the version of Landlock, whether there is a network at all."""
+
+    def start(self) -> None:
+        """Start the server; raises RuntimeError where programs cannot be locked up."""
+        if (reason := confine.missing()) is not None:
+            raise RuntimeError(f"the reward `code` runs no program here: {reason}")
+        self.close()
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "fivefold.reward.code.server", str(theirs.fileno()), str(self._memory_mb),
+                 str(_LARGEST_OUTPUT_MB)],
+                env={name: os.environ[name] for name in ("PYTHONPATH", "TMPDIR") if name in os.environ}
+                | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # It ends when this process does, after it has cleaned up: not with it.
+                start_new_session=True,
+            )  # fmt: skip
+        self.layers = self._receive(_START_SECONDS)
+
+    def run(self, program: str, given: str, function: str | None, seconds: float, clock: float) -> Ran:
+        """Run a program on one test, for at most so many seconds of CPU time and by the clock; raises RuntimeError where
+        there is no sandbox."""
+        if self._requests is None:
+            self.start()
+        assert self._requests is not None
+        with contextlib.ExitStack() as opened:
+            files = [_file(text, opened) for text in (program, given, "", "")]
+            request = json.dumps({"seconds": seconds, "clock": clock, "function": function}).encode()
+            try:
+                socket.send_fds(self._requests, [request], files)
+                status = str(self._receive(clock + _SLACK_SECONDS)["status"])
+            except OSError as error:
+                self.close()
+                raise RuntimeError(f"the sandbox is gone: {error}") from error
+            wanted = files[2 if function is None else 3]
+            size = os.fstat(wanted).st_size
+            if size >= _LARGEST_OUTPUT_MB << 20:
+                return Ran("output", "")
+            return Ran(status, os.pread(wanted, size, 0).decode(errors="replace"))
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        assert self._requests is not None
+        self._requests.settimeout(seconds)
+        message = self._requests.recv(1 << 16)
+        if not message:
+            self.close()
+            raise RuntimeError("the sandbox ended by itself")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def close(self) -> None:
+        """End the server; it ends what runs and removes its directory."""
+        if self._requests is not None:
+            self._requests.close()
+        if self._server is not None:
+            self._server.wait()
+        self._requests = self._server = None
+
+
+def _file(text: str, opened: contextlib.ExitStack) -> int:
+    """A file in memory that goes with the last process that has it."""
+    file = os.memfd_create("test")
+    opened.callback(os.close, file)
+    data = text.encode(errors="replace")
+    while data:
+        data = data[os.write(file, data) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    return file

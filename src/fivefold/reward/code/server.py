@@ -1,0 +1,163 @@
+"""Runs programs, each in a process of its own that can only compute. Started by a Sandbox, once per reward process.
+
+It has imported what programs usually import, so that a program starts in a millisecond. What a program, its input and its
+output are it never sees: they are in files in memory, which go from the reward process to the program's and back. So there
+is nothing in its memory, which every program gets a copy of, that another program left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fivefold.reward.code import confine, program
+
+PREFIX = "fivefold-code-"
+"""Of the directories that programs write into."""
+FILES = 4
+"""Sent with each request: the program, its input, its output, a function's result."""
+_MOST_THREADS = 64
+_MOST_FILES = 256
+_POLL_MS = 10
+_READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/urandom")
+
+
+def main() -> None:
+    """Answer requests `{"seconds": ..., "clock": ..., "function": ...}`, with the files, by `{"status": ...}`."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    memory, largest = (int(word) << 20 for word in sys.argv[2:])
+    os.register_at_fork(after_in_child=requests.close)
+    program.warm()
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    with _box() as box:
+        is_offline = confine.leave_networks()
+        limits = {
+            resource.RLIMIT_AS: memory,
+            resource.RLIMIT_FSIZE: largest,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_STACK: min(memory, 128 << 20),
+        }
+        # Shared libraries of a Python that is not the system's are next to its own.
+        ruleset = confine.landlock_ruleset([*libraries, f"{sys.base_prefix}/lib", *_READABLE], box)
+        lock = confine.confinement(ruleset, limits)
+        sys.path[:] = [path for path in sys.path if any(path.startswith(each) for each in libraries)]
+        requests.send(json.dumps({"landlock": confine.landlock_version(), "network_namespace": is_offline}).encode())
+        while True:
+            message, files, _, _ = socket.recv_fds(requests, 1 << 16, FILES)
+            if not message:
+                return
+            status = _run(json.loads(message), files, box, lock, requests.fileno(), memory)
+            for file in files:
+                os.close(file)
+            _empty(box)
+            if status is None:
+                return
+            requests.send(json.dumps({"status": status}).encode())
+
+
+def _run(
+    request: dict[str, Any], files: list[int], box: str, lock: Callable[[], None], requests: int, most_bytes: int
+) -> str | None:
+    """How a program ended: "ended", or why it was ended; None where nobody waits for it any more."""
+    seconds, own, end = request["seconds"], os.getpid(), time.monotonic() + request["clock"]
+    child = os.fork()
+    if not child:
+        try:
+            confine.end_with_parent(own)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
+            os.chdir(box)
+            program.run(files, request["function"], lock)
+        finally:
+            os._exit(1)
+    handle = os.pidfd_open(child)
+    reason: str | None = ""
+    try:
+        events = select.poll()
+        events.register(handle, select.POLLIN)
+        events.register(requests, select.POLLHUP | select.POLLRDHUP)
+        while not reason:
+            ready = [number for number, _ in events.poll(_POLL_MS)]
+            if handle in ready:
+                break
+            reason = None if requests in ready else _excess(child, seconds, end, box, most_bytes)
+            if reason is None:
+                break
+    finally:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        os.close(handle)
+    if reason is None or reason:
+        return reason
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return "time" if -code == signal.SIGXCPU else f"ended by {signal.Signals(-code).name}"
+    return "ended" if code == 0 else f"exit code {code}"
+
+
+def _excess(child: int, seconds: float, end: float, box: str, most_bytes: int) -> str:
+    """Which of the limits that are not the kernel's own a program has passed; empty for none."""
+    with contextlib.suppress(OSError):
+        # Behind the name, which is in brackets: state is the first, CPU times in ticks the 12th and 13th, threads the 18th.
+        found = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        if (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") > seconds:
+            return "time"
+        if int(found[17]) > _MOST_THREADS:
+            return "threads"
+    if time.monotonic() > end:
+        return "time"
+    with os.scandir(box) as entries:
+        sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
+    return "files" if len(sizes) > _MOST_FILES or sum(sizes) > most_bytes else ""
+
+
+def _empty(box: str) -> None:
+    with os.scandir(box) as entries:
+        for entry in entries:
+            os.unlink(entry.path)
+
+
+@contextlib.contextmanager
+def _box() -> Any:
+    """A directory that is removed in the end, as are those of servers that were killed: whose lock is free."""
+    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            # One that is new may be about to be locked.
+            if time.time() - old.lstat().st_mtime > 60:
+                _remove_unless_locked(old)
+    path = tempfile.mkdtemp(prefix=PREFIX)
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_unless_locked(path: Path) -> None:
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+if __name__ == "__main__":
+    main()
