@@ -78,6 +78,7 @@ def test_overrides_change_one_key(tmp_path):
         ("algorithm.kl.coef=-1", "algorithm.kl.coef must be at least 0"),
         ("algorithm.clip_high=-1", "algorithm.clip_high must be at least 0: got -1.0"),
         ("algorithm.rollout_correction.name=tiss", r"one of none, tis, .*; got 'tiss': did you mean 'tis'\?"),
+        ("reward.timeout_seconds=.inf", "reward.timeout_seconds must be a finite number: got inf"),
         ("reward.max_failed=2", r"reward.max_failed must be in \[0, 1\]: got 2.0"),
         ("trainer.guard.every=-1", "trainer.guard.every must be at least 0: got -1"),
     ],

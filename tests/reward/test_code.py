@@ -355,6 +355,21 @@ def test_the_sandbox_refuses_to_run_anything_where_the_kernel_cannot_lock_it_up(
     assert findings.errors == [] and "Landlock version" in findings.notes[0] and "seccomp" in findings.notes[0]
 
 
+def test_a_program_that_could_not_be_locked_up_is_a_failed_reward_and_no_wrong_program():
+    """Landlock takes sixteen rulesets and no more; a machine where locking up fails must not give every program a 0."""
+    code = (
+        "import ctypes, struct\nfrom fivefold.reward.code import confine\nfrom fivefold.reward.code.sandbox import Sandbox\n"
+        "confine._prctl(38, 1)\n"
+        "for _ in range(16):\n"
+        "    file = confine._syscall(444, struct.pack('Q', 1 << 11), ctypes.c_size_t(8), 0)\n"
+        "    confine._syscall(446, file, 0)\n"
+        "try: Sandbox(512).start()\n"
+        "except RuntimeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONGEST)
+    assert "could not be locked up" in done.stdout, done
+
+
 def test_code_is_chosen_by_the_usual_names_of_its_sets():
     assert choose_rewards(RewardConfig(), "taco").accuracy == "code"
 

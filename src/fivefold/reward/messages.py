@@ -27,8 +27,9 @@ class Messages:
 
     def receive(self, seconds: float = math.inf) -> dict[str, Any] | None:
         """The next message, None where the other end is gone; raises TimeoutError, and ValueError for what is none."""
-        deadline = time.monotonic() + seconds
-        while (end := self._received.find(b"\n")) < 0:
+        deadline, searched = time.monotonic() + seconds, 0
+        while (end := self._received.find(b"\n", searched)) < 0:
+            searched = len(self._received)
             if len(self._received) > LONGEST:
                 raise ValueError(f"a message has at most {LONGEST} bytes")
             # A limit of 0 would mean not to wait at all.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.reward.code import confine
+from fivefold.reward.code.server import NOT_BEGUN
 
 _LARGEST_OUTPUT_MB = 16
 _START_SECONDS = 60.0
@@ -56,6 +57,9 @@ class Sandbox:
                 start_new_session=True,
             )  # fmt: skip
         self.layers = self._receive(_START_SECONDS)
+        tried = self.run("print(1)", "", None, _START_SECONDS, _START_SECONDS)
+        if tried != Ran("ended", "1\n"):
+            raise RuntimeError(f"the simplest program does not run here: {tried}")
 
     def run(self, program: str, given: str, function: str | None, seconds: float, clock: float) -> Ran:
         """Run a program on one test, for at most so many seconds of CPU time and by the clock; raises RuntimeError where
@@ -72,6 +76,8 @@ class Sandbox:
             except OSError as error:
                 self.close()
                 raise RuntimeError(f"the sandbox is gone: {error}") from error
+            if status == NOT_BEGUN:
+                raise RuntimeError("a program could not be locked up, or too little time or memory was left to do so")
             wanted = files[2 if function is None else 3]
             size = os.fstat(wanted).st_size
             if size >= _LARGEST_OUTPUT_MB << 20:

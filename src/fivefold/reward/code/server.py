@@ -31,6 +31,8 @@ PREFIX = "fivefold-code-"
 """Of the directories that programs write into."""
 FILES = 4
 """Sent with each request: the program, its input, its output, a function's result."""
+NOT_BEGUN = "not begun"
+"""Of a program that could not be locked up, and so did not run."""
 _MOST_THREADS = 64
 _MOST_FILES = 256
 _POLL_MS = 10
@@ -76,13 +78,14 @@ def _run(
 ) -> str | None:
     """How a program ended: "ended", or why it was ended; None where nobody waits for it any more."""
     seconds, own, end = request["seconds"], os.getpid(), time.monotonic() + request["clock"]
+    has_begun, begun = os.pipe()
     child = os.fork()
     if not child:
         try:
             confine.end_with_parent(own)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
             os.chdir(box)
-            program.run(files, request["function"], lock)
+            program.run(files, request["function"], lock, begun)
         finally:
             os._exit(1)
     handle = os.pidfd_open(child)
@@ -101,8 +104,15 @@ def _run(
     finally:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        os.close(handle)
-    if reason is None or reason:
+        os.close(begun)
+        started = os.read(has_begun, 1)
+        for file in (handle, has_begun):
+            os.close(file)
+    if reason is None:
+        return None
+    if not started:
+        return NOT_BEGUN
+    if reason:
         return reason
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
