@@ -180,7 +180,7 @@ class Notes:
 
 def chosen_by_dynamic_sampling(mesh):
     source = DynamicSampling(Rounds(), mesh.ranks, Notes(), groups_per_step=1, max_rounds=2)
-    (group,) = source.next(0)
+    (group,) = [group for group in source.next(0) if group.is_used]
     return [sample.reward for sample in group.samples if not sample.reward_failed]
 
 
@@ -190,7 +190,7 @@ def test_a_failure_makes_no_group_informative(cluster):
 
 
 def without_greedy_reward(mesh, tmp_path: Path):
-    from fivefold.data import PromptLoader
+    from fivefold.data.prompt_loader import PromptLoader
     from fivefold.observability.run_logger import RunLogger
     from fivefold.reward.manager import RewardManager
     from fivefold.rollout.generation import Generator
