@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
+from fivefold.config.identity import Counts
 from fivefold.config.methods import NAMES, PARAMETERS, SURROGATES, Choices, CorrectionConfig, KLConfig
 from fivefold.config.methods_page import update
-from fivefold.config.ranges import OneOf, Range
+from fivefold.config.ranges import OneOf, Range, Rule
 from fivefold.config.schema import AlgorithmConfig
 from fivefold.observability.metrics import METRICS, PLACEHOLDERS
 
@@ -31,6 +32,7 @@ PAIRS = ({"low", "high"}, {"positive", "negative"}, {"chosen", "rejected"})
 """Fields whose names differ in such a word share the docstring below the second."""
 CHOICES = (Choices, KLConfig, CorrectionConfig)
 """Classes whose fields are a method's choices."""
+ON_RESUME = {Counts.VALUE: "", Counts.CONTENT: "content", Counts.HARMLESS: "may change"}
 TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything", type(None): "null"}
 
 
@@ -62,11 +64,17 @@ def configuration() -> str:
         *required* means that there is no default. `null` is a value too: it stands for what the meaning says of a key that
         is left out. A default *by method* stands in the method's row ([methods.md](methods.md)), one *by surrogate*
         [below](#parameters-of-surrogates). What values must satisfy together is checked before anything starts.
+
+        A run resumes as what it was: keys that *may change* on resume are those with which what is learned stays the same
+        up to rounding; of keys that name files their *content* counts. A change of any other is refused, with what changed,
+        until `trainer.accept_changes` names it.
     """
     return _page(head, parts)
 
 
-def _section(path: str, kind: type[Any], value: Any, parts: list[str], seen: dict[type[Any], str]) -> None:
+def _section(
+    path: str, kind: type[Any], value: Any, parts: list[str], seen: dict[type[Any], str], counts: Counts = Counts.VALUE
+) -> None:
     """Add the section of a dataclass and of those within it; a class that has a section already is named by it."""
     if kind in seen:
         parts.append(f"## {path}\n\nThe keys of [{seen[kind]}](#{_anchor(seen[kind])}){_differences(kind, value)}.\n")
@@ -77,6 +85,7 @@ def _section(path: str, kind: type[Any], value: Any, parts: list[str], seen: dic
     # What it inherits follows its own keys.
     for item in sorted(dataclasses.fields(kind), key=lambda item: item.name not in own):
         default, hint = _default(item), hints[item.name]
+        own_counts = next((mark for mark in typing.get_args(hint) if isinstance(mark, Counts)), counts)
         nested = next((option for option in _options(hint) if dataclasses.is_dataclass(option)), None)
         if nested is None:
             shown = "*required*" if default is dataclasses.MISSING else f"`{_yaml(default)}`"
@@ -86,19 +95,19 @@ def _section(path: str, kind: type[Any], value: Any, parts: list[str], seen: dic
                 limits = (
                     ", ".join([*(f"`{name}`" for name in NAMES[axis]), "`path.py:function`"]) if axis in NAMES else limits
                 )
-            cells = (f"`{item.name}`", _type(hint), shown, limits, _meaning(kind, item.name))
+            cells = (f"`{item.name}`", _type(hint), shown, limits, ON_RESUME[own_counts], _meaning(kind, item.name))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         else:
-            inner.append((f"{path}.{item.name}".strip("."), nested, default))
+            inner.append((f"{path}.{item.name}".strip("."), nested, default, own_counts))
     if path:
         # A dataclass without a docstring gets its signature for one.
         summary = "" if str(kind.__doc__).startswith(f"{kind.__name__}(") else f"{inspect.cleandoc(str(kind.__doc__))}\n\n"
-        table = "| key | type | default | range | meaning |\n|---|---|---|---|---|\n" + "\n".join(rows)
+        table = "| key | type | default | range | on resume | meaning |\n|---|---|---|---|---|---|\n" + "\n".join(rows)
         parts.append(f"## {path}\n\n{summary}{table}\n")
     if kind is AlgorithmConfig:
         parts.append(_parameters())
-    for where, nested, default in inner:
-        _section(where, nested, default, parts, seen)
+    for where, nested, default, own_counts in inner:
+        _section(where, nested, default, parts, seen, own_counts)
 
 
 def _parameters() -> str:
@@ -167,7 +176,7 @@ def _ranges(hint: Any) -> str:
     found = [_ranges(inner) for inner in typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal]
     if typing.get_origin(hint) is typing.Annotated:
         found = [_ranges(typing.get_args(hint)[0])]
-        for rule in hint.__metadata__:
+        for rule in (mark for mark in hint.__metadata__ if isinstance(mark, Rule)):
             found.append(", ".join(f"`{name}`" for name in rule.names) if isinstance(rule, OneOf) else _limits(rule))
     return "; ".join(text for text in found if text)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,8 @@ from torch import Tensor
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.build_engine import build_engine
+from fivefold.checkpoint.checkpoints import RunState
+from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import PromptLoader
@@ -24,7 +25,7 @@ from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
-from fivefold.hub import model_snapshot
+from fivefold.hub import commit_of, model_snapshot
 from fivefold.interfaces import Engine, RolloutSource
 from fivefold.megatron.mesh import Mesh, build_mesh
 from fivefold.megatron.model import MegatronModel
@@ -57,35 +58,42 @@ _TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "tokenizer*")
 _MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 
 
-def fetch_model(path: str, ranks: Ranks, wanted: Sequence[str] = _MODEL_FILES) -> Path:
-    """A local model directory, or the hub's: the first rank of each node downloads what is wanted, the others wait."""
-    if Path(path).is_dir():
-        return Path(path)
-    local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank))
-    found: str | None = None
-    for turn in (True, False):
-        if (local_rank == 0) is turn:
-            found = str(model_snapshot(path, wanted))
-        ranks.barrier()
-    assert found is not None
-    return Path(found)
+def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) -> dict[str, Path]:
+    """Where each model that the configuration names lies on this machine. Of the hub's the first rank of each node downloads
+    the one commit that `commits` has, or the newest, and the others wait. Collective."""
+    code = ["*.py"] if config.model.trust_remote_code else []
+    directories: dict[str, Path] = {}
+    for name, weights in config.models.items():
+        if Path(name).is_dir():
+            directories[name] = Path(name)
+            continue
+        wanted = (*(_MODEL_FILES if weights else _TOKENIZER_FILES), *(code if name == config.tokenizer else ()))
+        commit = ranks.call_on_main(partial(_newest_commit, name, wanted, commits.get(name)))
+        directories[name] = ranks.call_once_a_machine(partial(model_snapshot, name, wanted, commit))
+    return directories
 
 
-def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_requested: Callable[[], bool]) -> Run:
-    """Everything `train` needs, built on this rank; raises ValueError for what cannot work, before any step."""
+def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
+    return commit_of(model_snapshot(name, wanted, commit))
+
+
+def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> Run:
+    """Everything `train` needs, built on this rank; raises ValueError for what cannot work, before any step.
+
+    Models of the hub are those of `checkpoint`, where the run resumes from one or evaluates one.
+    """
     torch.manual_seed(config.trainer.seed)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
         # Nothing reads memory that was never written: filling it would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    directory = fetch_model(config.model.path, ranks)
+    directories = fetch_models(config, ranks, {} if checkpoint is None else RunState.read(checkpoint).commits)
+    directory = directories[config.model.path]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
     check_config(directory)
-    trusted = config.model.trust_remote_code
-    wanted = (*_TOKENIZER_FILES, *(["*.py"] if trusted else []))
-    tokenizer_directory = fetch_model(config.model.tokenizer, ranks, wanted) if config.model.tokenizer else directory
-    tokenizer = load_tokenizer(str(tokenizer_directory), trusted)
+    tokenizer_directory = directories[config.tokenizer]
+    tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
     pool, first_prompts = build_reward_pool(config, training, evaluation_set)
     loader = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
@@ -102,17 +110,24 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     logger.log(describe(config, spec, steps=steps, **sizes))
     start_reward_pool(pool, first_prompts, logger.log)
-    models = build_models(config, directory, mesh, objective, steps, logger)
+    models = build_models(config, directories, mesh, objective, steps, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
-        reward_model = build_reward_model(config, fetch_model(config.reward.model.path, ranks), mesh)
+        reward_model = build_reward_model(config, directories[config.reward.model.path], mesh)
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
     if generates:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():
             engine = build_engine(config, directory, tokenizer, ranks, device, logger.log)
-        generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine))
+        # Ranks that share a replica sample in step: each looks after every response whether all of them are to end.
+        each = ranks.layout.world_size // engine.replica.count
+        first = ranks.rank // each * each
+        members = range(first, first + each)
+        if config.engine.layout is None and not config.engine.is_server:
+            # It can be told so in the middle of a response too.
+            ranks.heartbeat.on_request = engine.abort
+        generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), members)
     plan = build_plan(config, spec)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective)
     evaluation = None
@@ -133,6 +148,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
         gate=LogprobGate(ranks, max_diff, is_open=config.algorithm.offline or config.engine.sampling.is_changed),
         trainer=Trainer(
             config.trainer,
+            config.run_dir,
             steps,
             ranks,
             logger,
@@ -140,8 +156,10 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, stop_reques
             rollouts,
             evaluation,
             flops=partial(training_flops, spec),
-            stop_requested=stop_requested,
-            resolved_config=dump_yaml(config),
+            resolved_config=dump_yaml(config.absolute),
+            # Only one rank compares and writes it: it reads every file of the run.
+            fingerprint=Fingerprint.of(config, steps, directories) if ranks.is_main else Fingerprint(),
+            resume_from=checkpoint,
         ),
     )
 
@@ -185,19 +203,20 @@ def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[st
 
 
 def build_models(
-    config: RunConfig, directory: Path, mesh: Mesh, objective: Objective, steps: int, logger: RunLogger
+    config: RunConfig, directories: Mapping[str, Path], mesh: Mesh, objective: Objective, steps: int, logger: RunLogger
 ) -> Models:
-    """Policy, reference and critic, as far as the method needs them."""
+    """Policy, reference and critic, as far as the method needs them; `directories` has where they lie."""
+    directory = directories[config.model.path]
     updates, bucket_mb = config.algorithm.updates_per_step * config.algorithm.ppo_epochs, config.engine.sync_bucket_mb
     warmup = config.critic.warmup_steps if config.uses_critic else 0
     policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, bucket_mb=bucket_mb)
     reference = critic = None
     if objective.needs_reference:
-        other = fetch_model(config.reference.path, mesh.ranks) if config.reference.path else directory
+        other = directories[config.reference.path or config.model.path]
         reference = MegatronModel(other, config.policy, mesh)
         same_vocabulary("reference.path", reference.spec, policy.spec)
     if objective.needs_critic:
-        other = fetch_model(config.critic.path, mesh.ranks) if config.critic.path else directory
+        other = directories[config.critic.path or config.model.path]
         settings = config.critic.settings(config.policy)
         critic = MegatronModel(other, settings, mesh, total_updates=steps * updates, bucket_mb=bucket_mb, value_head=True)
         same_vocabulary("critic.path", critic.spec, policy.spec)

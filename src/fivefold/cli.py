@@ -105,11 +105,13 @@ def _above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 def _train(options: argparse.Namespace) -> int:
     from fivefold.config import load_config
-    from fivefold.launch import local
+    from fivefold.launch import environment
     from fivefold.launch.start import start
 
+    if environment.launched_externally():
+        environment.complete()
     config = load_config(options.config, options.overrides)
-    if not _show_check(config, quiet=local.launched_externally() and os.environ["RANK"] != "0"):
+    if not _show_check(config, quiet=os.environ.get("RANK", "0") != "0"):
         return 2
     return start(["train", options.config, *options.overrides], config)
 

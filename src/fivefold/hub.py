@@ -13,12 +13,22 @@ from fivefold.errors import first_line
 _CONNECT_SECONDS = 5.0
 
 
-def model_snapshot(repository: str, wanted: Sequence[str]) -> Path:
-    """The files of a model's repository that match `wanted`, in a local directory."""
+def model_snapshot(repository: str, wanted: Sequence[str], commit: str | None = None) -> Path:
+    """The files of a model's repository that match `wanted`, in a local directory; at its newest commit when left out."""
     from huggingface_hub import snapshot_download
 
-    what = f"{repository!r} is neither a directory here nor a model that the hub gives"
-    return _take(what, lambda cached: snapshot_download(repository, allow_patterns=list(wanted), local_files_only=cached))
+    what = f"{repository!r} is neither a directory here nor a model that the hub gives" + (
+        f" at commit {commit}" if commit else ""
+    )
+    return _take(
+        what,
+        lambda cached: snapshot_download(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached),
+    )
+
+
+def commit_of(snapshot: Path) -> str:
+    """The commit of a directory that `model_snapshot` gave: the cache keeps it under that name."""
+    return snapshot.name
 
 
 def dataset_file(repository: str, name: str) -> Path:

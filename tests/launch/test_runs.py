@@ -383,10 +383,19 @@ def test_resume_never_in_a_directory_with_newer_checkpoints_keeps_what_it_writes
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept == ["latest", "step-000002", "step-000003"]
     assert (run / "checkpoints/latest").read_text() == "step-000003"
-    assert f"are now in {run}/superseded-1" in done.stdout
+    assert f"is now in {run}/superseded-1" in done.stdout
     assert (run / "superseded-1/checkpoints/step-000005/manifest.json").is_file()
     assert len((run / "superseded-1/metrics.jsonl").read_text().splitlines()) == len(base)
     assert_same(metrics(root, "again")[:3], base[:3])
+    # From an older step: the row of step 3 and its samples move too, TensorBoard shows the new ones only.
+    done = train(
+        root, "again", f"trainer.resume={run}/checkpoints/step-000002", "trainer.steps=3", "trainer.loggers=[tensorboard]"
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in metrics(root, "again/superseded-2")] == [3]
+    assert (run / "superseded-2/checkpoints/step-000003/manifest.json").is_file()
+    assert_same(metrics(root, "again")[:3], base[:3])
+    assert [row["step"] for row in metrics(root, "again")] == [0, 1, 2, 3]
 
 
 # --- experts, context parallelism, virtual stages, guards ------------------------------------------------------------

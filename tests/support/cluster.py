@@ -51,7 +51,7 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         device = _device(kind, rank)
         megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
-        mesh = megatron_mesh.build_mesh(Ranks(layout), device, seed=0, timeout_minutes=LONGEST / 60)
+        mesh = megatron_mesh.build_mesh(Ranks(layout, LONGEST / 60), device, seed=0, timeout_minutes=LONGEST / 60)
         for function, *arguments in calls:
             send(answers, (True, function(mesh, *arguments)))
             if kind == "cuda":

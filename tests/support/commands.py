@@ -26,14 +26,16 @@ LONGEST = 1500.0
 class Rank:
     """A rank that was forked, as the launcher sees the processes that it starts."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, alive: int) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, inherited: Sequence[int]
+    ) -> None:
         def body() -> None:
             stdin = os.open(os.devnull, os.O_RDONLY)
             os.dup2(stdin, 0)
             if log is not None:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            close_all_but([alive])
+            close_all_but(inherited)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
             _become(environment)

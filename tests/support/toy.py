@@ -136,6 +136,7 @@ def toy_parts(
     """A run of the real parts around the toy model; `source` takes the place of the method's own rollouts."""
     from fivefold.algo import Objective
     from fivefold.algo.values import ValueLoss
+    from fivefold.checkpoint.fingerprint import Fingerprint
     from fivefold.config.schema import GuardConfig, TrainerConfig
     from fivefold.data.prompt_loader import PromptLoader
     from fivefold.observability.run_logger import RunLogger
@@ -173,14 +174,14 @@ def toy_parts(
         objective, ValueLoss(), ranks, SkipGuard(ranks, 0, run_dir, print), seed=3, critic_warmup=critic_warmup,
     )  # fmt: skip
     settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
-    config = TrainerConfig(run_dir=str(run_dir), seed=3, **(settings | trainer))
+    config = TrainerConfig(seed=3, **(settings | trainer))
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
         plan=BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5),
         minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, is_open=offline),
         trainer=Trainer(
-            config, steps, ranks, logger, models, source, None, flops=lambda tokens, length: 1.0,
-            stop_requested=lambda: False, resolved_config="",
+            config, run_dir, steps, ranks, logger, models, source, None, flops=lambda tokens, length: 1.0,
+            resolved_config="", fingerprint=Fingerprint(),
         ),
     )  # fmt: skip
 

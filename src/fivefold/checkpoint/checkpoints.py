@@ -1,23 +1,25 @@
 """Checkpoints of a run: written to a staging directory, then renamed atomically; a corrupt one is named and skipped.
 
 checkpoints/step-000030/   policy/ critic/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
-checkpoints/latest         the name of the newest one
+checkpoints/latest         the name of the one to resume from
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 16 * 2**20
-RECORDS = ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")
+SAMPLES = "samples.jsonl"
+RECORDS = ("metrics.jsonl", SAMPLES, "trace/stages.jsonl")
 """Files of a run that grow by each step."""
 
 
@@ -29,13 +31,18 @@ class RunState:
     """Steps finished."""
     version: int
     """Optimizer steps taken."""
-    seed: int
     layout: str
     rollouts: dict[str, Any]
     """State of the rollout source: how many prompts were taken from the data."""
     kl_coef: float
     """Coefficient of the KL, which moves where it has a target."""
     reward_mean: float | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """What the run is: see fingerprint.py."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """Hub id -> the commit that the run has read."""
+    pending: dict[str, float] | None = None
+    """Metrics of the last step, where the run was asked to end before its evaluation was done: its row is still to come."""
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
@@ -54,7 +61,7 @@ class Checkpoints:
 
     def write(self, state: RunState, is_main: bool, barrier: Callable[[], None], fill: Callable[[Path], None]) -> Path:
         """Write `step-N`: every rank calls this; `fill(directory)` writes each rank's part."""
-        final = self.root / f"step-{state.step:06d}"
+        final = self._path(state.step)
         staging_dir = self.root / f".{final.name}.partial"
         if is_main:
             shutil.rmtree(staging_dir, ignore_errors=True)
@@ -68,52 +75,122 @@ class Checkpoints:
             _sync(staging_dir)
             shutil.rmtree(final, ignore_errors=True)
             staging_dir.rename(final)
-            pointer = self.root / ".latest.partial"
-            pointer.write_text(final.name)
-            _sync_file(pointer)
-            pointer.replace(self.root / "latest")
-            _sync_file(self.root)
-            for old in self._names()[: -self._keep]:
-                shutil.rmtree(self.root / old)
+            self._point_to(final.name)
+            for old in [each for each in self._steps() if each <= state.step][: -self._keep]:
+                shutil.rmtree(self._path(old))
         barrier()
         return final
 
+    def find(self, resume: str, warn: Callable[[str], None]) -> Path | None:
+        """The checkpoint that `trainer.resume` asks for, if any; raises ValueError where one that it names is damaged."""
+        if resume == "auto":
+            return self.latest(warn)
+        if resume == "never":
+            return None
+        if faults := find_corruption(Path(resume)):
+            raise ValueError(f"trainer.resume: checkpoint {resume} cannot be used: {faults}")
+        return Path(resume)
+
     def latest(self, warn: Callable[[str], None]) -> Path | None:
-        """The newest whole checkpoint; each damaged one is named to `warn` and skipped."""
+        """The checkpoint that the file `latest` names, or the newest without that file; each damaged one is named to `warn`
+        and the one before it is taken."""
         for leftover in self.root.glob(".step-*.partial") if self.root.is_dir() else []:
             warn(f"{leftover} is a checkpoint that was not finished: ignored")
-        for name in reversed(self._names()):
-            faults = find_corruption(self.root / name)
+        steps = self._steps()
+        named = self._named()
+        if named is not None and steps and steps[-1] > named:
+            newer = [step for step in steps if step > named]
+            warn(
+                f"{self.root / 'latest'} names step {named}: not looked at "
+                f"{'is' if len(newer) == 1 else 'are'} {', '.join(self._path(step).name for step in newer)}"
+            )
+            steps = [step for step in steps if step <= named]
+        for step in reversed(steps):
+            faults = find_corruption(self._path(step))
             if not faults:
-                return self.root / name
-            warn(f"checkpoint {self.root / name} is damaged and skipped: {faults}")
+                return self._path(step)
+            warn(f"checkpoint {self._path(step)} is damaged and skipped: {faults}")
         return None
 
-    def set_aside(self, step: int) -> Path | None:
-        """Move what a run that begins after `step` would mix with: newer checkpoints, and from step 0 the records of the run
-        before. The directory they went to, if there were any."""
+    def set_aside(self, step: int, is_pending: bool = False) -> Path | None:
+        """Move what a run that begins after `step` would mix with: newer checkpoints, rows of later steps and, from step 0,
+        everything that a run before has recorded. The directory they went to, if there were any.
+
+        `is_pending`: the row of metrics of the step itself is still to come.
+        """
         run_dir = self.root.parent
-        moved = [self.root / name for name in self._names() if int(name.removeprefix("step-")) > step]
-        if step == 0:
-            moved += [path for name in RECORDS if (path := run_dir / name).is_file()]
-        if not moved:
-            return None
+        newer = [each for each in self._steps() if each > step]
         number = 1
         while (aside := run_dir / f"superseded-{number}").exists():
             number += 1
-        for path in moved:
-            there = aside / path.relative_to(run_dir)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(there)
-        left = self._names()
-        if left:
-            (self.root / "latest").write_text(left[-1])
-        else:
-            (self.root / "latest").unlink(missing_ok=True)
-        return aside
+        if newer:
+            (aside / "checkpoints").mkdir(parents=True)
+            # First the name: whoever is killed in between resumes from where this run begins.
+            left = [each for each in self._steps() if each <= step]
+            self._point_to(self._path(left[-1]).name if left else "nothing")
+            for each in newer:
+                self._path(each).rename(aside / "checkpoints" / self._path(each).name)
+            if not left:
+                (self.root / "latest").unlink()
+        for name in RECORDS:
+            last = step - 1 if step == 0 or (is_pending and name != SAMPLES) else step
+            _move_rows(run_dir / name, last, aside / name)
+        if step == 0 and aside.exists() and (run_dir / "run.yaml").is_file():
+            (run_dir / "run.yaml").rename(aside / "run.yaml")
+        return aside if aside.exists() else None
 
-    def _names(self) -> list[str]:
-        return sorted(path.name for path in self.root.glob("step-*") if path.is_dir()) if self.root.is_dir() else []
+    def _point_to(self, name: str) -> None:
+        """Write `latest`, atomically."""
+        pointer = self.root / ".latest.partial"
+        pointer.write_text(name)
+        _sync_file(pointer)
+        pointer.replace(self.root / "latest")
+        _sync_file(self.root)
+
+    def _named(self) -> int | None:
+        """The step that `latest` names, 0 where it names none; None without that file."""
+        pointer = self.root / "latest"
+        if not pointer.is_file():
+            return None
+        return _step_of(pointer.read_text().strip()) or 0
+
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, in their order."""
+        found = [_step_of(path.name) for path in self.root.glob("step-*") if path.is_dir()] if self.root.is_dir() else []
+        return sorted(step for step in found if step is not None)
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step-{step:06d}"
+
+
+def _step_of(name: str) -> int | None:
+    found = re.fullmatch(r"step-(\d{6,})", name)
+    return int(found[1]) if found else None
+
+
+def _move_rows(path: Path, last: int, aside: Path) -> None:
+    """Move the lines of steps after the `last` one to keep from one file to another: a resumed run writes them again. The
+    line that was being written when a run was killed is dropped."""
+    if not path.is_file():
+        return
+    kept: list[str] = []
+    moved: list[str] = []
+    lines = path.read_text().split("\n")[:-1]
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        (kept if row.get("step", 0) <= last else moved).append(line + "\n")
+    if len(kept) == len(lines):
+        return
+    if moved:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text("".join(moved))
+    # Written to the side and renamed: a kill in between must not cost what is kept.
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(kept))
+    partial.replace(path)
 
 
 def find_corruption(directory: Path) -> str:
@@ -122,23 +199,23 @@ def find_corruption(directory: Path) -> str:
         expected: dict[str, list[int]] = json.loads((directory / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    for name, (size, digest) in expected.items():
+    for name, (size, crc) in expected.items():
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if _digest(path) != digest:
+        if digest(path) != crc:
             return f"{name} has other content than was written"
     return ""
 
 
 def _digests(directory: Path) -> dict[str, list[int]]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): [path.stat().st_size, _digest(path)] for path in files}
+    return {str(path.relative_to(directory)): [path.stat().st_size, digest(path)] for path in files}
 
 
-def _digest(path: Path) -> int:
+def digest(path: Path) -> int:
     """CRC-32 of a file's head and tail: of small files it is all, of large ones what does not take minutes."""
     with path.open("rb") as file:
         value = zlib.crc32(file.read(_DIGEST_BYTES))

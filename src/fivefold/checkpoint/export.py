@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.checkpoints import find_corruption
+from fivefold.checkpoint.checkpoints import RunState, find_corruption
 from fivefold.config import load_config
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
+from fivefold.hub import model_snapshot
 from fivefold.layout import ParallelLayout
 from fivefold.megatron import mesh
 from fivefold.megatron.model import MegatronModel
@@ -37,14 +38,12 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -
     path = (config.critic.path if critic else None) or config.model.path
     directory = Path(path)
     if not directory.is_dir():
-        from huggingface_hub import snapshot_download
-
-        directory = Path(snapshot_download(path, ignore_patterns=["*.safetensors", "*.bin"]))
+        directory = model_snapshot(path, _COPIED, RunState.read(checkpoint).commits.get(path))
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
     try:
-        whole = mesh.build_mesh(Ranks(ParallelLayout()), device, seed=0, timeout_minutes=10)
+        whole = mesh.build_mesh(Ranks(ParallelLayout(), timeout_minutes=10), device, seed=0, timeout_minutes=10)
         # One process holds the whole model: what split it into stages does not apply.
         settings = config.critic.settings(config.policy) if critic else config.policy
         settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from fivefold.checkpoint.checkpoints import RECORDS, Checkpoints, RunState, find_corruption
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState
+from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.checkpoint.rng import load_rng, save_rng
-from fivefold.config.schema import TrainerConfig
+from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
-from fivefold.observability.run_logger import RunLogger, truncate_after
+from fivefold.observability.run_logger import RunLogger
+
+
+def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
+    """The checkpoint that the run resumes from, if any; raises ValueError where one that is named is damaged. Collective."""
+    checkpoints = Checkpoints(config.run_dir, config.trainer.keep)
+    return ranks.call_on_main(lambda: checkpoints.find(config.trainer.resume, partial(print, flush=True)))
 
 
 def save_run(checkpoints: Checkpoints, state: RunState, models: dict[str, Model], ranks: Ranks, config: str) -> Path:
@@ -29,16 +37,21 @@ def save_run(checkpoints: Checkpoints, state: RunState, models: dict[str, Model]
 
 
 def load_run(
-    checkpoints: Checkpoints, config: TrainerConfig, models: dict[str, Model], ranks: Ranks, logger: RunLogger
+    checkpoints: Checkpoints,
+    found: Path | None,
+    fingerprint: Fingerprint,
+    models: dict[str, Model],
+    ranks: Ranks,
+    logger: RunLogger,
 ) -> RunState | None:
-    """Load the checkpoint that `config.resume` names, if any, and make room for what will be written. Collective."""
-    found = ranks.broadcast_from_main(_find(checkpoints, config.resume, logger) if ranks.is_main else None)
+    """Load the checkpoint that was found, if any, and make room for what will be written. Collective.
+
+    `fingerprint` is the main rank's. Raises ValueError where the checkpoint is of another run.
+    """
     state = None if found is None else RunState.read(found)
     if found is not None and state is not None:
-        if state.seed != config.seed:
-            raise ValueError(
-                f"trainer.seed must be that of the checkpoint to resume with the same samples: {config.seed} != {state.seed}"
-            )
+        changes = ranks.broadcast_from_main(fingerprint.compare(state.fingerprint) if ranks.is_main else None)
+        changes.check(found)
         with logger.stage("load"):
             for name, model in models.items():
                 if not (found / name).is_dir():
@@ -49,24 +62,13 @@ def load_run(
                 model.load(found / name)
         load_rng(found / "rng", ranks)
         logger.log(f"resumed after step {state.step} from {found} (written on {state.layout})")
+        for title, keys in (("accepted", changes.accepted), ("without effect on what is learned", changes.harmless)):
+            if keys:
+                logger.log(f"changed since then, {title}: {'; '.join(keys)}")
     if ranks.is_main:
-        _make_room(checkpoints, 0 if state is None else state.step, logger)
+        # What stands here next to a checkpoint from elsewhere is of another run.
+        is_own = found is not None and found.resolve().parent == checkpoints.root.resolve()
+        step = state.step if state is not None and is_own else 0
+        if aside := checkpoints.set_aside(step, is_pending=step > 0 and state is not None and state.pending is not None):
+            logger.log(f"what was newer than step {step} in {checkpoints.root.parent} is now in {aside}")
     return state
-
-
-def _find(checkpoints: Checkpoints, resume: str, logger: RunLogger) -> Path | None:
-    if resume == "auto":
-        return checkpoints.latest(logger.log)
-    if resume == "never":
-        return None
-    if faults := find_corruption(Path(resume)):
-        raise ValueError(f"trainer.resume: checkpoint {resume} cannot be used: {faults}")
-    return Path(resume)
-
-
-def _make_room(checkpoints: Checkpoints, step: int, logger: RunLogger) -> None:
-    """A directory has one timeline: what lies after the step at which this run begins is moved or truncated."""
-    if aside := checkpoints.set_aside(step):
-        logger.log(f"began after step {step}: newer checkpoints and records of before are now in {aside}")
-    for name in RECORDS:
-        truncate_after(checkpoints.root.parent / name, step)

@@ -11,7 +11,7 @@ import math
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from fivefold.config.findings import Findings
 from fivefold.errors import shown
@@ -19,6 +19,7 @@ from fivefold.errors import shown
 LARGEST = 2**53
 
 
+@runtime_checkable
 class Rule(Protocol):
     def fault(self, value: Any) -> str | None:
         """What the value must be, where it is not."""
@@ -111,8 +112,8 @@ def check_values(part: Any, findings: Findings) -> None:
 def _rules(hint: Any) -> list[Rule]:
     """Those on a type and on the types within it: what a list's elements must be holds for each of them."""
     if typing.get_origin(hint) is Annotated:
-        inner, *rules = typing.get_args(hint)
-        return [*_rules(inner), *rules]
+        inner, *marks = typing.get_args(hint)
+        return [*_rules(inner), *(mark for mark in marks if isinstance(mark, Rule))]
     return [rule for inner in typing.get_args(hint) for rule in _rules(inner)]
 
 

@@ -5,11 +5,14 @@ validate.py has what values must satisfy together.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fivefold.config.gpus import GPUS
+from fivefold.config.identity import CONTENT, HARMLESS, leaves, with_absolute_paths
 from fivefold.config.mcore_options import Options
 from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
 from fivefold.config.ranges import OneOf, Range, above, at_least, within
@@ -18,11 +21,11 @@ from fivefold.layout import ParallelLayout, PipelineSplit
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str
+    path: Annotated[str, CONTENT]
     """Hugging Face model directory, or a hub id that is downloaded once per node."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, CONTENT] = None
     """Tokenizer directory or hub id; the model's when left out."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, HARMLESS] = False
     """Let the tokenizer's repository run its own Python code. Models never run theirs."""
 
 
@@ -50,15 +53,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    transformer_impl: Literal["torch", "transformer_engine", "auto"] = "torch"
+    transformer_impl: Annotated[Literal["torch", "transformer_engine", "auto"], HARMLESS] = "torch"
     """`auto` takes Transformer Engine where it is installed and the device is CUDA."""
-    bridge_type: Literal["native", "mbridge", "megatron-bridge"] = "native"
+    bridge_type: Annotated[Literal["native", "mbridge", "megatron-bridge"], HARMLESS] = "native"
     """Who reads and writes the weights: our own tables, mbridge, or Megatron-Bridge."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron-Core's TransformerConfig, by its names."""
-    pipeline: dict[str, Any] = field(default_factory=dict)
+    pipeline: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """Its fields about pipeline stages: virtual_pipeline_model_parallel_size, num_layers_in_first_pipeline_stage, ..."""
-    ddp: dict[str, Any] = field(default_factory=dict)
+    ddp: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """Fields of DistributedDataParallelConfig."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Fields of OptimizerConfig that policy.optimizer does not have."""
@@ -93,34 +96,34 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    backend: str = "megatron:d1"
+    backend: Annotated[str, HARMLESS] = "megatron:d1"
     """Backend and layout: docs/layouts.md has the grammar."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of parameters and activations; gradients are summed in float32."""
-    sequence_parallel: bool = True
+    sequence_parallel: Annotated[bool, HARMLESS] = True
     """Shard activations of norms and dropouts over the tensor-parallel ranks; acts when t > 1."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Annotated[Literal["none", "selective", "full"], HARMLESS] = "none"
     """`selective` recomputes core attention in backward, `full` whole layers; finer in megatron.transformer."""
-    tokens_per_micro_batch: Annotated[int, above(0)] = 16384
+    tokens_per_micro_batch: Annotated[int, above(0), HARMLESS] = 16384
     """Most packed tokens in one forward-backward of one data-parallel replica."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    offload: Annotated[OffloadConfig, HARMLESS] = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     """The value model of methods with `credit: gae`; what is left out is the policy's."""
 
-    path: str | None = None
+    path: Annotated[str | None, CONTENT] = None
     """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    recompute: Literal["none", "selective", "full"] | None = None
+    recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
     """As in `policy`; the policy's when left out."""
-    tokens_per_micro_batch: Annotated[int, above(0)] | None = None
+    tokens_per_micro_batch: Annotated[int | None, above(0), HARMLESS] = None
     """As in `policy`; the policy's when left out."""
     megatron: MegatronConfig | None = None
-    offload: OffloadConfig | None = None
+    offload: Annotated[OffloadConfig | None, HARMLESS] = None
     value_clip: Annotated[float, above(0)] | None = 0.5
     """A value may move by so much from what it was before the step; null: no bound."""
     warmup_steps: Annotated[int, at_least(0)] = 0
@@ -138,9 +141,9 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    path: str | None = None
+    path: Annotated[str | None, CONTENT] = None
     """The policy's starting weights when left out."""
-    backend: str | None = None
+    backend: Annotated[str | None, HARMLESS] = None
     """The policy's layout when left out; one process group serves both, so it must be the same layout."""
 
 
@@ -176,36 +179,36 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    backend: str = "transformers"
+    backend: Annotated[str, HARMLESS] = "transformers"
     """What samples: `transformers`, a model on every rank of the policy, or vLLM or SGLang on the same ranks by its layout:
     `vllm:d4t2` is four replicas of two tensor-parallel ranks, `vllm:d4t2e2` divides experts over the two instead of cutting
     each. `vllm` or `sglang` alone where engine.url names servers."""
-    mode: Literal["in_process", "server"] | None = None
+    mode: Annotated[Literal["in_process", "server"] | None, HARMLESS] = None
     """Where the engine runs: in the policy's ranks, or as servers of their own processes on the same devices. When left out
     vLLM runs in the ranks; SGLang runs as servers only."""
-    url: list[str] = field(default_factory=list)
+    url: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Servers that run already, instead of those of a layout; docs/engines.md has how they are started."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the engine's weights; the policy's when left out."""
-    memory_fraction: Annotated[float, within("(0, 1)")] = 0.5
+    memory_fraction: Annotated[float, within("(0, 1)"), HARMLESS] = 0.5
     """Share of a GPU's memory for the engine's weights, cache and graphs (vLLM's gpu_memory_utilization, SGLang's
     mem_fraction_static)."""
-    max_num_seqs: Annotated[int, above(0)] = 256
+    max_num_seqs: Annotated[int, above(0), HARMLESS] = 256
     """Most sequences decoded at once by one replica."""
-    max_model_len: Annotated[int, above(0)] | None = None
+    max_model_len: Annotated[int | None, above(0), HARMLESS] = None
     """Longest sequence that the engine makes room for; the longest prompt and response together when left out."""
-    sleep: bool = True
+    sleep: Annotated[bool, HARMLESS] = True
     """The engine leaves the GPU between rollouts; on a CPU there is nothing to leave."""
-    verify_weights_every: Annotated[int, at_least(0)] = 20
+    verify_weights_every: Annotated[int, at_least(0), HARMLESS] = 20
     """Weight syncs between comparisons of what the engine holds with what the trainer sent, from the first on; 0: never."""
-    vllm: dict[str, Any] = field(default_factory=dict)
+    vllm: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """vLLM's own arguments by its names: enforce_eager, max_num_batched_tokens, enable_prefix_caching, ..."""
-    sglang: dict[str, Any] = field(default_factory=dict)
+    sglang: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """SGLang's own arguments by its names: attention_backend, chunked_prefill_size, disable_cuda_graph, ..."""
-    max_logprob_diff: Annotated[float, above(0)] | None = None
+    max_logprob_diff: Annotated[float | None, above(0), HARMLESS] = None
     """Largest mean difference of rollout and trainer log-probs at the first step; by dtype when left out."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    sync_bucket_mb: Annotated[int, above(0)] = 256
+    sync_bucket_mb: Annotated[int, above(0), HARMLESS] = 256
     """Weights move from trainer to engine in buckets of about this size."""
 
     @property
@@ -284,9 +287,9 @@ class AlgorithmConfig(Choices):
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: list[str] = field(default_factory=list)
+    train: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Parquet or jsonl files of prompts."""
-    val: list[str] = field(default_factory=list)
+    val: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Files for evaluation; none is made when left out."""
     prompts_per_step: Annotated[int, above(0)] = 32
     """Prompts of one step; a multiple of algorithm.updates_per_step."""
@@ -298,7 +301,7 @@ class DataConfig:
     """Leave out prompts that are too long and count them, or refuse to start."""
     shuffle: bool = True
     """Shuffle anew for each epoch, by trainer.seed."""
-    cache_dir: str = "~/.cache/fivefold/prompts"
+    cache_dir: Annotated[str, HARMLESS] = "~/.cache/fivefold/prompts"
     """Where the tokenized prompts of data sets of more than 20,000 rows are kept, on each machine."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages."""
@@ -316,7 +319,7 @@ class DataConfig:
 class RewardModelConfig:
     """A sequence classifier with one label that scores whole responses, on the policy's layout."""
 
-    path: str | None = None
+    path: Annotated[str | None, CONTENT] = None
     """Hugging Face directory or hub id; no reward model when left out."""
     weight: Annotated[float, within("[-1000000, 1000000]")] = 1.0
     """Factor of its score in the reward, next to the functions'."""
@@ -348,18 +351,18 @@ class RewardConfig:
     accuracy: str | None = None
     """Function that decides whether a response is correct (it gives 1 or more): accuracy, pass@k. When left out, and for a
     data_source that does not use it: the first by name of those that take a ground truth, or of all where none does."""
-    timeout_seconds: Annotated[float, within("(0, 86400]")] = 10.0
+    timeout_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 10.0
     """Time one sample's rewards may take; over it they have failed."""
-    wait_seconds: Annotated[float, within("(0, 86400]")] = 300.0
+    wait_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 300.0
     """Time that a step waits for rewards once its last response is there; those not begun by then have failed."""
-    max_failed: Annotated[float, within("[0, 1]")] = 0.1
+    max_failed: Annotated[float, within("[0, 1]"), HARMLESS] = 0.1
     """Largest share of a step's samples whose reward may fail (it raised, ran out of time, was not finite): above it the run
     ends with the first error. Samples that fail are left out of the step."""
-    workers: Annotated[int, within("[1, 1024]")] | None = None
+    workers: Annotated[int | None, within("[1, 1024]"), HARMLESS] = None
     """Reward processes of each rank; when left out, as many as it has cores (2 to 32)."""
-    memory_mb: Annotated[int, within("[256, 1048576]")] = 4096
+    memory_mb: Annotated[int, within("[256, 1048576]"), HARMLESS] = 4096
     """Address space of one reward process."""
-    environment: list[str] = field(default_factory=list)
+    environment: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Environment variables that reward processes get besides the usual ones (PATH, HOME, ...), such as the key of a judge:
     they get no other of the trainer's."""
     code: CodeConfig = field(default_factory=CodeConfig)
@@ -376,15 +379,15 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    samples: Annotated[int, at_least(0)] = 0
+    samples: Annotated[int, at_least(0), HARMLESS] = 0
     """Responses sampled per prompt for mean@k and pass@k, besides the greedy one; 0 for greedy only."""
     temperature: Annotated[float, within("[0, 100]")] = 1.0
     """Of the sampled responses."""
     top_p: Annotated[float, within("(0, 1]")] = 1.0
     """Of the sampled responses."""
-    max_prompts: Annotated[int, above(0)] | None = None
+    max_prompts: Annotated[int | None, above(0), HARMLESS] = None
     """Only the first so many prompts of each file."""
-    generate: bool | None = None
+    generate: Annotated[bool | None, HARMLESS] = None
     """Sample responses and score them; when left out, methods that learn from pairs (dpo) do not, and those that learn from
     responses (sft) do where rewards are known for the files."""
 
@@ -401,35 +404,41 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    run_dir: str = "runs/default"
-    """Where the run writes everything."""
-    steps: Annotated[int, above(0)] | None = None
+    run_dir: Annotated[str | None, HARMLESS] = None
+    """Where the run writes everything; when left out `runs/METHOD-MODEL-NUMBER`, the number made of every key that makes the
+    run what it is, so that two different runs do not meet."""
+    steps: Annotated[int | None, above(0), HARMLESS] = None
     """Steps of the run; when left out, as many as `epochs` passes over the data take."""
-    epochs: Annotated[int, above(0)] = 1
+    epochs: Annotated[int, above(0), HARMLESS] = 1
     """Passes over the data."""
     seed: Annotated[int, within(f"[0, {2**32 - 1}]")] = 0
     """Of the order of prompts and of every random draw."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], HARMLESS] = "auto"
     """`auto` takes GPUs where there are any."""
-    save_every: Annotated[int, at_least(0)] = 0
+    save_every: Annotated[int, at_least(0), HARMLESS] = 0
     """Steps between checkpoints; 0 saves only at the end."""
-    keep: Annotated[int, above(0)] = 3
+    keep: Annotated[int, above(0), HARMLESS] = 3
     """Checkpoints kept, the newest ones."""
-    resume: str = "auto"
+    resume: Annotated[str, HARMLESS] = "auto"
     """auto: the newest whole checkpoint of run_dir; never; or the path of one."""
-    eval_every: Annotated[int, at_least(0)] = 0
+    accept_changes: Annotated[list[str], HARMLESS] = field(default_factory=list)
+    """Keys or sections that may differ from those of the checkpoint that is resumed, although what is learned changes with
+    them; a change that is not named here is refused."""
+    eval_every: Annotated[int, at_least(0), HARMLESS] = 0
     """Steps between evaluations; 0: only before the first step and at the end."""
-    eval_before_train: bool = True
+    eval_before_train: Annotated[bool, HARMLESS] = True
     """Evaluate before the first step, when there is validation data."""
-    stop_at: dict[str, Annotated[float, Range()]] = field(default_factory=dict)
+    stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)
     """End the run when an evaluation finds every one of these metrics at or above its value."""
-    logged_samples_per_step: Annotated[int, at_least(0)] = 4
+    logged_samples_per_step: Annotated[int, at_least(0), HARMLESS] = 4
     """Samples written to samples.jsonl each step."""
-    loggers: list[Literal["console", "tensorboard"]] = field(default_factory=lambda: ["console", "tensorboard"])
+    loggers: Annotated[list[Literal["console", "tensorboard"]], HARMLESS] = field(
+        default_factory=lambda: ["console", "tensorboard"]
+    )
     """Where metrics go besides metrics.jsonl."""
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    deterministic: bool = False
+    profile: Annotated[ProfileConfig, HARMLESS] = field(default_factory=ProfileConfig)
+    guard: Annotated[GuardConfig, HARMLESS] = field(default_factory=GuardConfig)
+    deterministic: Annotated[bool, HARMLESS] = False
     """Two runs give the same bits: deterministic kernels only, at some cost of speed."""
 
 
@@ -455,7 +464,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: Annotated[LaunchConfig, HARMLESS] = field(default_factory=LaunchConfig)
 
     @classmethod
     def of(cls, **sections: Any) -> RunConfig:
@@ -482,7 +491,32 @@ class RunConfig:
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.trainer.run_dir)
+        """Where the run writes everything."""
+        if self.trainer.run_dir is not None:
+            return Path(self.trainer.run_dir)
+        values = [(leaf.key, leaf.value) for leaf in leaves(self) if leaf.counts is not HARMLESS]
+        number = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
+        return Path("runs") / f"{self.algorithm.name}-{Path(self.model.path).name}-{number}"
+
+    @property
+    def absolute(self) -> RunConfig:
+        """The configuration with absolute paths and a named directory: it means the same wherever it is read."""
+        trainer = replace(self.trainer, run_dir=str(self.run_dir.absolute()))
+        if trainer.resume not in ("auto", "never"):
+            trainer = replace(trainer, resume=str(Path(trainer.resume).absolute()))
+        return replace(with_absolute_paths(self), trainer=trainer)
+
+    @property
+    def tokenizer(self) -> str:
+        """Whose tokenizer the run has."""
+        return self.model.tokenizer or self.model.path
+
+    @property
+    def models(self) -> dict[str, bool]:
+        """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
+        others = [self.reference.path if self.algorithm.needs_reference else None]
+        others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
+        return {self.tokenizer: False, **{path: True for path in (self.model.path, *others) if path}}
 
     @property
     def samples_per_step(self) -> int:

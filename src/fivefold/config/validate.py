@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import fields
 
 from fivefold.config.findings import Findings
+from fivefold.config.identity import leaves
 from fivefold.config.method_rules import check_method
-from fivefold.config.ranges import check_values
+from fivefold.config.ranges import check_values, suggest
 from fivefold.config.schema import OptimizerConfig, PolicyConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
@@ -27,6 +28,7 @@ def validate(config: RunConfig) -> Findings:
     _check_batch(findings, config)
     _check_models(findings, config)
     _check_evaluation(findings, config)
+    _check_accepted(findings, config)
     return findings
 
 
@@ -170,6 +172,14 @@ def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
             "warmup_steps",
             f"must be below decay_steps: got {optimizer.warmup_steps} and {optimizer.decay_steps}",
         )
+
+
+def _check_accepted(findings: Findings, config: RunConfig) -> None:
+    known = {leaf.key for leaf in leaves(config)}
+    known |= {".".join(parts[:count]) for parts in (key.split(".") for key in known) for count in range(1, len(parts))}
+    for name in config.trainer.accept_changes:
+        message = f"must name keys or sections: got {name!r}{suggest(name, known)}"
+        findings.require(name in known, "trainer.accept_changes", message)
 
 
 def _check_evaluation(findings: Findings, config: RunConfig) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.distributed.groups import own_groups_only
+from fivefold.distributed.heartbeat import Heartbeat
 from fivefold.layout import ParallelLayout
 
 T = TypeVar("T")
@@ -23,10 +25,12 @@ _POLL_SECONDS = 0.1
 class Ranks:
     """This rank's coordinates in a layout and its host groups; one exists per process."""
 
-    def __init__(self, layout: ParallelLayout) -> None:
+    def __init__(self, layout: ParallelLayout, timeout_minutes: float) -> None:
+        """`timeout_minutes`: longest wait for another rank."""
         if dist.get_world_size() != layout.world_size:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks: got {dist.get_world_size()}")
-        self.layout = layout
+        self.layout, self._timeout = layout, timedelta(minutes=timeout_minutes)
+        self.heartbeat = Heartbeat()
         self.rank = dist.get_rank()
         self.coords = layout.coordinates(self.rank)
         everyone = [layout.coordinates(rank) for rank in range(layout.world_size)]
@@ -34,8 +38,7 @@ class Ranks:
         def group_with_same(*names: str) -> dist.ProcessGroup:
             same = [all(getattr(place, name) == getattr(self.coords, name) for name in names) for place in everyone]
             members = [rank for rank, is_member in enumerate(same) if is_member]
-            group: dist.ProcessGroup = dist.new_group(members, backend="gloo")
-            return group
+            return self._group(members)
 
         with own_groups_only():
             self.world = group_with_same()
@@ -76,6 +79,7 @@ class Ranks:
 
     def all_reduce_max(self, number: float) -> float:
         """The largest of all ranks' numbers."""
+        self.heartbeat.begin()
         value = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world)
         return float(value)
@@ -88,12 +92,14 @@ class Ranks:
 
     def all_reduce_sum_world(self, numbers: list[float]) -> list[float]:
         """The sum of each number over all ranks."""
+        self.heartbeat.begin()
         summed = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(summed, group=self.world)
         return [float(number) for number in summed]
 
     def all_gather_world(self, rows_NF: Tensor) -> list[Tensor]:
         """Every rank's rows, whose number may differ, in order of ranks."""
+        self.heartbeat.begin()
         return _all_gather(rows_NF, self.world)
 
     def all_gather_replicas(self, rows_NF: Tensor) -> list[Tensor]:
@@ -117,12 +123,14 @@ class Ranks:
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, on every rank: names and messages, never tokens."""
+        self.heartbeat.begin()
         values: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(values, value, group=self.world)
         return values
 
     def broadcast_from_main(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
+        self.heartbeat.begin()
         box: list[Any] = [value]
         dist.broadcast_object_list(box, 0, group=self.world)
         return box[0]  # type: ignore[no-any-return]
@@ -150,8 +158,27 @@ class Ranks:
                 raise ValueError(each)
         return next(given for first, there, given, _ in found if first and there == host)  # type: ignore[return-value]
 
+    def call_on_main(self, call: Callable[[], T]) -> T:
+        """What the call gives on rank 0, on every rank; a ValueError that it raises is raised on every rank."""
+        found: tuple[T | None, str | None] | None = None
+        if self.is_main:
+            try:
+                found = call(), None
+            except ValueError as error:
+                found = None, str(error)
+        value, fault = self.broadcast_from_main(found)
+        if fault is not None:
+            raise ValueError(fault)
+        return value  # type: ignore[return-value]
+
     def barrier(self) -> None:
+        self.heartbeat.begin()
         dist.barrier(group=self.world)
+
+    def whole_group(self) -> dist.ProcessGroup:
+        """A further group of all ranks."""
+        with own_groups_only():
+            return self._group(list(range(self.layout.world_size)))
 
     def consecutive(self, size: int) -> dist.ProcessGroup | None:
         """This rank's group among groups of `size` ranks that follow each other; none where it would be alone."""
@@ -159,8 +186,11 @@ class Ranks:
             return None
         first = self.rank - self.rank % size
         with own_groups_only():
-            group: dist.ProcessGroup = dist.new_group(list(range(first, first + size)), backend="gloo")
-            return group
+            return self._group(list(range(first, first + size)))
+
+    def _group(self, members: list[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(members, backend="gloo", timeout=self._timeout)
+        return group
 
 
 def _all_gather(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,52 +16,63 @@ from types import FrameType
 from typing import IO
 
 from fivefold.distributed.ports import free_port
+from fivefold.launch.deaths import MemoryWatch, describe
 
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILED = 1
+ASKED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of ranks that ended because they were asked to."""
+PAUSE = 2.0
+"""Seconds after which a second Ctrl-C is a person's, and not the same one that reached a process by another way too."""
+_REASON_SECONDS = 5.0
+"""Time for the rank with the reason to be seen: one whose memory the kernel still takes apart has not ended yet."""
 _GRACE_SECONDS = 3.0
 """Time ranks get to end by themselves after another one failed."""
 
 
-def launched_externally() -> bool:
-    """This process is already a rank that torchrun, Slurm or Kubernetes started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def start_rank(
-    arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, alive: int
+    arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, inherited: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m ARGUMENTS` in a session of its own, which speaks into `log` and inherits the file `alive`."""
+    """Start `python -m ARGUMENTS` in a session of its own, which speaks into `log` and inherits these files."""
     return subprocess.Popen(
         [sys.executable, "-m", *arguments],
         env=environment,
         stdout=log,
         stderr=subprocess.STDOUT if log else None,
         stdin=subprocess.DEVNULL,
-        pass_fds=(alive,),
+        pass_fds=inherited,
         # A terminal sends Ctrl-C to its whole group: only the launcher shall get it and hand it on.
         start_new_session=True,
     )
 
 
-def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int | None) -> int:
-    """Run `python -m ARGUMENTS` once a rank; the exit code of the run.
+def spawn(
+    arguments: Sequence[str], world_size: int, log_dir: Path, threads: int | None, inherited: Sequence[int] = ()
+) -> int:
+    """Run `python -m ARGUMENTS` once a rank, with these files; the exit code of the run.
 
     Rank 0 speaks on this terminal, the others into `log_dir`. When one rank fails, its traceback is shown and the
-    others are ended. SIGINT and SIGTERM are handed on, so that the ranks save and end; a second one ends them at once.
+    others are ended. SIGINT and SIGTERM are handed on, so that the ranks save and end; a second Ctrl-C, after a pause,
+    ends them at once.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    for old in log_dir.glob("rank-*.error"):
+    for old in [*log_dir.glob("rank-*.error"), *log_dir.glob("rank-*.lost")]:
         old.unlink()
+    memory = MemoryWatch()
     port = free_port()
     each = threads or max(1, (os.cpu_count() or 1) // world_size)
     # The ranks hold the reading end: it closes when this process ends in whatever way, and then they end too.
     alive, hold = os.pipe()
     processes: list[subprocess.Popen[bytes]] = []
     signals: list[int] = []
+    first = 0.0
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if signals and (number != signal.SIGINT or time.monotonic() < first + PAUSE):
+            # The same request by another way: Slurm and systemd send it to every process.
+            return
         signals.append(number)
+        first = time.monotonic()
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
@@ -79,14 +91,12 @@ def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int
                 "OMP_NUM_THREADS": str(each),
                 "FIVEFOLD_LAUNCHER_PIPE": str(alive),
                 "FIVEFOLD_LOG_DIR": str(log_dir),
-                # Megatron-Core overlaps communication with computation by the order of kernels on one queue.
-                "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
             }
             with contextlib.ExitStack() as opened:
                 log = opened.enter_context((log_dir / f"rank-{rank}.log").open("wb")) if rank else None
-                processes.append(start_rank(arguments, environment, log, alive))
+                processes.append(start_rank(arguments, environment, log, (alive, *inherited)))
         os.close(alive)
-        return _watch(processes, log_dir, signals)
+        return _watch(processes, log_dir, signals, memory)
     finally:
         for process in processes:
             # The rank's session: what it started goes with it.
@@ -98,35 +108,60 @@ def spawn(arguments: Sequence[str], world_size: int, log_dir: Path, threads: int
             signal.signal(number, handler)
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], log_dir: Path, signals: list[int]) -> int:
+def _watch(processes: list[subprocess.Popen[bytes]], log_dir: Path, signals: list[int], memory: MemoryWatch) -> int:
     while True:
         codes = [process.poll() for process in processes]
-        # Ranks that were asked to end say so in their exit code.
-        good = (None, 0, 128 + signal.SIGTERM) if signals else (None, 0)
-        bad = [(rank, code) for rank, code in enumerate(codes) if code not in good]
-        if bad and len(signals) < 2:
-            # Ranks that lose their partner fail too, a moment later: the first to fail has the reason.
-            time.sleep(0.3)
-            _report(log_dir, bad[0])
+        if any(code not in (None, 0, *ASKED) for code in codes) and len(signals) < 2:
+            # Ranks that lose their partner fail too, and now and then they are seen first.
+            deadline = time.monotonic() + _REASON_SECONDS
+            while (reason := _reason(processes, log_dir, memory)) is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            print(f"\n{reason or _losses(processes, log_dir)}", file=sys.stderr, flush=True)
             _end(processes)
             return FAILED
         if all(code is not None for code in codes):
-            return 128 + signals[0] if signals else 0
+            return 128 + signals[0] if signals else max(code or 0 for code in codes)
         time.sleep(0.1)
 
 
-def _report(log_dir: Path, seen: tuple[int, int | None]) -> None:
-    """Show the traceback of the rank that failed first."""
+def _reason(processes: list[subprocess.Popen[bytes]], log_dir: Path, memory: MemoryWatch) -> str | None:
+    """Why the run ends: the ranks that were killed, or the traceback of the one that failed first; None as long as all that
+    is seen are ranks that lost another one."""
+    codes = [process.poll() or 0 for process in processes]
+    host = socket.gethostname()
+    killed = [(rank, -code) for rank, code in enumerate(codes) if code < 0]
+    if killed:
+        told = [f"rank {rank} on {host} {describe(processes[rank].pid, number, memory)}" for rank, number in killed]
+        return "\n".join([*told, *_tail(log_dir, killed[0][0])])
     errors = sorted(log_dir.glob("rank-*.error"), key=lambda path: path.stat().st_mtime_ns)
     if errors:
-        rank = errors[0].stem.split("-")[1]
-        print(f"\nrank {rank} failed:\n{errors[0].read_text()}", file=sys.stderr, flush=True)
-        return
-    rank_number, code = seen
-    text = f"rank {rank_number} ended with {'signal ' + str(-code) if code and code < 0 else 'code ' + str(code)}"
-    log = log_dir / f"rank-{rank_number}.log"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:]) if log.is_file() else ""
-    print(f"\n{text} and left no traceback; the end of its log:\n{tail}", file=sys.stderr, flush=True)
+        return f"rank {_rank_of(errors[0])} failed:\n{errors[0].read_text()}"
+    lost = {_rank_of(path) for path in log_dir.glob("rank-*.lost")}
+    for rank, code in enumerate(codes):
+        if code and rank not in lost:
+            said = f"rank {rank} on {host} ended with code {code} and left no traceback"
+            return "\n".join([said, *_tail(log_dir, rank)])
+    return None
+
+
+def _losses(processes: list[subprocess.Popen[bytes]], log_dir: Path) -> str:
+    """What is known where every rank that failed here only lost another one."""
+    (first, *_) = sorted(log_dir.glob("rank-*.lost"), key=lambda path: path.stat().st_mtime_ns)
+    return (
+        f"rank {_rank_of(first)} on {socket.gethostname()} lost a rank that is elsewhere, or that still runs; the reason "
+        f"stands where that one ended:\n{first.read_text()}"
+    )
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.removeprefix("rank-"))
+
+
+def _tail(log_dir: Path, rank: int) -> list[str]:
+    """The end of a rank's log; rank 0 has none, it speaks on the terminal."""
+    log = log_dir / f"rank-{rank}.log"
+    lines = log.read_text(errors="replace").splitlines()[-20:] if rank and log.is_file() else []
+    return ["the end of its log:", *lines] if lines else []
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -136,6 +171,11 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + _GRACE_SECONDS
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def has_launcher() -> bool:
+    """This rank was started by `spawn`."""
+    return "FIVEFOLD_LAUNCHER_PIPE" in os.environ
 
 
 def end_with_launcher() -> None:

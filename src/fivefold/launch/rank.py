@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -15,7 +17,10 @@ import psutil
 
 from fivefold.distributed.processes import descendants, kill
 from fivefold.errors import describe_error
-from fivefold.launch.local import FAILED, end_with_launcher
+from fivefold.launch import environment
+from fivefold.launch.deaths import is_loss
+from fivefold.launch.local import FAILED, PAUSE, end_with_launcher, has_launcher
+from fivefold.launch.lock import locked
 
 if TYPE_CHECKING:
     import torch
@@ -24,36 +29,55 @@ if TYPE_CHECKING:
     from fivefold.distributed.ranks import Ranks
 
 
-@dataclass
-class Interrupt:
-    """Remembers that the run was asked to end."""
+_LOSS_SECONDS = 2.0
+"""Time that a rank gets to fail by itself when another one is gone."""
 
-    number: int = 0
 
-    def install(self) -> None:
+class Requests:
+    """Remembers the signals that asked this rank to end; before anybody looks at them they end it at once.
+
+    Python runs a signal's handler when the main thread comes back to it, which may be waiting for other ranks for minutes:
+    the signal's number is also written to a pipe at once, which another thread can read.
+    """
+
+    def __init__(self) -> None:
+        self._pipe, end = os.pipe()
+        for file in (self._pipe, end):
+            os.set_blocking(file, False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
+        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        self.is_watched = False
+        self._first, self._since = 0, 0.0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.number:
+        if not self.is_watched:
             end_process(128 + number)
-        self.number = number
 
-    def requested(self) -> bool:
-        return self.number != 0
+    def first(self) -> int:
+        """The signal that asked first, or 0. A second Ctrl-C ends this rank at once; other signals come more than once:
+        Slurm, torchrun and systemd send them to every process of a run, of which some hand them on."""
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._pipe, 100):
+                if number not in (signal.SIGINT, signal.SIGTERM):
+                    continue
+                if not self._first:
+                    self._first, self._since = number, time.monotonic()
+                elif number == signal.SIGINT and time.monotonic() > self._since + PAUSE:
+                    end_process(128 + number)
+        return self._first
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """`train CONFIG [OVERRIDE ...]` or `eval CONFIG CHECKPOINT [OVERRIDE ...]` on this rank, then end."""
     end_with_launcher()
-    interrupt = Interrupt()
-    interrupt.install()
+    requests = Requests()
     try:
-        _run(list(sys.argv[1:] if arguments is None else arguments), interrupt)
+        code = _run(list(sys.argv[1:] if arguments is None else arguments), requests)
     except BaseException as error:
-        _leave_error(describe_error(error))
+        _leave_error(describe_error(error), "lost" if is_loss(error) else "error")
         end_process(FAILED)
-    end_process(128 + interrupt.number if interrupt.number else 0)
+    end_process(code)
 
 
 def end_process(code: int) -> NoReturn:
@@ -64,22 +88,33 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave_error(text: str) -> None:
-    """Where the launcher finds it, or on this rank's own stderr."""
+def _leave_error(text: str, kind: str) -> None:
+    """Where the launcher finds it, or on this rank's own stderr; `kind` is `lost` where another rank has the reason."""
     directory = os.environ.get("FIVEFOLD_LOG_DIR")
     if directory is None:
-        print(f"rank {os.environ.get('RANK')} failed:\n{text}", file=sys.stderr, flush=True)
+        did = "failed" if kind == "error" else "lost another rank, which has the reason"
+        print(f"rank {os.environ.get('RANK')} on {socket.gethostname()} {did}:\n{text}", file=sys.stderr, flush=True)
     else:
-        (Path(directory) / f"rank-{os.environ['RANK']}.error").write_text(text)
+        (Path(directory) / f"rank-{os.environ['RANK']}.{kind}").write_text(text)
 
 
-def _run(arguments: list[str], interrupt: Interrupt) -> None:
+def _end_after_loss(error: Exception) -> None:
+    """Another rank is gone. This one's own error says more, if it has one too."""
+    time.sleep(_LOSS_SECONDS)
+    _leave_error(str(error), "lost")
+    end_process(FAILED)
+
+
+def _run(arguments: list[str], requests: Requests) -> int:
+    """The exit code."""
     import torch
 
     from fivefold.config import load_config
+    from fivefold.distributed.heartbeat import Interrupted
     from fivefold.distributed.ranks import Ranks
     from fivefold.megatron import mesh
 
+    environment.complete()
     command, path, *rest = arguments
     checkpoint = rest.pop(0) if command == "eval" else None
     config = load_config(path, rest)
@@ -88,16 +123,27 @@ def _run(arguments: list[str], interrupt: Interrupt) -> None:
         # Read when the libraries start: cuBLAS must keep its workspaces apart, NCCL must always sum in the same order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
+    if config.launch.threads is not None:
+        torch.set_num_threads(config.launch.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh.init_process_group(device, config.launch.timeout_minutes)
-    ranks = Ranks(config.layout)
-    if command == "train":
-        train(config, ranks, device, interrupt)
-    else:
-        assert checkpoint is not None
-        evaluate(config, Path(checkpoint), ranks, device, interrupt)
+    ranks = Ranks(config.layout, config.launch.timeout_minutes)
+    end_now = lambda number: end_process(128 + number)  # noqa: E731
+    ranks.heartbeat.start(ranks.whole_group(), requests.first, end_now, _end_after_loss)
+    requests.is_watched = True
+    code = 0
+    try:
+        if command == "train":
+            train(config, ranks, device)
+        else:
+            assert checkpoint is not None
+            evaluate(config, Path(checkpoint), ranks, device)
+    except Interrupted as asked:
+        code = 128 + asked.number
+    ranks.heartbeat.close()
     mesh.destroy()
+    return code
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -106,7 +152,7 @@ def choose_device(wanted: str) -> torch.device:
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= found:
         raise ValueError(
             f"local rank {local_rank} needs a GPU of its own: found {found}; lower the layout or set trainer.device=cpu"
@@ -114,21 +160,32 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def train(config: RunConfig, ranks: Ranks, device: torch.device, interrupt: Interrupt) -> None:
+def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
     from fivefold.build import build_run
+    from fivefold.checkpoint.resume import find_checkpoint
+    from fivefold.distributed.heartbeat import Interrupted
     from fivefold.trainer.train import train as loop
 
-    run = build_run(config, ranks, device, interrupt.requested)
-    try:
-        loop(run)
-    finally:
-        run.close()
+    with contextlib.ExitStack() as held:
+        if not has_launcher():
+            ranks.call_on_main(lambda: held.enter_context(locked(config.run_dir)))
+        run = build_run(config, ranks, device, find_checkpoint(config, ranks))
+        try:
+            loop(run)
+        except Interrupted as asked:
+            if run.engine is not None:
+                # What is saved may have to come back to the device that it shares.
+                run.engine.sleep()
+            run.trainer.save_interrupted(asked.number)
+            raise
+        finally:
+            run.close()
 
 
-def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.device, interrupt: Interrupt) -> None:
+def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.device) -> None:
     from fivefold.build import build_run
 
-    run = build_run(config, ranks, device, interrupt.requested)
+    run = build_run(config, ranks, device, checkpoint)
     try:
         if run.trainer.evaluation is None:
             raise ValueError("nothing to evaluate: name validation files in data.val")

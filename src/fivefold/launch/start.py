@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState
+from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import ConfigError, RunConfig, dump_yaml
-from fivefold.launch import local
+from fivefold.launch import environment, local
+from fivefold.launch.lock import locked
 from fivefold.plan.check import check
 
 
 def start(arguments: list[str], config: RunConfig) -> int:
     """Run `python -m fivefold.launch.rank ARGUMENTS` as every rank of the layout; the exit code.
 
-    Under torchrun this process is a rank already: it does the work and ends.
+    Under torchrun or srun this process is a rank already: it does the work and ends.
     """
-    if local.launched_externally():
+    if environment.launched_externally():
         from fivefold.launch.rank import main as rank_main
 
         rank_main(arguments)
-    return local.spawn(
-        ["fivefold.launch.rank", *arguments], config.layout.world_size, config.run_dir / "logs", config.launch.threads
-    )
+    if arguments[0] != "train":
+        return _spawn(arguments, config)
+    with locked(config.run_dir) as lock:
+        # The ranks look again, with the content of the hub's models; starting them to be refused would cost minutes.
+        found = Checkpoints(config.run_dir, config.trainer.keep).find(config.trainer.resume, lambda text: None)
+        if found is not None:
+            Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
+        return _spawn(arguments, config, lock)
+
+
+def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
+    module, layout = "fivefold.launch.rank", config.layout
+    return local.spawn([module, *arguments], layout.world_size, config.run_dir / "logs", config.launch.threads, inherited)
 
 
 def train(config: RunConfig) -> Path:
     """Train as `fivefold train` does; the run directory, with metrics, samples and checkpoints.
 
-    Raises ConfigError with everything that keeps the run from starting, and RuntimeError where it failed. Functions of the
-    configuration are loaded by every rank from the file that defines them, so what starts the run in that file stands under
+    Raises ConfigError with everything that keeps the run from starting, ValueError where another run has the directory or
+    left a checkpoint of something else in it, and RuntimeError where the run failed. Functions of the configuration are
+    loaded by every rank from the file that defines them, so what starts the run in that file stands under
     `if __name__ == "__main__"`. Under torchrun the process ends with the run.
     """
     if errors := check(config).errors:
         raise ConfigError(errors)
-    requested = config.run_dir / "logs" / "requested.yaml"
-    requested.parent.mkdir(parents=True, exist_ok=True)
-    requested.write_text(dump_yaml(config))
-    if code := start(["train", str(requested)], config):
-        raise RuntimeError(f"the run ended with exit code {code}; what its ranks left is in {requested.parent}")
+    # Several starts may meet here before one of them has the directory.
+    with tempfile.TemporaryDirectory(prefix="fivefold-") as directory:
+        requested = Path(directory) / "requested.yaml"
+        requested.write_text(dump_yaml(config))
+        if code := start(["train", str(requested)], config):
+            raise RuntimeError(f"the run ended with exit code {code}; what its ranks left is in {config.run_dir / 'logs'}")
     return config.run_dir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -93,7 +94,7 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=max(1, round(timeout_minutes)),
+            distributed_timeout_minutes=math.ceil(timeout_minutes),
             create_gloo_process_groups=False,
         )
     # Stages differ in their draws, or every stage would repeat the first one's.

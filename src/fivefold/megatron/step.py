@@ -84,6 +84,7 @@ class MicroBatches:
     """The micro-batches of a batch: the same number on every data-parallel replica."""
 
     def __init__(self, batch: TokenBatch, batching: BatchingConfig) -> None:
+        batching.mesh.ranks.heartbeat.begin()
         layout = batching.mesh.layout
         self._multiple = chunk_multiple(layout.cp)
         # The local part must divide over the sequence-parallel ranks.
@@ -112,6 +113,7 @@ class MicroBatches:
         if batching.equal_length:
             dist.all_reduce(totals, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
         self._totals = [self._budget] * self.count if batching.fixed_length else totals.tolist()
+        self._least = self._budget if batching.fixed_length else self._total_multiple
 
     @property
     def filled(self) -> int:
@@ -128,11 +130,13 @@ class MicroBatches:
 
     def _make(self, number: int) -> MicroBatch:
         mesh, layout = self._batching.mesh, self._batching.mesh.layout
-        samples = self._plan[number]
+        # Where the run is to end, what is left of the pass is padding: every rank still waits for every other.
+        is_done = mesh.ranks.heartbeat.item(number)
+        samples, total = (self._plan[number], self._totals[number]) if is_done else ([], self._least)
         batch = self._batch.select(samples)
         padded = [self._padded(length) for length in batch.lengths_N]
-        padding = self._totals[number] - sum(padded)
-        assert padding >= 0, f"{sum(padded)} tokens in a micro-batch of {self._totals[number]}"
+        padding = total - sum(padded)
+        assert padding >= 0, f"{sum(padded)} tokens in a micro-batch of {total}"
         lengths = padded + ([padding] if padding else [])
         packing = make_packing(lengths, mesh.device, self._batching.fused, layout.cp, mesh.ranks.coords.cp)
         # Where each local token lies among the batch's tokens, -1 for padding.
@@ -243,6 +247,7 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
         forward_only=True,
         collect_non_loss_data=True,
     )
+    mesh.ranks.heartbeat.check_items(micro_batches.count)
     found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     if mesh.is_last_stage:
         for micro, numbers_T in results:
@@ -301,6 +306,7 @@ def forward_backward(
         forward_only=False,
     )
     assert finalize.calls == calls + 1, f"gradients must be finalized once an update, were {finalize.calls - calls} times"
+    mesh.ranks.heartbeat.check_items(micro_batches.count)
     loss, metrics = _reduce(outputs, mesh)
     return Gradients(loss, metrics, micro_batches.count, tokens, sequences)
 

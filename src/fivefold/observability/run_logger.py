@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fivefold.files import read_json_lines
 from fivefold.types import Group
 
 LINE = {
@@ -41,6 +40,7 @@ class RunLogger:
         self._metrics: dict[str, float] = {}
         self._console = Console(quiet=not (is_main and "console" in loggers), highlight=False)
         self._board: Any = None
+        self._has_board = is_main and "tensorboard" in loggers
         self._progress: Progress | None = None
         self._start = time.time()
         self._spans: list[dict[str, Any]] = []
@@ -49,10 +49,6 @@ class RunLogger:
         if not is_main:
             return
         (run_dir / "trace").mkdir(parents=True, exist_ok=True)
-        if "tensorboard" in loggers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))
         if self._console.is_terminal and "console" in loggers:
             self._progress = Progress(
                 TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -101,19 +97,21 @@ class RunLogger:
         """Add metrics to the step in progress."""
         self._metrics.update(metrics)
 
+    @property
+    def pending(self) -> dict[str, float]:
+        """Metrics of the step in progress, so far. Stages with nothing to do (no critic, weights that the engine has) are
+        not worth a curve."""
+        return self._metrics | {f"time/{name}": seconds for name, seconds in self._times.items() if seconds > _SHORTEST}
+
     def end_step(self, step: int) -> dict[str, float]:
         """Write the step's metrics and show its line; `step` counts from 1."""
-        # Stages with nothing to do (no critic, weights that the engine has) are not worth a curve.
-        times = {f"time/{name}": seconds for name, seconds in self._times.items() if seconds > _SHORTEST}
-        metrics = {"step": float(step), **self._metrics, **times}
+        metrics = {"step": float(step), **self.pending}
         spans, self._spans, self._times, self._metrics = self._spans, [], {}, {}
         if self._main:
             append_json(self._run_dir / "metrics.jsonl", {**metrics, "step": step, "wall": time.time()})
             append_json(self._run_dir / "trace" / "stages.jsonl", {"step": step, "spans": spans})
-            if self._board is not None:
-                for name, value in metrics.items():
-                    self._board.add_scalar(name, value, step)
-                self._board.flush()
+            if self._has_board:
+                self._show_on_board(step, metrics)
             shown = [f"{label} {metrics[name]:.4g}" for name, label in LINE.items() if name in metrics]
             shown += [
                 f"{name} {metrics[name]:.3g}"
@@ -124,6 +122,16 @@ class RunLogger:
             if self._progress is not None:
                 self._progress.update(self._steps_task, completed=step)
         return metrics
+
+    def _show_on_board(self, step: int, metrics: dict[str, float]) -> None:
+        if self._board is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What a run before has written of this step and of later ones is hidden.
+            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=step)
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Append to samples.jsonl."""
@@ -164,14 +172,3 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
     clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(clean, ensure_ascii=False) + "\n")
-
-
-def truncate_after(path: Path, step: int) -> None:
-    """Drop the lines of steps after `step`: a resumed run writes them again."""
-    if path.is_file():
-        # The last line may have been in writing when the run was killed.
-        kept = [row for _, row in read_json_lines(path, growing=True) if row.get("step", 0) <= step]
-        # Whoever reads meanwhile, like `fivefold report`, sees the old file or the new one.
-        whole = path.with_name(f".{path.name}.partial")
-        whole.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
-        whole.replace(path)

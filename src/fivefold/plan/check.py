@@ -79,6 +79,8 @@ def check(config: RunConfig) -> Findings:
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         findings.error("trainer.resume", f"must be auto, never or a checkpoint directory: got {resume!r}")
+    if config.trainer.run_dir is None:
+        findings.note(f"trainer.run_dir is left out: the run writes to {config.run_dir}")
     check_rewards(findings.at("reward"), config.reward)
     tokenizer = check_tokenizer(findings, config, policy)
     check_data(findings, config, tokenizer, None if policy is None else policy.vocab)
@@ -94,12 +96,11 @@ def _check_run_dir(findings: Findings, config: RunConfig) -> None:
     path = config.run_dir
     try:
         there = next(one for one in (path, *path.parents) if one.exists())
-        usable = bool(config.trainer.run_dir.strip()) and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        is_named = config.trainer.run_dir is None or bool(config.trainer.run_dir.strip())
+        usable = is_named and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except (OSError, ValueError, StopIteration):
         usable = False
-    findings.require(
-        usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(config.trainer.run_dir)}"
-    )
+    findings.require(usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(str(path))}")
 
 
 def _reference(config: RunConfig) -> list[_Part]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
 from fivefold.distributed.ranks import Ranks
 from fivefold.types import Group, Prompt, Sample
+
+_SECONDS = 0.5
+"""Between two looks whether the run is to end."""
 
 
 class Scorer(Protocol):
@@ -55,12 +59,23 @@ class RewardManager:
     def finish(self, groups: list[Group]) -> None:
         """Wait for the rewards of this rank's groups, whose samples were submitted, and add a reward model's; raises
         RuntimeError on all ranks where too many fail. Collective."""
-        self.pool.wait()
+        self._wait()
         error = self.pool.first_error
         if self.reward_model is not None:
             found = self.reward_model.score(groups)
             error = error or found
         self._check_failures(groups, error)
+
+    def _wait(self) -> None:
+        """Until the rewards are there, or the run is to end."""
+        thread = ThreadPoolExecutor(1)
+        done = thread.submit(self.pool.wait)
+        # The thread is not waited for: where the run is to end, a function may take its time.
+        thread.shutdown(wait=False)
+        while not wait([done], timeout=_SECONDS).done:
+            if self.ranks.heartbeat.check():
+                return
+        done.result()
 
     def _check_failures(self, groups: list[Group], first_error: str | None) -> None:
         samples = [sample for group in groups for sample in group.samples]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from fivefold.engines.sampling import request_seed
@@ -30,6 +31,8 @@ class Generator:
     logger: RunLogger
     refresh: Callable[[], None] | None = None
     """Gives an engine new weights that can lose them, with its servers. Collective."""
+    members: Sequence[int] | None = None
+    """Ranks of this rank's replica of the engine, which take every step of it together; all where they are not known."""
 
     def sample(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...]) -> list[Group]:
         """This rank's groups of `group_size` scored responses, by the place of their prompt; every rank names all prompts.
@@ -37,7 +40,8 @@ class Generator:
         `draw` (seed, step, ...) with a prompt's id and the number of the response fixes what is drawn; a prompt that comes
         twice has further numbers the second time. Collective.
         """
-        replica = self.engine.replica
+        replica, heartbeat = self.engine.replica, self.rewards.ranks.heartbeat
+        heartbeat.begin()
         own = range(replica.index, len(prompts), replica.count)
         first_numbers = _first_numbers(prompts, group_size)
         requests = [
@@ -51,8 +55,12 @@ class Generator:
             for number in range(group_size)
         ]
         found: dict[int, Sample] = {}
+        finished, is_ending = count(), False
         while True:
             for completion in self.engine.generate([request for request in requests if request.id not in found]):
+                if not is_ending and not heartbeat.item(next(finished), self.members):
+                    is_ending = heartbeat.check()
+                    self.engine.abort()
                 if replica.leads:
                     sample = self._sample(completion)
                     found[completion.request_id] = sample

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from fivefold.algo import Objective
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
+from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.checkpoint.resume import load_run, save_run
+from fivefold.checkpoint.rng import rng_states, set_rng_states
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import RolloutSource
@@ -36,11 +42,23 @@ class StepRecord:
     """Before the step's updates."""
 
 
+@dataclass(frozen=True)
+class BeforeStep:
+    """What a step that was not finished begins from when it is done anew."""
+
+    rollouts: dict[str, Any]
+    """State of the rollout source."""
+    rng: dict[str, Tensor]
+    updates: int
+    """Optimizer steps of all models."""
+
+
 @dataclass
 class Trainer:
     """Gives out the steps of a run one by one; around each it resumes, evaluates, saves and records."""
 
     config: TrainerConfig
+    run_dir: Path
     total_steps: int
     ranks: Ranks
     logger: RunLogger
@@ -49,17 +67,19 @@ class Trainer:
     evaluation: Evaluation | None
     flops: Callable[[int, float], float]
     """Tokens and mean length of a sequence -> floating-point operations of training on them."""
-    stop_requested: Callable[[], bool]
     resolved_config: str
+    fingerprint: Fingerprint
+    resume_from: Path | None = None
+    """A checkpoint."""
     step: int = 0
     """Steps finished."""
     _saved: int = -1
+    _before: BeforeStep | None = None
+    """The step in progress."""
+    _is_pending: bool = False
+    """The row of the last step is still to be written: its evaluation is due or in progress."""
     _record: StepRecord | None = None
     _last_metrics: dict[str, float] | None = None
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.run_dir)
 
     @property
     def objective(self) -> Objective:
@@ -72,17 +92,19 @@ class Trainer:
     def steps(self) -> Iterator[int]:
         """The steps that are left, counted from 0; the body of the loop trains, what surrounds it happens here."""
         self._resume()
-        if self.step == 0 and self.config.eval_before_train and self.evaluation is not None:
+        self.ranks.heartbeat.has_begun = True
+        if self._is_pending:
+            self._end_step()
+        elif self.step == 0 and self.config.eval_before_train and self.evaluation is not None:
             self._evaluate(self.evaluation)
             self._last_metrics = self.logger.end_step(0)
-        interrupted = False
-        while self.step < self.total_steps and not interrupted:
+        while self.step < self.total_steps:
+            self._before = BeforeStep(self.rollouts.state_dict(), rng_states(), self._updates())
             trace = profiled(self.config.profile, self.run_dir, self.ranks.rank, self.step + 1)
             with trace, self.logger.stage("step"):
                 yield self.step
-            interrupted = self._finish_step()
-        if not interrupted:
-            self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
+            self._finish_step()
+        self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
 
     def record(
         self, groups: list[Group], stats: RolloutStats, policy_reports: list[StepReport], critic_reports: list[StepReport]
@@ -94,11 +116,14 @@ class Trainer:
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        state = load_run(self.checkpoints, self.config, self.models.learners, self.ranks, self.logger)
+        state = load_run(self.checkpoints, self.resume_from, self.fingerprint, self.models.learners, self.ranks, self.logger)
         if state is not None:
             assert self.models.policy.version == state.version, "the checkpoint's optimizer steps and its schedule differ"
             self.step = self._saved = state.step
             self.rollouts.load_state_dict(state.rollouts)
+            if state.pending is not None:
+                self._is_pending, self._saved = True, -1
+                self.logger.record(state.pending)
             if self.objective.kl_target is not None:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
@@ -106,18 +131,24 @@ class Trainer:
 
     # --- after a step ------------------------------------------------------------------------------------------------
 
-    def _finish_step(self) -> bool:
-        """Record the step, evaluate and save when it is time; whether the run was asked to end."""
+    def _finish_step(self) -> None:
+        """Record the step, then evaluate and save when it is time."""
         assert self._record is not None, "the body of the loop must call trainer.record"
         done, self._record = self._record, None
-        self.step += 1
-        self._record_metrics(done)
+        # From here on the step is finished, and is not done anew.
+        with self.ranks.heartbeat.shielded():
+            self.step += 1
+            self._record_metrics(done)
+            self._before, self._is_pending = None, True
+            self.logger.samples(sample_rows(self.step, done.groups, self.config.logged_samples_per_step, "train"))
         every = self.config.guard.every
         if every and self.step % every == 0:
             with self.logger.stage("verify"):
                 for model in self.models.learners.values():
                     model.verify()
-        self.logger.samples(sample_rows(self.step, done.groups, self.config.logged_samples_per_step, "train"))
+        self._end_step()
+
+    def _end_step(self) -> None:
         last = self.step == self.total_steps
         is_due = bool(self.config.eval_every) and self.step % self.config.eval_every == 0
         if self.evaluation is not None and (is_due or last):
@@ -126,10 +157,9 @@ class Trainer:
                 self.logger.log(f"reached {goal} after step {self.step}")
                 self.total_steps, last = self.step, True
         self._last_metrics = self.logger.end_step(self.step)
-        interrupted = self.ranks.any(self.stop_requested())
-        if last or interrupted or (self.config.save_every and self.step % self.config.save_every == 0):
+        self._is_pending = False
+        if last or (self.config.save_every and self.step % self.config.save_every == 0):
             self.save()
-        return interrupted
 
     def _record_metrics(self, done: StepRecord) -> None:
         record = self.logger.record
@@ -156,16 +186,42 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the run as it stands, unless there is one."""
-        if self._saved == self.step:
-            return
+        if self._saved != self.step:
+            with self.ranks.heartbeat.shielded():
+                self._write(self.rollouts.state_dict())
+
+    def save_interrupted(self, number: int) -> None:
+        """Write a checkpoint of a run that was asked to end, in a step, in an evaluation or between them. Collective."""
+        asked = f"asked to end by {signal.Signals(number).name}"
+        rollouts = self.rollouts.state_dict()
+        if self._before is not None:
+            rollouts = self._before.rollouts
+            set_rng_states(self._before.rng)
+            asked += f" in step {self.step + 1}, which is done anew on resume"
+        if self.step == 0:
+            self.logger.log(f"{asked}: no step was finished, there is nothing to save")
+        elif self._saved == self.step:
+            self.logger.log(f"{asked}: step {self.step} is saved")
+        else:
+            if self._before is not None and (updates := self._updates() - self._before.updates):
+                asked += f"; {updates} of its optimizer steps were taken and stay"
+            self.logger.log(asked)
+            self._write(rollouts, self.logger.pending if self._is_pending else None)
+
+    def _updates(self) -> int:
+        return sum(model.version for model in self.models.learners.values())
+
+    def _write(self, rollouts: dict[str, Any], pending: dict[str, float] | None = None) -> None:
         state = RunState(
             step=self.step,
             version=self.models.policy.version,
-            seed=self.config.seed,
             layout=str(self.ranks.layout),
-            rollouts=self.rollouts.state_dict(),
+            rollouts=rollouts,
             kl_coef=self.objective.kl_coef,
             reward_mean=(self._last_metrics or {}).get("reward/mean"),
+            fingerprint=self.fingerprint.values,
+            commits=self.fingerprint.commits,
+            pending=pending,
         )
         with self.logger.stage("save"):
             path = save_run(self.checkpoints, state, self.models.learners, self.ranks, self.resolved_config)

@@ -1,0 +1,76 @@
+"""Which keys make a run what it is: all but those whose field says otherwise, in its type.
+
+`save_every: Annotated[int, HARMLESS] = 0` may change when a run is resumed: what is learned stays the same, up to rounding.
+`train: Annotated[list[str], CONTENT]` names files: what stands in them counts, not where they lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+T = TypeVar("T")
+FUNCTION = re.compile(r"(.+\.py):(\w+)")
+"""A function in a file of the user's."""
+
+
+class Counts(Enum):
+    """How a key counts in what a run is."""
+
+    VALUE = "its value"
+    CONTENT = "what stands in the files that it names"
+    HARMLESS = "not at all"
+
+
+CONTENT, HARMLESS = Counts.CONTENT, Counts.HARMLESS
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A key with a value, and no keys below it that the schema names."""
+
+    key: str
+    value: Any
+    counts: Counts
+
+
+def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Iterator[Leaf]:
+    """Every key of a section (a dataclass) and of the sections within it; a mark on a section holds for all of it."""
+    for name, hint in typing.get_type_hints(type(part), include_extras=True).items():
+        value, key = getattr(part, name), f"{section}.{name}".removeprefix(".")
+        marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
+        own = next((mark for mark in marks if isinstance(mark, Counts)), counts)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, key, own)
+        else:
+            yield Leaf(key, value, own)
+
+
+def with_absolute_paths(part: T) -> T:
+    """The section with every path to something that is here made absolute: it means the same from another directory."""
+    changed: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(type(part), include_extras=True).items():
+        value = getattr(part, name)
+        if dataclasses.is_dataclass(value):
+            changed[name] = with_absolute_paths(value)
+        else:
+            changed[name] = _absolute(value, is_path=CONTENT in typing.get_args(hint))
+    return dataclasses.replace(part, **changed)  # type: ignore[type-var]
+
+
+def _absolute(value: Any, is_path: bool) -> Any:
+    if isinstance(value, dict):
+        return {_absolute(key, is_path): _absolute(item, is_path) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_absolute(item, is_path) for item in value]
+    if not isinstance(value, str):
+        return value
+    if (found := FUNCTION.fullmatch(value)) and Path(found[1]).is_file():
+        return f"{Path(found[1]).absolute()}:{found[2]}"
+    return str(Path(value).absolute()) if is_path and Path(value).exists() else value

@@ -1,0 +1,74 @@
+"""What a rank finds in its environment: torchrun, Slurm and our own launcher say who it is in different ways."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+OWN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+_FIRST_PORT, _PORTS = 15000, 17000
+"""Ports below those that systems hand to outgoing connections."""
+
+
+def launched_externally(environment: Mapping[str, str] = os.environ) -> bool:
+    """This process is already a rank that torchrun, Slurm or Kubernetes started."""
+    return ("RANK" in environment and "WORLD_SIZE" in environment) or _is_slurm_task(environment)
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """`srun` started it as one of several tasks; a shell in an allocation is none, and a single task starts its ranks."""
+    return "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def complete(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what the ranks of every launcher have: who this rank is, and what libraries read when they start.
+
+    Raises ValueError where it cannot be known.
+    """
+    if "RANK" not in environment and _is_slurm_task(environment):
+        for name, source in _SLURM.items():
+            environment[name] = environment[source]
+        # The numbers of tasks on each node, `8(x2),4`.
+        each = environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
+        environment.setdefault("LOCAL_WORLD_SIZE", each)
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+        environment.setdefault("MASTER_ADDR", first_host(nodes))
+        # The same on every task, another one for each step of each job.
+        number = 31 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+        environment.setdefault("MASTER_PORT", str(_FIRST_PORT + number % _PORTS))
+    if missing := [name for name in OWN if name not in environment and name != "LOCAL_RANK"]:
+        raise ValueError(f"a rank needs {', '.join(OWN)} in its environment: {', '.join(missing)} is missing")
+    if "LOCAL_RANK" not in environment:
+        environment["LOCAL_RANK"] = str(_local_rank(environment))
+    if "LOCAL_WORLD_SIZE" in environment:
+        # Otherwise every rank would start as many threads as there are cores.
+        threads = max(1, (os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"]))
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    # Megatron-Core overlaps communication with computation by the order of kernels on one queue.
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _local_rank(environment: Mapping[str, str]) -> int:
+    """The rank's number on its node, from what other launchers call it or how many ranks a node has."""
+    for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"):
+        if name in environment:
+            return int(environment[name])
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if "LOCAL_WORLD_SIZE" in environment:
+        return rank % int(environment["LOCAL_WORLD_SIZE"])
+    if world_size == 1:
+        return 0
+    raise ValueError(
+        f"rank {rank} of {world_size} does not know its number on its node, and so which GPU is its own: set LOCAL_RANK, or "
+        "LOCAL_WORLD_SIZE where every node has the same number of ranks"
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as Slurm writes it: `gpu[03-06,9],login1` begins with gpu03."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST must name hosts: got {nodes!r}")
+    return f"{found[1]}{found[2] or ''}{found[3] or ''}"

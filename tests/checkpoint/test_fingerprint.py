@@ -1,0 +1,153 @@
+"""What makes a run what it is: which changes are refused on resume, which are listed, which are none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.checkpoint.fingerprint import Changes, Fingerprint
+from fivefold.config import RunConfig
+from fivefold.config.identity import HARMLESS, leaves
+from fivefold.config.methods import CORRECTIONS
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run with a critic, of a model and data that are here."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").write_bytes(b"weights")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "reward.py").write_text("def right(response):\n    return 1.0\n")
+    return RunConfig.of(
+        model={"path": str(tmp_path / "model")},
+        algorithm={"name": "ppo"},
+        data={"train": [str(tmp_path / "train.jsonl")]},
+        reward={"functions": {f"{tmp_path}/reward.py:right": 1.0}},
+    )
+
+
+def changes(before: RunConfig, now: RunConfig, steps: int = 10) -> Changes:
+    return Fingerprint.of(now, steps, {}).compare(Fingerprint.of(before, 10, {}).values)
+
+
+def with_key(part: Any, key: str, value: Any) -> Any:
+    """The section with another value of one key."""
+    first, _, rest = key.partition(".")
+    return dataclasses.replace(part, **{first: with_key(getattr(part, first), rest, value) if rest else value})
+
+
+def others(value: Any) -> Iterator[Any]:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, (int, float)):
+        yield value + 1
+    elif isinstance(value, dict):
+        yield {**value, "another": 1.0}
+    elif isinstance(value, list):
+        yield [*value, "another"]
+    else:
+        yield "another"
+
+
+def test_a_change_of_any_key_is_refused_or_listed_by_its_field(config):
+    """Every key of the schema, one at a time: none is left out."""
+    about_the_start = {"trainer.run_dir", "trainer.resume", "trainer.accept_changes", "trainer.steps"}
+    for leaf in leaves(config):
+        # The method's name and its credit decide whether there is a critic, whose keys count only then.
+        if leaf.key in about_the_start or leaf.key in ("algorithm.name", "algorithm.credit"):
+            continue
+        named = {"algorithm.rollout_correction.name": list(CORRECTIONS)[-1:]}
+        for value in named.get(leaf.key, others(leaf.value)):
+            found = changes(config, with_key(config, leaf.key, value))
+            listed, silent = (found.harmless, found.refused) if leaf.counts is HARMLESS else (found.refused, found.harmless)
+            assert leaf.key in [text.partition(":")[0] for text in listed]
+            assert silent == [] and found.accepted == []
+
+
+@pytest.mark.parametrize(
+    ("key", "refused"),
+    [
+        ("policy.optimizer.lr", True), ("algorithm.group_size", True), ("data.prompts_per_step", True), ("trainer.seed", True),
+        ("algorithm.kl.coef", True), ("engine.sampling.temperature", True), ("policy.dtype", True), ("reward.functions", True),
+        ("policy.backend", False), ("trainer.save_every", False), ("policy.tokens_per_micro_batch", False),
+        ("policy.offload.optimizer", False), ("launch.timeout_minutes", False), ("engine.backend", False),
+    ],
+)  # fmt: skip
+def test_what_decides_the_curve_is_refused_and_how_it_is_computed_is_not(config, key, refused):
+    counts = {leaf.key: leaf.counts for leaf in leaves(config)}
+    assert (counts[key] is not HARMLESS) == refused
+
+
+def test_files_are_compared_by_what_they_hold(config, tmp_path):
+    train = tmp_path / "train.jsonl"
+    before = Fingerprint.of(config, 10, {}).values
+    (tmp_path / "moved").mkdir()
+    moved = train.rename(tmp_path / "moved/other-name.jsonl")
+    elsewhere = with_key(config, "data.train", [str(moved)])
+    assert Fingerprint.of(elsewhere, 10, {}).compare(before) == Changes([], [], [])
+    moved.write_text('{"prompt": "1+2="}\n')
+    (text,) = Fingerprint.of(elsewhere, 10, {}).compare(before).refused
+    assert text.startswith(f"data.train: {train} (") and f"-> {moved} (" in text
+    moved.write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "model/model.safetensors").write_bytes(b"Weights")
+    (tmp_path / "reward.py").write_text("def right(response):\n    return 2.0\n")
+    refused = Fingerprint.of(elsewhere, 10, {}).compare(before).refused
+    assert [each.partition(":")[0] for each in refused] == ["model.path", "reward.functions"]
+
+
+def test_a_choice_that_is_the_methods_own_is_no_change(config):
+    own = with_key(config, "algorithm.clip_high", config.algorithm.resolved.clip_high)
+    assert changes(config, own) == Changes([], [], [])
+
+
+def test_more_steps_are_refused_only_where_the_learning_rate_falls_until_the_last(config):
+    longer = changes(config, config, steps=20)
+    assert (longer.refused, longer.harmless) == ([], ["trainer.steps: 10 -> 20"])
+    falling = with_key(config, "policy.optimizer.schedule", "cosine")
+    assert changes(falling, falling, steps=20).refused == ["trainer.steps: 10 -> 20"]
+    fixed = with_key(falling, "policy.optimizer.decay_steps", 100)
+    assert changes(fixed, fixed, steps=20).refused == []
+
+
+def test_the_refusal_names_every_change_and_how_to_say_that_it_is_meant(config, tmp_path):
+    now = with_key(with_key(config, "policy.optimizer.lr", 0.5), "algorithm.group_size", 4)
+    found = changes(config, now)
+    with pytest.raises(ValueError, match="learns something else") as raised:
+        found.check(tmp_path)
+    said = str(raised.value)
+    assert "policy.optimizer.lr: 1e-06 -> 0.5" in said and "algorithm.group_size: 8 -> 4" in said
+    assert "trainer.accept_changes=[policy.optimizer.lr,algorithm.group_size]" in said
+    meant = changes(config, with_key(now, "trainer.accept_changes", ["policy.optimizer", "algorithm.group_size"]))
+    assert meant.refused == [] and len(meant.accepted) == 2
+    with pytest.raises(ValueError, match=r"must name keys or sections: got 'policy.optimizer.rl': did you mean"):
+        RunConfig.of(model={"path": "m"}, trainer={"accept_changes": ["policy.optimizer.rl"]})
+
+
+def test_different_runs_have_different_directories_when_none_is_named(config):
+    name = config.run_dir.name
+    assert name.startswith("ppo-model-")
+    assert with_key(config, "policy.backend", "megatron:d2").run_dir.name == name
+    assert with_key(config, "trainer.save_every", 5).run_dir.name == name
+    assert with_key(config, "policy.optimizer.lr", 0.5).run_dir.name != name
+    assert with_key(config, "data.train", ["other.jsonl"]).run_dir.name != name
+
+
+def test_paths_are_written_so_that_they_mean_the_same_from_elsewhere(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    relative = RunConfig.of(
+        model={"path": "model"},
+        data={"train": ["train.jsonl"]},
+        reward={"functions": {"reward.py:right": 1.0}},
+        reference={"path": "Qwen/Qwen3-8B"},
+    )
+    written = relative.absolute
+    assert written.model.path == str(tmp_path / "model") and written.data.train == [str(tmp_path / "train.jsonl")]
+    assert written.reward.functions == {f"{tmp_path}/reward.py:right": 1.0}
+    assert written.reference.path == "Qwen/Qwen3-8B", "what is not here stays a hub id"
+    assert written.trainer.run_dir == str(tmp_path / relative.run_dir), "its name was made of the paths as they were given"

@@ -1,0 +1,271 @@
+"""Runs that are asked to end, and ranks that die: what is saved, who is named, and as what."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fivefold.launch.local import PAUSE
+from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.whole_runs import assert_same, make_model, metrics
+from tests.support.zygote import THREADS
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d2", dtype: float32, tokens_per_micro_batch: 24, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+algorithm: {{name: grpo, group_size: 4}}
+engine: {{max_num_seqs: 2}}
+data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}, timeout_seconds: 500}}
+eval: {{max_prompts: 4}}
+trainer: {{run_dir: {root}/runs/base, steps: 3, eval_every: 2, eval_before_train: false, loggers: [console]}}
+launch: {{threads: {threads}, timeout_minutes: 600}}
+"""
+SLOW_REWARD = """
+import time
+from pathlib import Path
+
+def digits(response):
+    if Path(__file__).with_name("slow-reward").exists():
+        time.sleep(400)
+    return sum(c.isdigit() for c in response) / 12
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("endings")
+    make_model(root, rows=16)
+    (root / "reward.py").write_text(SLOW_REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+@pytest.fixture(scope="module")
+def base(root: Path) -> list[dict[str, float]]:
+    """The run that is not interrupted."""
+    done = fivefold("train", root / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    return metrics(root, "base")
+
+
+def _mark(name: str) -> None:
+    (Path(os.environ["FIVEFOLD_TEST_ROOT"]) / name).touch()
+
+
+def _is_marked(name: str) -> bool:
+    return (Path(os.environ["FIVEFOLD_TEST_ROOT"]) / name).exists()
+
+
+def slow_reward_in_step_2():
+    from fivefold.rollout.sources import EngineRollouts
+
+    original = EngineRollouts.next
+
+    def following(self, step):
+        if step == 1:
+            _mark("slow-reward")
+        return original(self, step)
+
+    EngineRollouts.next = following
+
+
+def slow_rollout_in_step_2():
+    """Eight responses of a rank, two at a time, of eight tokens: minutes."""
+    from fivefold.engines import transformers as engine
+    from fivefold.rollout.sources import EngineRollouts
+
+    original, sample = EngineRollouts.next, engine.sample_token
+
+    def following(self, step):
+        if step == 1:
+            _mark("slow-rollout")
+        return original(self, step)
+
+    def slowly(*arguments):
+        time.sleep(3 if _is_marked("slow-rollout") else 0)
+        return sample(*arguments)
+
+    EngineRollouts.next, engine.sample_token = following, slowly
+
+
+def slow_training_in_step_2():
+    """Sixteen micro-batches: minutes."""
+    from fivefold.megatron.model import MegatronModel
+    from fivefold.megatron.step import MicroBatches
+
+    step, make = MegatronModel.train_step, MicroBatches._make
+
+    def following(self, *arguments):
+        if self.version == 1:
+            _mark("slow-training")
+        return step(self, *arguments)
+
+    def slowly(self, number):
+        time.sleep(3 if _is_marked("slow-training") and not self._batching.mesh.ranks.heartbeat._places else 0)
+        return make(self, number)
+
+    MegatronModel.train_step, MicroBatches._make = following, slowly
+
+
+def slow_evaluation_after_step_2():
+    from fivefold.trainer.evaluation import Evaluation
+
+    original = Evaluation.measure
+
+    def following(self, models):
+        if models.policy.version == 2:
+            _mark("slow-reward")
+        return original(self, models)
+
+    Evaluation.measure = following
+
+
+@pytest.mark.parametrize(
+    ("hook", "layout", "whom", "saved"),
+    [
+        (slow_reward_in_step_2, "d2", "everyone", 1),
+        (slow_rollout_in_step_2, "d2", "rank 1", 1),
+        (slow_training_in_step_2, "p2", "launcher", 1),
+        (slow_evaluation_after_step_2, "t2", "launcher", 2),
+    ],
+)
+def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypatch, hook, layout, whom, saved):
+    """Each stage takes minutes here and the signal comes in the middle of it: to the launcher, to one rank, or twice to every
+    process, as Slurm sends it. The run has no other checkpoint, and goes on as if nothing had been."""
+    monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(root))
+    name = hook.__name__
+    overrides = [f"trainer.run_dir={root}/runs/{name}", f"policy.backend=megatron:{layout}"]
+    process = Command("train", root / "run.yaml", *overrides, hook=hook)
+    wait_for(lambda: any(root.glob("slow-*")), process)
+    time.sleep(1.0)
+    everyone = children_of(process.pid)
+    ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
+    whose = {"launcher": [process.pid], "rank 1": ranks[1:], "everyone": [process.pid, *everyone] * 2}[whom]
+    begin = time.monotonic()
+    for pid in whose:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    done = process.finish()
+    seconds = time.monotonic() - begin
+    for mark in root.glob("slow-*"):
+        mark.unlink()
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    assert seconds < 30, f"{seconds} s from the signal to the end"
+    assert "asked to end by SIGTERM" in done.stdout
+    checkpoints = root / "runs" / name / "checkpoints"
+    assert [path.name for path in checkpoints.glob("step-*")] == [f"step-{saved:06d}"]
+    wait_for(lambda: gone(everyone))
+    resumed = fivefold("train", root / "run.yaml", *overrides)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed after step {saved} " in resumed.stdout
+    assert_same(metrics(root, name), base)
+
+
+def test_a_second_interrupt_of_a_person_ends_the_run_at_once(root, monkeypatch):
+    """While the first one waits for its place; the same one by another way, a moment later, does not."""
+    monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(root))
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/twice", hook=slow_training_in_step_2)
+    wait_for((root / "slow-training").exists, process)
+    everyone = children_of(process.pid)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+    time.sleep(PAUSE + 0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    done = process.finish()
+    (root / "slow-training").unlink()
+    assert done.returncode == 128 + signal.SIGINT and time.monotonic() - begin < 4
+    assert not list((root / "runs/twice/checkpoints").glob("step-*"))
+    wait_for(lambda: gone(everyone))
+
+
+ENDLESS = "trainer.steps=100000"
+
+
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGSEGV)])
+def test_a_rank_that_is_killed_is_named_and_not_the_one_that_survives(root, tmp_path, monkeypatch, rank, number):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", "trainer.save_every=1", ENDLESS)
+    wait_for((tmp_path / "run/checkpoints/step-000001").exists, process)
+    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[rank].pid, number)
+    done = process.finish()
+    assert done.returncode == 1
+    headline = done.stderr.strip().splitlines()[0]
+    assert headline.startswith(f"rank {rank} on {socket.gethostname()} was ")
+    assert number.name in headline and "out of memory" not in headline
+    assert "closed by peer" not in done.stderr and f"rank {1 - rank} " not in done.stderr
+    assert not list((tmp_path / "tmp").glob("pymp-*")), "directories of helpers of a save"
+
+
+HUNGRY = """
+import os, time
+if os.environ["RANK"] == "1":
+    kept = []
+    while True:
+        kept.append(b"x" * 2**20)
+time.sleep(100)
+"""
+LIMITED = """
+import os, sys
+from pathlib import Path
+from fivefold.launch.local import spawn
+
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+sys.exit(spawn(["hungry"], 2, Path(sys.argv[2]), 1))
+"""
+
+
+@contextlib.contextmanager
+def limited_cgroup(limit: int) -> Iterator[Path]:
+    """A cgroup within this process's with so many bytes of memory; skips the test where none can be made."""
+    found = None
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            found = (Path("/sys/fs/cgroup/memory") / path.strip("/"), "memory.limit_in_bytes")
+        elif not controllers and found is None:
+            found = (Path("/sys/fs/cgroup") / path.strip("/"), "memory.max")
+    assert found is not None
+    group = found[0] / f"fivefold-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup of our own: {error}")
+    try:
+        try:
+            (group / found[1]).write_text(str(limit))
+        except OSError as error:
+            pytest.skip(f"no limit of memory on a cgroup of our own: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_lack_of_memory_is_said_to_have_run_out_of_it(tmp_path):
+    """A real limit and a real kill: the same signal as above, and another sentence."""
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with limited_cgroup(200 * 2**20) as group:
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(group), str(tmp_path / "logs")],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=300,
+        )  # fmt: skip
+    assert done.returncode == 1
+    headline = done.stderr.strip().splitlines()[0]
+    assert headline.startswith(f"rank 1 on {socket.gethostname()} was killed by SIGKILL, probably out of memory: ")
+    assert "oom" in headline.lower() or "Killed process" in headline

@@ -1,0 +1,52 @@
+"""One run at a time in a directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fivefold.launch.lock import locked
+
+HOLD = """
+import subprocess, sys
+from pathlib import Path
+from fivefold.launch.lock import locked
+
+with locked(Path(sys.argv[1])) as file:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[file])
+    print(child.pid, flush=True)
+    input()
+"""
+
+
+def test_a_directory_is_held_until_the_last_process_of_its_run_has_ended(tmp_path):
+    """By a run whose launcher is killed while one of its ranks lives on, and then that too: nothing is left behind."""
+    run = tmp_path / "run"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    rank = int(launcher.stdout.readline())
+    holder = rf"is in use by process {launcher.pid} on {re.escape(socket.gethostname())} since \d{{4}}-"
+    with pytest.raises(ValueError, match=holder), locked(run):
+        pass
+    rank_end = os.pidfd_open(rank)
+    launcher.kill()
+    launcher.wait()
+    with pytest.raises(ValueError, match=holder), locked(run):
+        pass
+    os.kill(rank, signal.SIGKILL)
+    select.select([rank_end], [], [])
+    os.close(rank_end)
+    with locked(run):
+        assert (run / "lock").read_text().startswith(f"process {os.getpid()} on ")
+        with pytest.raises(ValueError, match="in use"), locked(run):
+            pass
+    with locked(run):
+        pass
