@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,12 +49,13 @@ class Model(Protocol):
         """Bring back everything that `offload` moved."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write parameters, optimizer and schedule into the directory `path`, free of the layout."""
+    def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
+        """Parameters, optimizer and schedule as they are, free of the layout; the function writes this rank's share of them
+        into a directory and gives its files. With `copies` the model may go on meanwhile."""
         ...
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, on any layout."""
+        """Read what the ranks of any layout wrote."""
         ...
 
 

@@ -27,7 +27,7 @@ def counted(ranks=None, *arguments, **named):
     return make(ranks, *arguments, **named | {"backend": "fake"})
 dist.new_group = counted
 begin = time.perf_counter()
-build_mesh(Ranks(parsed), torch.device("cpu"), 0, 10)
+build_mesh(Ranks(parsed, timeout_minutes=10), torch.device("cpu"), 0, 10)
 print(json.dumps({"made": made, "all_meet": sum(all_meet), "seconds": time.perf_counter() - begin}))
 """
 

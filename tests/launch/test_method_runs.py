@@ -148,6 +148,13 @@ def test_a_run_without_a_critic_cannot_resume_as_one_with(root):
     train(root, "grpo", "algorithm={name: grpo, group_size: 2}", "trainer.steps=1")
     done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/grpo", "trainer.steps=2")
     assert done.returncode != 0
+    assert "is of a run that learns something else:\n" in done.stderr, done.stderr
+    assert '\n  algorithm.name: "grpo" -> "ppo"\n' in done.stderr, done.stderr
+    names = done.stderr.partition("trainer.accept_changes=")[2].partition("]")[0] + "]"
+    done = fivefold(
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/grpo", "trainer.steps=2", f"trainer.accept_changes={names}"
+    )
+    assert done.returncode != 0
     assert "has no critic: it was written by another method" in done.stdout + done.stderr
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -147,43 +148,126 @@ def test_an_exported_model_loads_in_transformers_with_its_tokenizer(root, base):
 def hang_before_step_4_is_saved():
     from fivefold.checkpoint.checkpoints import Checkpoints
 
-    write = Checkpoints.write
+    stage = Checkpoints.stage
 
-    def until_step_4(self, state, *arguments):
-        return time.sleep(LONGEST) if state.step == 4 else write(self, state, *arguments)
+    def until_step_4(self, step, parts):
+        return time.sleep(LONGEST) if step == 4 else stage(self, step, parts)
 
-    Checkpoints.write = until_step_4
+    Checkpoints.stage = until_step_4
 
 
 def hang_while_step_4_is_saved():
-    from fivefold.checkpoint import checkpoints as manager
+    from fivefold.checkpoint.checkpoints import Checkpoints
 
-    digests = manager._digests
+    publish = Checkpoints.publish
 
-    def until_step_4(directory):
-        return time.sleep(LONGEST) if "000004" in directory.name else digests(directory)
+    def until_step_4(self, state, files):
+        return time.sleep(LONGEST) if state.step == 4 else publish(self, state, files)
 
-    manager._digests = until_step_4
+    Checkpoints.publish = until_step_4
+
+
+def hang_while_step_2_and_4_are_written():
+    from fivefold.checkpoint import saving
+
+    measured = saving.size_and_digest
+
+    def slow(path):
+        # Step 2 is there when step 4 begins.
+        return time.sleep(LONGEST if "step-000004" in str(path) else 0.5 * ("step-000002" in str(path))) or measured(path)
+
+    saving.size_and_digest = slow
+
+
+def is_free(run: Path) -> bool:
+    from fivefold.launch.lock import locked
+
+    with suppress(ValueError), locked(run):
+        return True
+    return False
 
 
 @pytest.mark.parametrize(
-    ("hang", "reached"),
-    [(hang_before_step_4_is_saved, "step-000002"), (hang_while_step_4_is_saved, ".step-000004.partial/state.json")],
+    ("hang", "reached", "override"),
+    [
+        (hang_before_step_4_is_saved, "checkpoints/step-000002", "trainer.async_save=false"),
+        (hang_while_step_4_is_saved, "checkpoints/.step-000004.partial/run.yaml", "trainer.async_save=false"),
+        # The run went on, and waits at its end.
+        (hang_while_step_2_and_4_are_written, "checkpoints/.step-000004.partial/run.yaml", "trainer.async_save=true"),
+    ],
 )
-def test_a_run_killed_between_or_during_saves_resumes_with_the_same_metrics(root, base, hang, reached):
+def test_a_run_killed_between_or_during_saves_resumes_with_the_same_metrics(root, base, hang, reached, override):
     name = hang.__name__
-    overrides = [f"trainer.run_dir={root}/runs/{name}", "trainer.save_every=2", "policy.backend=megatron:d2"]
-    process = Command("train", root / "run.yaml", *overrides, hook=hang)
-    checkpoints = root / "runs" / name / "checkpoints"
-    wait_for((checkpoints / reached).exists, process)
-    wait_for((checkpoints / "latest").exists, process)
+    run = root / "runs" / name
+    overrides = ["trainer.save_every=2", "policy.backend=megatron:d2", override]
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={run}", *overrides, hook=hang)
+    wait_for((run / reached).exists, process)
+    wait_for((run / "checkpoints/latest").exists, process)
+    if override == "trainer.async_save=true":
+        wait_for(lambda: metrics(root, name)[-1]["step"] == 5, process)
     everyone = children_of(process.pid)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: gone(everyone))
-    done = train(root, name, "trainer.save_every=2", "policy.backend=megatron:d2")
+    # A process whose first thread has ended has its files until the last one has.
+    wait_for(lambda: gone(everyone) and is_free(run))
+    done = train(root, name, *overrides)
     assert done.returncode == 0, done.stderr
     assert "resumed after step 2" in done.stdout, done.stdout
+    assert_same(metrics(root, name), base)
+
+
+def test_what_is_saved_in_the_background_is_what_is_saved_at_once(root, base):
+    """Bit for bit, although the next step changes the weights before they are written."""
+    name = "background"
+    overrides = [f"trainer.run_dir={root}/runs/{name}", "trainer.save_every=2", "trainer.keep=10", "trainer.async_save=true"]
+    done = Command("train", root / "run.yaml", *overrides, hook=write_late).finish()
+    assert done.returncode == 0, done.stderr
+    found = sorted((root / "runs/base/checkpoints").glob("step-*/policy/*"))
+    assert len(found) > 4
+    for path in found:
+        other = root / "runs" / name / path.relative_to(root / "runs/base")
+        assert other.read_bytes() == path.read_bytes(), path
+    assert_same(metrics(root, name), base)
+
+
+def write_late():
+    from fivefold.megatron import dist_checkpoint
+
+    write = dist_checkpoint.Share.write
+
+    def late(self, path):
+        time.sleep(0.5)
+        return write(self, path)
+
+    dist_checkpoint.Share.write = late
+
+
+def fail_to_write_step_4():
+    from fivefold.megatron import dist_checkpoint
+
+    write = dist_checkpoint.write_pieces
+
+    def full(path, pieces):
+        if "000004" in str(path) and "00001.safetensors" in path.name:
+            raise OSError(28, "No space left on device", str(path))
+        write(path, pieces)
+
+    dist_checkpoint.write_pieces = full
+
+
+@pytest.mark.parametrize("in_background", ["true", "false"])
+def test_a_disk_that_is_full_ends_the_run_with_one_sentence_and_the_checkpoint_before(root, base, in_background):
+    name = f"full-{in_background}"
+    overrides = ["trainer.save_every=2", "policy.backend=megatron:d2", f"trainer.async_save={in_background}"]
+    done = Command(
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides, hook=fail_to_write_step_4
+    ).finish()
+    assert done.returncode != 0
+    assert "the checkpoint of step 4 could not be written; rank 1: " in done.stderr
+    assert "rank-00001.safetensors: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = train(root, name, *overrides)
+    assert "resumed after step 2" in done.stdout, done.stdout + done.stderr
     assert_same(metrics(root, name), base)
 
 

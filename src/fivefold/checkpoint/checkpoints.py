@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,27 +59,34 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int) -> None:
         self.root, self._keep = run_dir / "checkpoints", keep
 
-    def write(self, state: RunState, is_main: bool, barrier: Callable[[], None], fill: Callable[[Path], None]) -> Path:
-        """Write `step-N`: every rank calls this; `fill(directory)` writes each rank's part."""
-        final = self._path(state.step)
-        staging_dir = self.root / f".{final.name}.partial"
-        if is_main:
-            shutil.rmtree(staging_dir, ignore_errors=True)
-            (staging_dir / "rng").mkdir(parents=True)
-        barrier()
-        fill(staging_dir)
-        barrier()
-        if is_main:
-            (staging_dir / "state.json").write_text(json.dumps(asdict(state), indent=1))
-            (staging_dir / MANIFEST).write_text(json.dumps({"files": _digests(staging_dir)}, indent=1))
-            _sync(staging_dir)
-            shutil.rmtree(final, ignore_errors=True)
-            staging_dir.rename(final)
-            self._point_to(final.name)
-            for old in [each for each in self._steps() if each <= state.step][: -self._keep]:
-                shutil.rmtree(self._path(old))
-        barrier()
-        return final
+    def path(self, step: int) -> Path:
+        """Of the checkpoint of a step."""
+        return self.root / f"step-{step:06d}"
+
+    def staging(self, step: int) -> Path:
+        """Where it is written."""
+        return self.root / f".{self.path(step).name}.partial"
+
+    def stage(self, step: int, parts: Iterable[str]) -> None:
+        """Make the empty directories that ranks write into."""
+        shutil.rmtree(self.staging(step), ignore_errors=True)
+        for part in parts:
+            (self.staging(step) / part).mkdir(parents=True)
+
+    def publish(self, state: RunState, files: Mapping[str, list[int]]) -> None:
+        """Make `step-N` of what ranks have written and brought to the disk: name -> size and digest of each file."""
+        staging, final = self.staging(state.step), self.path(state.step)
+        (staging / "state.json").write_text(json.dumps(asdict(state), indent=1))
+        whole = {**files, "state.json": size_and_digest(staging / "state.json")}
+        (staging / MANIFEST).write_text(json.dumps({"files": whole}, indent=1))
+        # Ranks have brought their own files there.
+        for path in [staging / "state.json", staging / MANIFEST, *filter(Path.is_dir, staging.rglob("*")), staging]:
+            sync_file(path)
+        shutil.rmtree(final, ignore_errors=True)
+        staging.rename(final)
+        self._point_to(final.name)
+        for old in [each for each in self._steps() if each <= state.step][: -self._keep]:
+            shutil.rmtree(self.path(old))
 
     def find(self, resume: str, warn: Callable[[str], None]) -> Path | None:
         """The checkpoint that `trainer.resume` asks for, if any; raises ValueError where one that it names is damaged."""
@@ -102,14 +109,14 @@ class Checkpoints:
             newer = [step for step in steps if step > named]
             warn(
                 f"{self.root / 'latest'} names step {named}: not looked at "
-                f"{'is' if len(newer) == 1 else 'are'} {', '.join(self._path(step).name for step in newer)}"
+                f"{'is' if len(newer) == 1 else 'are'} {', '.join(self.path(step).name for step in newer)}"
             )
             steps = [step for step in steps if step <= named]
         for step in reversed(steps):
-            faults = find_corruption(self._path(step))
+            faults = find_corruption(self.path(step))
             if not faults:
-                return self._path(step)
-            warn(f"checkpoint {self._path(step)} is damaged and skipped: {faults}")
+                return self.path(step)
+            warn(f"checkpoint {self.path(step)} is damaged and skipped: {faults}")
         return None
 
     def set_aside(self, step: int, is_pending: bool = False) -> Path | None:
@@ -127,9 +134,9 @@ class Checkpoints:
             (aside / "checkpoints").mkdir(parents=True)
             # First the name: whoever is killed in between resumes from where this run begins.
             left = [each for each in self._steps() if each <= step]
-            self._point_to(self._path(left[-1]).name if left else "nothing")
+            self._point_to(self.path(left[-1]).name if left else "nothing")
             for each in newer:
-                self._path(each).rename(aside / "checkpoints" / self._path(each).name)
+                self.path(each).rename(aside / "checkpoints" / self.path(each).name)
             if not left:
                 (self.root / "latest").unlink()
         for name in RECORDS:
@@ -143,9 +150,9 @@ class Checkpoints:
         """Write `latest`, atomically."""
         pointer = self.root / ".latest.partial"
         pointer.write_text(name)
-        _sync_file(pointer)
+        sync_file(pointer)
         pointer.replace(self.root / "latest")
-        _sync_file(self.root)
+        sync_file(self.root)
 
     def _named(self) -> int | None:
         """The step that `latest` names, 0 where it names none; None without that file."""
@@ -158,9 +165,6 @@ class Checkpoints:
         """The steps of the checkpoints that are there, in their order."""
         found = [_step_of(path.name) for path in self.root.glob("step-*") if path.is_dir()] if self.root.is_dir() else []
         return sorted(step for step in found if step is not None)
-
-    def _path(self, step: int) -> Path:
-        return self.root / f"step-{step:06d}"
 
 
 def _step_of(name: str) -> int | None:
@@ -210,9 +214,9 @@ def find_corruption(directory: Path) -> str:
     return ""
 
 
-def _digests(directory: Path) -> dict[str, list[int]]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): [path.stat().st_size, digest(path)] for path in files}
+def size_and_digest(path: Path) -> list[int]:
+    """What the manifest says of a file."""
+    return [path.stat().st_size, digest(path)]
 
 
 def digest(path: Path) -> int:
@@ -224,13 +228,8 @@ def digest(path: Path) -> int:
         return zlib.crc32(file.read(_DIGEST_BYTES), value)
 
 
-def _sync(directory: Path) -> None:
-    """Make every file below reach the disk before the rename makes it visible."""
-    for path in [*directory.rglob("*"), directory]:
-        _sync_file(path)
-
-
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Make a file, or the names in a directory, reach the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""What a run is saved as and resumed from: models, random states, and where it stands."""
+"""What a run resumes from: models, random states, and where it stands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
-from fivefold.checkpoint.rng import load_rng, save_rng
+from fivefold.checkpoint.rng import load_rng
 from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
@@ -18,22 +18,6 @@ def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
     """The checkpoint that the run resumes from, if any; raises ValueError where one that is named is damaged. Collective."""
     checkpoints = Checkpoints(config.run_dir, config.trainer.keep)
     return ranks.call_on_main(lambda: checkpoints.find(config.trainer.resume, partial(print, flush=True)))
-
-
-def save_run(checkpoints: Checkpoints, state: RunState, models: dict[str, Model], ranks: Ranks, config: str) -> Path:
-    """Write a checkpoint; `config` is the resolved configuration as YAML. Collective."""
-
-    def fill(directory: Path) -> None:
-        if ranks.is_main:
-            (directory / "run.yaml").write_text(config)
-        save_rng(directory / "rng", ranks)
-        for name, model in models.items():
-            if ranks.is_main:
-                (directory / name).mkdir()
-            ranks.barrier()
-            model.save(directory / name)
-
-    return checkpoints.write(state, ranks.is_main, ranks.barrier, fill)
 
 
 def load_run(

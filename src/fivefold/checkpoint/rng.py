@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fivefold.distributed.ranks import Ranks
 
@@ -24,13 +24,13 @@ def set_rng_states(states: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def save_rng(directory: Path, ranks: Ranks) -> None:
-    """Write this rank's states."""
-    save_file(rng_states(), directory / f"{ranks.layout.world_size}-ranks-{ranks.rank}.safetensors")
+def rng_name(ranks: Ranks) -> str:
+    """The file of this rank's states."""
+    return f"{ranks.layout.world_size}-ranks-{ranks.rank}.safetensors"
 
 
 def load_rng(directory: Path, ranks: Ranks) -> None:
     """Read them back; another number of ranks has none of its own and keeps the states made from the seed."""
-    path = directory / f"{ranks.layout.world_size}-ranks-{ranks.rank}.safetensors"
+    path = directory / rng_name(ranks)
     if path.is_file():
         set_rng_states(load_file(path))

@@ -417,6 +417,8 @@ class TrainerConfig:
     """`auto` takes GPUs where there are any."""
     save_every: Annotated[int, at_least(0), HARMLESS] = 0
     """Steps between checkpoints; 0 saves only at the end."""
+    async_save: Annotated[bool, HARMLESS] = False
+    """Copy a checkpoint to the host and go on while it is written; takes as much host memory as a rank's share of it."""
     keep: Annotated[int, above(0), HARMLESS] = 3
     """Checkpoints kept, the newest ones."""
     resume: Annotated[str, HARMLESS] = "auto"

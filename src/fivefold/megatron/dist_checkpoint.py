@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_ra
 
 _STATE = "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_PINNED, _ALIGNMENT = 256 << 20, 16
 MASTER = "param"
 """The float32 copy of a parameter that an optimizer keeps of one in bfloat16."""
 
@@ -40,11 +41,39 @@ class Share:
     state: dict[str, Any] | None
     """Of optimizer and schedule, where this rank writes it."""
 
-    def write(self, path: Path) -> None:
-        """Into the existing directory `path`."""
+    def write(self, path: Path) -> list[Path]:
+        """Into the existing directory `path`; the files."""
+        files = [path / f"rank-{self.rank:05d}.safetensors"]
+        write_pieces(files[0], self.pieces)
         if self.state is not None:
-            (path / _STATE).write_text(json.dumps(self.state, indent=1))
-        write_pieces(path / f"rank-{self.rank:05d}.safetensors", self.pieces)
+            files.append(path / _STATE)
+            files[-1].write_text(json.dumps(self.state, indent=1))
+        return files
+
+
+class HostCopies:
+    """Copies of shares on the host, in pinned memory that is kept: to pin it takes longer than to copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._pinned: list[Tensor] = []
+
+    def of(self, share: Share) -> Share:
+        """The share as it is now; the one copied before it must have been written."""
+        copied, number, begin = [], 0, 0
+        for piece in share.pieces:
+            size = piece.values.nbytes
+            if number < len(self._pinned) and begin + size > self._pinned[number].numel():
+                number, begin = number + 1, 0
+            if number == len(self._pinned) or size > self._pinned[number].numel():
+                # Memory is pinned in powers of two.
+                self._pinned[number:] = [torch.empty(max(_PINNED, size), dtype=torch.uint8, pin_memory=self._is_cuda)]
+            place = self._pinned[number][begin : begin + size].view(piece.values.dtype).view(piece.values.shape)
+            copied.append(replace(piece, values=place.copy_(piece.values, non_blocking=True)))
+            begin += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return replace(share, pieces=copied)
 
 
 def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> Share:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class MegatronModel:
             self._models = list(self._updater.ddps)
             config.finalize_model_grads_func = self._finalize
             config.grad_scale_func = self._updater.optimizer.scale_loss
+        self._copies = dist_checkpoint.HostCopies(mesh.device)
         self._offload = Offload(policy.offload, mesh.device, self._chunks, self._updater)
 
     @property
@@ -212,9 +213,17 @@ class MegatronModel:
 
     def save(self, path: Path) -> None:
         """Write a layout-free checkpoint into the directory `path`; collective."""
+        self.snapshot(copies=False)(path)
+
+    def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
+        """This rank's share of a layout-free checkpoint, to be written into a directory; the function gives its files.
+
+        With `copies` it lies on the host, and a thread may write it while the model goes on. Collective.
+        """
         self.onload()
         self._settle()
-        dist_checkpoint.share_of(self._chunks, self._updater, self._mesh).write(path)
+        share = dist_checkpoint.share_of(self._chunks, self._updater, self._mesh)
+        return (self._copies.of(share) if copies else share).write
 
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""

@@ -222,6 +222,11 @@ def _states(spec: ModelSpec, stages: PipelineSplit, layout: ParallelLayout, size
     return {"parameters": own.total * size, "gradients": own.total * 4, "optimizer": _optimizer(own, layout, size)}
 
 
+def checkpoint_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Of a model that trains: the weights, in bfloat16 a float32 copy of them, and two moments."""
+    return spec.parameters * (12 if dtype == "float32" else 14)
+
+
 def training_flops(spec: ModelSpec, tokens: int, mean_length: float) -> float:
     """Forward and backward of `tokens` tokens: 6 a parameter that takes part and token, and causal attention's products."""
     active = sum(spec.active_parameters(layer) for layer in range(spec.layers)) + spec.vocab * spec.hidden

@@ -6,6 +6,7 @@ from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.check import memory_of
+from fivefold.plan.memory import checkpoint_bytes
 
 
 def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dropped: int, validation: int) -> str:
@@ -41,9 +42,22 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches "
         f"of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
         f"steps    {steps}",
+        *_describe_checkpoints(config, spec),
         f"memory   on the fullest rank about: {memory_of(config, spec).describe()}",
     ]
     return "\n".join(lines)
+
+
+def _describe_checkpoints(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """Megatron-Core's own settings of moments are not looked at."""
+    trainer, gib = config.trainer, checkpoint_bytes(spec, config.policy.dtype) / 2**30
+    share = f"{gib / config.layout.world_size:.2f} GiB by each rank"
+    if not trainer.save_every:
+        return []
+    how = f"in the background, with {share} of host memory" if trainer.async_save else share
+    return [
+        f"saves    every {trainer.save_every} steps, {gib:.2f} GiB of the policy on disk, {how}; {trainer.keep} are kept"
+    ]
 
 
 def _describe_engine(config: RunConfig) -> list[str]:

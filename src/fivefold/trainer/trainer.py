@@ -15,8 +15,9 @@ from torch import Tensor
 from fivefold.algo import Objective
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
-from fivefold.checkpoint.resume import load_run, save_run
+from fivefold.checkpoint.resume import load_run
 from fivefold.checkpoint.rng import rng_states, set_rng_states
+from fivefold.checkpoint.saving import Saving
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import RolloutSource
@@ -78,6 +79,8 @@ class Trainer:
     """The step in progress."""
     _is_pending: bool = False
     """The row of the last step is still to be written: its evaluation is due or in progress."""
+    _saving: Saving | None = None
+    """A checkpoint that is being written in the background."""
     _record: StepRecord | None = None
     _last_metrics: dict[str, float] | None = None
 
@@ -158,8 +161,9 @@ class Trainer:
                 self.total_steps, last = self.step, True
         self._last_metrics = self.logger.end_step(self.step)
         self._is_pending = False
+        self._settle(wait=False)
         if last or (self.config.save_every and self.step % self.config.save_every == 0):
-            self.save()
+            self.save(last)
 
     def _record_metrics(self, done: StepRecord) -> None:
         record = self.logger.record
@@ -184,14 +188,15 @@ class Trainer:
         self.logger.record(metrics)
         return metrics
 
-    def save(self) -> None:
-        """Write a checkpoint of the run as it stands, unless there is one."""
+    def save(self, is_last: bool) -> None:
+        """Write a checkpoint of the run as it stands, unless there is one; `is_last`: the run ends with it."""
         if self._saved != self.step:
             with self.ranks.heartbeat.shielded():
-                self._write(self.rollouts.state_dict())
+                self._write(self.rollouts.state_dict(), is_last)
 
     def save_interrupted(self, number: int) -> None:
         """Write a checkpoint of a run that was asked to end, in a step, in an evaluation or between them. Collective."""
+        self._settle(wait=True)
         asked = f"asked to end by {signal.Signals(number).name}"
         rollouts = self.rollouts.state_dict()
         if self._before is not None:
@@ -206,12 +211,12 @@ class Trainer:
             if self._before is not None and (updates := self._updates() - self._before.updates):
                 asked += f"; {updates} of its optimizer steps were taken and stay"
             self.logger.log(asked)
-            self._write(rollouts, self.logger.pending if self._is_pending else None)
+            self._write(rollouts, True, self.logger.pending if self._is_pending else None)
 
     def _updates(self) -> int:
         return sum(model.version for model in self.models.learners.values())
 
-    def _write(self, rollouts: dict[str, Any], pending: dict[str, float] | None = None) -> None:
+    def _write(self, rollouts: dict[str, Any], is_last: bool, pending: dict[str, float] | None = None) -> None:
         state = RunState(
             step=self.step,
             version=self.models.policy.version,
@@ -224,6 +229,14 @@ class Trainer:
             pending=pending,
         )
         with self.logger.stage("save"):
-            path = save_run(self.checkpoints, state, self.models.learners, self.ranks, self.resolved_config)
-        self._saved = self.step
-        self.logger.log(f"saved {path}")
+            self._settle(wait=True)
+            models, in_background = self.models.learners, self.config.async_save and not is_last
+            self._saving = Saving(self.checkpoints, state, models, self.ranks, self.resolved_config, in_background)
+            self._saved = self.step
+            self._settle(wait=not in_background)
+
+    def _settle(self, wait: bool) -> None:
+        """Make the checkpoint that is being written visible, where all ranks have written it."""
+        if self._saving is not None and (path := self._saving.finish(wait)) is not None:
+            self._saving = None
+            self.logger.log(f"saved {path}")

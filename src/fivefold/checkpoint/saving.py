@@ -1,0 +1,95 @@
+"""A checkpoint that is being written: every rank writes its files, here or in a thread, and one of them makes it visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState, size_and_digest, sync_file
+from fivefold.checkpoint.rng import rng_name, rng_states
+from fivefold.distributed.ranks import Ranks
+from fivefold.interfaces import Model
+
+Digests = dict[str, list[int]]
+
+
+class Saving:
+    """From the moment at which a run is saved until its checkpoint is there. Every method is called on all ranks."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        state: RunState,
+        models: Mapping[str, Model],
+        ranks: Ranks,
+        config: str,
+        in_background: bool,
+    ) -> None:
+        """Take what is to be written; `in_background` copies it to the host, and the run goes on while a thread writes.
+
+        `config`: the resolved configuration as YAML.
+        """
+        self._checkpoints, self._state, self._ranks = checkpoints, state, ranks
+        writers = {name: model.snapshot(copies=in_background) for name, model in models.items()}
+        states = rng_states()
+        if ranks.is_main:
+            checkpoints.stage(state.step, ["rng", *models])
+        ranks.barrier()
+        directory = checkpoints.staging(state.step)
+
+        def write() -> Digests:
+            files = [directory / "rng" / rng_name(ranks)]
+            save_file(states, files[0])
+            if ranks.is_main:
+                files.append(directory / "run.yaml")
+                files[-1].write_text(config)
+            for name, writer in writers.items():
+                files += writer(directory / name)
+            for file in files:
+                sync_file(file)
+            return {str(file.relative_to(directory)): size_and_digest(file) for file in files}
+
+        self._written = _in_thread(write) if in_background else _now(write)
+
+    def finish(self, wait: bool) -> Path | None:
+        """The checkpoint, once all ranks have written theirs; None where `wait` is not set and one has not.
+
+        Raises RuntimeError on all ranks where one could not write.
+        """
+        if not wait and self._ranks.any(not self._written.done()):
+            return None
+        error = self._written.exception()
+        found = self._ranks.gather_objects((self._written.result() if error is None else {}, _said(error)))
+        if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(found) if fault]:
+            raise RuntimeError(f"the checkpoint of step {self._state.step} could not be written; {'; '.join(faults)}")
+        if self._ranks.is_main:
+            self._checkpoints.publish(self._state, {name: each for digests, _ in found for name, each in digests.items()})
+        self._ranks.barrier()
+        return self._checkpoints.path(self._state.step)
+
+
+def _in_thread(write: Callable[[], Digests]) -> Future[Digests]:
+    pool = ThreadPoolExecutor(1, "checkpoint")
+    future = pool.submit(write)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _now(write: Callable[[], Digests]) -> Future[Digests]:
+    future: Future[Digests] = Future()
+    try:
+        future.set_result(write())
+    except OSError as error:
+        future.set_exception(error)
+    return future
+
+
+def _said(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'the disk'}: {error.strerror}"
+    raise error
