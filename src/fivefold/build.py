@@ -104,7 +104,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             f"got {config.critic.warmup_steps}"
         )
     mesh = build_mesh(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
-    logger = RunLogger(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps)
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    logger = RunLogger(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps, settle)
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}

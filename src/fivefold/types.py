@@ -99,6 +99,8 @@ class Group:
     samples: list[Sample]
     greedy_reward: float | None = None
     """Reward of the most likely response, where the method compares with it."""
+    greedy_length: int = 0
+    """Tokens of that response."""
     index: int = 0
     """Place among the groups of the step, the same on every layout."""
     is_used: bool = True
@@ -139,6 +141,8 @@ class RolloutStats:
     has_logprobs: bool
     """The samples came from an engine; those of a dataset have no log-probs of their own."""
     greedy_rewards_N: Tensor | None = None
+    greedy_lengths_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    """Of the responses that those rewards are of."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Mean of each part of the reward, over the samples that have it."""
     sampled: RolloutStats | None = None
@@ -277,7 +281,9 @@ class TokenBatch:
         assert self.loss_weights_T is not None
         if not self.per_micro_batch:
             return self.loss_weights_T
-        return self.loss_weights_T / (self.loss_mask_T.sum().clamp(min=1) * max(self.update_micro_batches, 1))
+        # Tokens of samples that are left out have no weight, and are no part of the mean either.
+        counted = (self.loss_weights_T != 0).sum().clamp(min=1)
+        return self.loss_weights_T / (counted * max(self.update_micro_batches, 1))
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields with one number a token."""

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.data.prepare import prepare
 from fivefold.data.rows import read_rows
 from fivefold.observability.report import plot, read_metrics, write_report
-from fivefold.observability.run_logger import append_json, truncate_after
+from fivefold.observability.run_logger import append_json
 
 BREAKS = "a\u2028b\u2029c\u0085d\re\vf\fg\x1ch"
 """Every character but newline at which Python's splitlines ends a line."""
@@ -32,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_response_of_line_breaks_is_reported_whole_and_survives_a_resume(run):
     page = write_report(run).read_text(encoding="utf-8")
     assert page.count("\u2028b\u2029c\u0085d") == 3
-    truncate_after(run / "samples.jsonl", 2)
+    Checkpoints(run, keep=1).set_aside(2)
     rows = [json.loads(line) for line in (run / "samples.jsonl").read_bytes().split(b"\n")[:-1]]
     assert [row["step"] for row in rows] == [1, 2] and rows[0]["response"] == BREAKS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
@@ -144,7 +145,9 @@ class Objective:
             rewards_N=self.shape_rewards(stats.rewards_N, stats.response_lengths_N, limit),
             group_N=stats.group_N,
             lengths_N=stats.response_lengths_N,
-            greedy_rewards_N=stats.greedy_rewards_N,
+            greedy_rewards_N=None
+            if stats.greedy_rewards_N is None
+            else self.shape_rewards(stats.greedy_rewards_N, stats.greedy_lengths_N, limit),
         )
         batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas)
 
@@ -255,8 +258,9 @@ class Objective:
         return found
 
     def adapt_kl(self, kl_reference: float, samples: int) -> None:
-        """Move the KL coefficient for the next step, where it has a target."""
-        if self.kl_target is not None:
+        """Move the KL coefficient for the next step, where it has a target; a KL that is not finite (no update of the step
+        was taken) says nothing."""
+        if self.kl_target is not None and math.isfinite(kl_reference):
             self.kl_coef = kl.adapt(self.kl_coef, kl_reference, self.kl_target, samples, self.kl_horizon)
 
 

@@ -177,23 +177,24 @@ def _move_rows(path: Path, last: int, aside: Path) -> None:
     line that was being written when a run was killed is dropped."""
     if not path.is_file():
         return
-    kept: list[str] = []
-    moved: list[str] = []
-    lines = path.read_text().split("\n")[:-1]
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    # In bytes lines end at newlines only.
+    lines = path.read_bytes().split(b"\n")[:-1]
     for line in lines:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue
-        (kept if row.get("step", 0) <= last else moved).append(line + "\n")
+        (kept if row.get("step", 0) <= last else moved).append(line + b"\n")
     if len(kept) == len(lines):
         return
     if moved:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text("".join(moved))
+        aside.write_bytes(b"".join(moved))
     # Written to the side and renamed: a kill in between must not cost what is kept.
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept))
+    partial.write_bytes(b"".join(kept))
     partial.replace(path)
 
 

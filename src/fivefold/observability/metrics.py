@@ -154,11 +154,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/load", "seconds", "Loading the checkpoint that the run resumed from."),
     ),
     "Speed and memory": (
-        Metric("throughput/tokens_per_second", "tokens/s", "Tokens trained on, prompts included, over time/step."),
-        Metric("throughput/samples_per_second", "samples/s", "Samples trained on over time/step."),
-        Metric("throughput/train_tokens_per_second", "tokens/s", "Tokens trained on over time/train."),
+        Metric("throughput/tokens_per_second", "tokens/s", "Tokens of the step, prompts included, over time/step."),
+        Metric("throughput/samples_per_second", "samples/s", "Samples of the step over time/step."),
+        Metric("throughput/train_tokens_per_second", "tokens/s", "Tokens trained on, in each epoch anew, over time/train."),
         Metric("throughput/tflops_per_gpu", "TFLOP/s", "Arithmetic of the policy's updates over time/train, per rank."),
-        Metric("memory/peak_gb", "GiB", "Most memory that a rank has held: of its GPU, or of the process on the CPU."),
+        Metric("memory/peak_gb", "GiB", "Most memory of a rank in the step: of its GPU, or of the process on the CPU."),
     ),
     "Where the run stands": (
         Metric("step", "", "Steps finished; 0 is the evaluation before training."),

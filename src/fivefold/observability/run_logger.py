@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,11 @@ _SHORTEST = 2e-4
 class RunLogger:
     """Rank 0 writes and speaks; on the other ranks it only keeps time."""
 
-    def __init__(self, run_dir: Path, loggers: list[str], is_main: bool, steps: int) -> None:
-        self._main, self._run_dir = is_main, run_dir
+    def __init__(
+        self, run_dir: Path, loggers: list[str], is_main: bool, steps: int, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        """`settle` waits until the device has done what it was given: no stage pays for another."""
+        self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._console = Console(quiet=not (is_main and "console" in loggers), highlight=False)
@@ -74,6 +77,7 @@ class RunLogger:
         self._inner.append(0.0)
         try:
             yield
+            self._settle()
         finally:
             seconds = time.perf_counter() - begin
             inner = self._inner.pop()

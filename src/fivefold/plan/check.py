@@ -88,6 +88,12 @@ def check(config: RunConfig) -> Findings:
     if config.may_generate:
         check_engine(findings, config, policy)
     _report_ignored(findings, config, specs)
+    chosen = config.algorithm.resolved.kl
+    if chosen.coef and chosen.place == "loss" and chosen.estimator == "k1":
+        findings.note(
+            "algorithm.kl.estimator: the gradient of k1 is 0 on average where the policy itself has sampled; k1+ has the "
+            "gradient of the KL"
+        )
     return findings
 
 

@@ -39,7 +39,7 @@ class BatchPlan:
 
 _COLUMNS = (
     "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "incomplete", "correct",
-    "repetition", "version", "versions_differ", "greedy_reward", "has_logprobs", "is_used",
+    "repetition", "version", "versions_differ", "greedy_reward", "greedy_length", "has_logprobs", "is_used",
 )  # fmt: skip
 
 
@@ -100,6 +100,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         max_response_tokens=plan.max_response_tokens,
         has_logprobs=bool(column["has_logprobs"].all()),
         greedy_rewards_N=None if greedy_N.isnan().any() else greedy_N,
+        greedy_lengths_N=column["greedy_length"].long(),
         reward_parts=_reward_parts(groups, ranks),
         failed=int(failed_N.sum()),
         group_size=group_size,
@@ -120,7 +121,7 @@ def _rows(group: Group) -> list[list[float]]:
         [
             group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
             sample.reward_failed, incomplete, sample.correct, repetition(sample.token_ids), sample.policy_version,
-            sample.token_versions is not None, greedy,
+            sample.token_versions is not None, greedy, group.greedy_length,
             len(sample.logprobs) == len(sample.token_ids), group.is_used,
         ]
         for place, sample in enumerate(group.samples)

@@ -179,7 +179,7 @@ class Trainer:
         tokens, sequences = (sum(getattr(r, name) for r in done.policy_reports) for name in ("tokens", "sequences"))
         tflop = self.flops(tokens, tokens / max(1, sequences)) / 1e12
         record({"memory/peak_gb": self.ranks.all_reduce_max(peak_bytes()) / 2**30})
-        record(throughput(done.policy_reports, self.logger.times, tflop, self.ranks.layout.world_size))
+        record(throughput(done.stats, done.policy_reports, self.logger.times, tflop, self.ranks.layout.world_size))
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         """Evaluate the policy as it is, and record what was found."""

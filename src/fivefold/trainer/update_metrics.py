@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import resource
+from pathlib import Path
 
 import torch
 
-from fivefold.types import StepReport
+from fivefold.types import RolloutStats, StepReport
 
 
 def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
@@ -34,21 +34,32 @@ def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
     }
 
 
-def throughput(reports: list[StepReport], times: dict[str, float], tflop: float, world_size: int) -> dict[str, float]:
-    """Tokens, samples and floating-point operations per second; `tflop` are those of the step's training in 1e12."""
-    tokens, sequences = sum(report.tokens for report in reports), sum(report.sequences for report in reports)
-    if not tokens:
+def throughput(
+    stats: RolloutStats, reports: list[StepReport], times: dict[str, float], tflop: float, world_size: int
+) -> dict[str, float]:
+    """Tokens, samples and floating-point operations per second; `tflop` are those of the step's training in 1e12.
+
+    A token of the step counts once, one that is trained on as often as that happens.
+    """
+    trained = sum(report.tokens for report in reports)
+    if not trained:
         return {}
     return {
-        "throughput/tokens_per_second": tokens / times["step"],
-        "throughput/samples_per_second": sequences / times["step"],
-        "throughput/train_tokens_per_second": tokens / times["train"],
+        "throughput/tokens_per_second": int(stats.lengths_N.sum()) / times["step"],
+        "throughput/samples_per_second": len(stats) / times["step"],
+        "throughput/train_tokens_per_second": trained / times["train"],
         "throughput/tflops_per_gpu": tflop / times["train"] / world_size,
     }
 
 
 def peak_bytes() -> float:
-    """Largest memory that this rank has held: on the GPU where there is one."""
+    """Largest memory that this rank has held since this was last asked: on the GPU where there is one."""
     if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        peak = float(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    status = Path("/proc/self/status").read_text()
+    peak = 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
+    # proc(5): 5 sets the peak to what is held now.
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak

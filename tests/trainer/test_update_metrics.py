@@ -1,0 +1,99 @@
+"""What is said of a step's updates, in closed form."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.algo import make_objective
+from fivefold.config.methods import KLConfig
+from fivefold.observability.run_logger import RunLogger
+from fivefold.trainer.update_metrics import peak_bytes, throughput
+from fivefold.types import TokenBatch
+from tests.support.objectives import Alone
+
+
+def stats(**fields):
+    base = {
+        "rewards_N": torch.tensor([1.0, 0.0]),
+        "group_N": torch.tensor([0, 0]),
+        "response_lengths_N": torch.tensor([4, 10]),
+        "lengths_N": torch.tensor([6, 12]),
+        "finished_N": torch.tensor([True, True]),
+        "max_response_tokens": 10,
+    }
+    return SimpleNamespace(**base | fields)
+
+
+def test_tokens_of_a_step_count_once_and_trained_ones_in_each_epoch():
+    class Stats(SimpleNamespace):
+        def __len__(self) -> int:
+            return 2
+
+    reports = [SimpleNamespace(tokens=18, sequences=2)] * 3
+    found = throughput(Stats(lengths_N=torch.tensor([6, 12])), reports, {"step": 4.0, "train": 2.0}, 8.0, 2)
+    assert found["throughput/tokens_per_second"] == 18 / 4
+    assert found["throughput/samples_per_second"] == 2 / 4
+    assert found["throughput/train_tokens_per_second"] == 3 * 18 / 2
+    assert found["throughput/tflops_per_gpu"] == 8 / 2 / 2
+
+
+def test_the_peak_is_that_since_it_was_last_asked():
+    peak_bytes()
+    block = np.ones(1 << 26)
+    assert block.nbytes == 1 << 29
+    del block
+    high, low = peak_bytes(), peak_bytes()
+    assert high - low > 0.9 * (1 << 29)
+
+
+def test_a_step_without_an_update_leaves_the_kl_coefficient_as_it_is():
+    objective = make_objective("grpo", kl=KLConfig(coef=0.2, target=0.1))
+    before = objective.kl_coef
+    objective.adapt_kl(math.nan, 8)
+    assert objective.kl_coef == before == 0.2
+    objective.adapt_kl(0.3, 8)
+    assert objective.kl_coef == pytest.approx(0.2 * (1 + 0.2 * 8 / objective.kl_horizon))
+
+
+def test_the_greedy_reward_is_shaped_as_those_that_are_compared_with_it():
+    """A buffer of 5 of 10 tokens: a response of 10 loses 1, one of 8 loses 0.6; then rewards are cut to ±0.5."""
+    objective = make_objective("remax", overlong_buffer=5, overlong_penalty=1.0, reward_clip=0.5)
+    given = stats(greedy_rewards_N=torch.tensor([1.0, 1.0]), greedy_lengths_N=torch.tensor([8, 8]))
+    batch = TokenBatch(
+        token_ids_T=torch.zeros(18, dtype=torch.long),
+        loss_mask_T=torch.tensor([False] * 2 + [True] * 4 + [False] * 2 + [True] * 10),
+        lengths_N=[6, 12],
+    )
+    objective.assign_advantages(batch, given, Alone())
+    own = torch.tensor([0.5, -0.5]) - torch.tensor([0.4, 0.4])
+    assert torch.allclose(batch.advantages_T[[2, 8]], own)
+
+
+def test_the_mean_of_a_micro_batch_leaves_out_what_the_overlong_filter_leaves_out():
+    objective = make_objective("grpo", aggregate="micro-batch-token-mean", overlong_filter=True)
+    weights_N = objective.loss_weights(torch.tensor([4, 10]), 10, torch.tensor([True, False]))
+    batch = TokenBatch(
+        token_ids_T=torch.zeros(18, dtype=torch.long),
+        loss_mask_T=torch.tensor([False] * 2 + [True] * 4 + [False] * 2 + [True] * 10),
+        lengths_N=[6, 12],
+        per_micro_batch=True,
+        update_micro_batches=3,
+    )
+    batch.loss_weights_T = batch.expand_to_tokens(weights_N)
+    assert torch.allclose(batch.weights_T[2:6], torch.full((4,), 1 / 4 / 3))
+    assert float(batch.weights_T.sum()) == pytest.approx(1 / 3)
+
+
+def test_a_stage_ends_when_the_device_has_done_what_it_was_given(tmp_path):
+    done: list[str] = []
+    logger = RunLogger(tmp_path, [], is_main=False, steps=1, settle=lambda: done.append("settled"))
+    with logger.stage("rollout"):
+        done.append("rollout")
+    with logger.stage("train"):
+        done.append("train")
+    assert done == ["rollout", "settled", "train", "settled"]
