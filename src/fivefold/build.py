@@ -210,7 +210,8 @@ def build_models(
     directory = directories[config.model.path]
     updates, bucket_mb = config.algorithm.updates_per_step * config.algorithm.ppo_epochs, config.engine.sync_bucket_mb
     warmup = config.critic.warmup_steps if config.uses_critic else 0
-    policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, bucket_mb=bucket_mb)
+    learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
+    policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, **learning)
     reference = critic = None
     if objective.needs_reference:
         other = directories[config.reference.path or config.model.path]
@@ -219,7 +220,7 @@ def build_models(
     if objective.needs_critic:
         other = directories[config.critic.path or config.model.path]
         settings = config.critic.settings(config.policy)
-        critic = MegatronModel(other, settings, mesh, total_updates=steps * updates, bucket_mb=bucket_mb, value_head=True)
+        critic = MegatronModel(other, settings, mesh, total_updates=steps * updates, value_head=True, **learning)
         same_vocabulary("critic.path", critic.spec, policy.spec)
     return Models(
         policy,

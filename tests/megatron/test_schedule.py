@@ -15,11 +15,12 @@ from tests.support.two_steps import OBJECTIVE, whole_batch
 LR, MIN = 1e-3, 1e-4
 
 
-def rates(mesh, directory: Path, optimizer: OptimizerConfig, steps: int):
+def rates(mesh, directory: Path, optimizer: OptimizerConfig, steps: int, updates_per_step: int = 1):
     """(learning rate told, largest change of a weight) of each step; SGD-like Adam moves a weight by about the rate."""
     from fivefold.megatron.model import MegatronModel
 
-    model = MegatronModel(directory, PolicyConfig(dtype="float32", optimizer=optimizer), mesh, total_updates=steps)
+    policy = PolicyConfig(dtype="float32", optimizer=optimizer)
+    model = MegatronModel(directory, policy, mesh, total_updates=steps, updates_per_step=updates_per_step)
     batch = whole_batch()
     batch = replace(batch, old_logprobs_T=None, ref_logprobs_T=model.forward(batch) + batch.ref_logprobs_T)
     found, before = [], {name: tensor.clone() for name, tensor in model.weights()}
@@ -46,6 +47,28 @@ def test_every_optimizer_step_uses_the_rate_of_its_schedule(cluster, models, sch
     found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, 8)[0]
     assert [lr for lr, _ in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-6)
     assert [change for _, change in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-3)
+
+
+@pytest.mark.parametrize(("per", "updates"), [("update", 1), ("step", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "kind"), [("constant", "constant_with_warmup"), ("linear", "linear"), ("cosine", "cosine")]
+)
+def test_a_schedule_from_0_is_that_of_transformers_stepped_per_update_or_step(cluster, models, schedule, kind, per, updates):
+    """What verl, ROLL and SkyRL do: torch's schedulers have rate 0 first, and verl's move once a step."""
+    from transformers import get_scheduler
+
+    total = 8
+    optimizer = OptimizerConfig(lr=LR, warmup_steps=0.25, warmup_from=0, schedule_per=per, schedule=schedule)
+    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, total, updates)[0]
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    oracle = get_scheduler(kind, adam, num_warmup_steps=total // updates // 4, num_training_steps=total // updates)
+    expected = []
+    for number in range(1, total + 1):
+        expected.append(oracle.get_last_lr()[0])
+        adam.step()
+        if number % updates == 0:
+            oracle.step()
+    assert [lr for lr, _ in found] == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def unclipped(mesh, directory: Path):

@@ -43,10 +43,14 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls from `lr` to `min_lr` after the warm-up."""
-    warmup_steps: Annotated[int, at_least(0)] = 0
-    """Optimizer steps over which the rate rises linearly from 0."""
+    schedule_per: Literal["update", "step"] = "update"
+    """What warm-up and decay count: optimizer steps, or steps of the run, through which the rate stays the same."""
+    warmup_steps: Annotated[float, at_least(0)] = 0.0
+    """Count over which the rate rises linearly; below 1 a share of the run."""
+    warmup_from: Literal[0, 1] = 1
+    """The first of w has 1/w of the rate, or 0/w: torch's schedulers, and so most other systems, begin at 0."""
     decay_steps: Annotated[int, above(0)] | None = None
-    """Optimizer step at which `min_lr` is reached, warm-up included; the whole run when left out."""
+    """Count at which `min_lr` is reached, warm-up included; the whole run when left out."""
     min_lr: Annotated[float, within("[0, 1]")] = 0.0
     """Where a linear or cosine schedule ends."""
 

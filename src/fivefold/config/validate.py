@@ -165,12 +165,18 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
 
 def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
     findings.require(len(optimizer.betas) == 2, "betas", f"must be two numbers in [0, 1): got {optimizer.betas}")
+    warmup = optimizer.warmup_steps
+    findings.require(
+        warmup < 1 or warmup.is_integer(),
+        "warmup_steps",
+        f"must be a whole number, or a share of the run below 1: got {warmup:g}",
+    )
     findings.require(optimizer.min_lr <= optimizer.lr, "min_lr", f"must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
     if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
         findings.require(
-            optimizer.warmup_steps < optimizer.decay_steps,
+            warmup < optimizer.decay_steps,
             "warmup_steps",
-            f"must be below decay_steps: got {optimizer.warmup_steps} and {optimizer.decay_steps}",
+            f"must be below decay_steps: got {warmup:g} and {optimizer.decay_steps}",
         )
 
 

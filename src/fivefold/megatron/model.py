@@ -40,13 +40,15 @@ class MegatronModel:
         mesh: Mesh,
         *,
         total_updates: int | None = None,
+        updates_per_step: int = 1,
         bucket_mb: int = 256,
         read_weights: bool = True,
         value_head: bool = False,
     ) -> None:
         """Load the Hugging Face model in `directory`.
 
-        `total_updates` is the length of the schedule; without it the model only computes. With `value_head` it ends in
+        `total_updates` is the length of the schedule, `updates_per_step` of them make a step; without it the model only
+        computes. With `value_head` it ends in
         a value head, which starts at 0 where the directory has none (`score.weight`).
         `read_weights` False leaves the weights unset: a checkpoint will be loaded.
         """
@@ -90,7 +92,7 @@ class MegatronModel:
                 chunk.requires_grad_(False)
             self._models: list[Any] = list(self._chunks)
         else:
-            self._updater = build_updater(self._chunks, config, policy, total_updates)
+            self._updater = build_updater(self._chunks, config, policy, total_updates, updates_per_step)
             self._models = list(self._updater.ddps)
             config.finalize_model_grads_func = self._finalize
             config.grad_scale_func = self._updater.optimizer.scale_loss

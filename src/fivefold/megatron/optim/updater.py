@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -28,7 +29,9 @@ class Updater:
     schedule: OptimizerParamScheduler
 
 
-def build_updater(chunks: list[PolicyModel], config: TransformerConfig, policy: PolicyConfig, total_updates: int) -> Updater:
+def build_updater(
+    chunks: list[PolicyModel], config: TransformerConfig, policy: PolicyConfig, total_updates: int, updates_per_step: int = 1
+) -> Updater:
     """Wrap the chunks for data parallelism and give them Megatron-Core's optimizer and schedule."""
     options = policy.megatron.options
     ddp_config = DistributedDataParallelConfig(
@@ -77,19 +80,42 @@ def build_updater(chunks: list[PolicyModel], config: TransformerConfig, policy: 
         config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
     if ddp_config.overlap_param_gather:
         config.param_sync_func = [ddp.start_param_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].start_param_sync
-    return Updater(ddps, optimizer, build_schedule(optimizer, settings, total_updates))
+    return Updater(ddps, optimizer, build_schedule(optimizer, settings, total_updates, updates_per_step))
 
 
-def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int) -> OptimizerParamScheduler:
-    """Learning rate over optimizer steps: update k of w warm-up steps uses k/w of `lr`."""
-    decay_steps = total_updates if settings.decay_steps is None else settings.decay_steps
-    return OptimizerParamScheduler(
+class Schedule(OptimizerParamScheduler):
+    """Megatron-Core's schedule, which counts optimizer steps, looked up at the count of `schedule_per` and `warmup_from`."""
+
+    def __init__(self, *arguments: Any, updates_per_count: int, first: int, **others: Any) -> None:
+        self._updates_per_count, self._first = updates_per_count, first
+        self.num_steps: int = 0
+        super().__init__(*arguments, **others)
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The rate of the update that comes, the `num_steps`th."""
+        updates = self.num_steps
+        self.num_steps = max(0, math.ceil(updates / self._updates_per_count) - 1 + self._first)
+        try:
+            return float(super().get_lr(param_group))
+        finally:
+            self.num_steps = updates
+
+
+def build_schedule(
+    optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int, updates_per_step: int = 1
+) -> Schedule:
+    """Rate over optimizer steps: of w warm-up steps the kth has k/w of `lr`, or (k - 1)/w with `warmup_from: 0`."""
+    updates_per_count = updates_per_step if settings.schedule_per == "step" else 1
+    total = total_updates // updates_per_count
+    warmup = int(settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total)
+    decay_steps = total if settings.decay_steps is None else settings.decay_steps
+    return Schedule(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(decay_steps, warmup + 1),
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
@@ -97,4 +123,6 @@ def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, tota
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
+        updates_per_count=updates_per_count,
+        first=settings.warmup_from,
     )
