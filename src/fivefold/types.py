@@ -241,6 +241,8 @@ class TokenBatch:
     loss_weights_T: Tensor | None = None
     """Share of the update's loss that each token carries; 0 on prompts. Over all replicas of an update the
     shares are what the aggregation asks for, so the loss is a plain sum."""
+    penalty_weights_T: Tensor | None = None
+    """Those of KL and entropy, where they are others."""
     advantages_T: Tensor | None = None
     rollout_logprobs_T: Tensor | None = None
     version_T: Tensor | None = None

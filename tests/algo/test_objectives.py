@@ -565,6 +565,34 @@ def test_every_objective_and_its_gradient_equal_the_loop(surrogate, ratio, aggre
         assert x.grad.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("penalty", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"])
+def test_kl_and_entropy_may_be_weighted_in_another_way_than_the_surrogate(penalty):
+    """SkyRL's KL is a mean over sequences beside a token mean, verl's GSPO a mean over sequences beside a token mean of the KL."""
+    choices = changed(
+        aggregate="seq-mean-token-mean" if penalty == "token-mean" else "token-mean",
+        penalty_aggregate=penalty,
+        rollout_correction=methods.CorrectionConfig(name="geometric", reject_low=0.5, reject_high=1.2),
+    )
+    objective, resolved = make_objective("grpo", **choices), methods.resolve("grpo", given(**choices))
+    batch = make_batch(4)
+    responses = torch.tensor([3, 3, 3, 2])
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
+    batch.penalty_weights_T = batch.expand_to_tokens(objective.penalty_weights(responses, 8))
+    entropy = torch.linspace(0.5, 2.0, 18) * batch.loss_mask_T
+    for cut in ([[0, 1, 2, 3]], [[2, 3], [0, 1]]):
+        now = (-torch.linspace(0.1, 1.5, 18)).requires_grad_()
+        x = now.detach().double().requires_grad_()
+        expected = loops.loss(resolved, as_lists(batch, x, entropy), 8)
+        expected.backward()
+        total = 0.0
+        for samples in cut:
+            index = batch.token_index(samples)
+            total = total + objective.loss(now[index], entropy[index], batch.select(samples)).loss
+        total.backward()
+        assert total.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+        assert torch.allclose(now.grad.double(), x.grad, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", sorted(methods.METHODS))
 def test_every_method_and_its_gradient_equal_the_loop(name):
     resolved = methods.resolve(name)

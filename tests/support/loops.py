@@ -159,14 +159,15 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
         gaps = [float(a) - float(b) for a, b in zip(sample["old"], sample["engine"], strict=True)]
         weights, kept = correction(chosen.rollout_correction, gaps)
         for t, gain in enumerate(gains):
-            if chosen.aggregate == "micro-batch-token-mean":
-                own = next(batch for batch in micro_batches if number in batch)
-                share = 1 / (sum(lengths[i] for i in own) * len(micro_batches))
-            else:
-                share = token_weight(chosen.aggregate, number, lengths, longest)
-            value = gain * weights[t]
+            shares = []
+            for aggregate in (chosen.aggregate, chosen.penalty_aggregate):
+                if aggregate == "micro-batch-token-mean":
+                    own = next(batch for batch in micro_batches if number in batch)
+                    shares.append(1 / (sum(lengths[i] for i in own) * len(micro_batches)))
+                else:
+                    shares.append(token_weight(aggregate, number, lengths, longest))
+            penalty = -chosen.entropy_coef * sample["entropy"][t]
             if chosen.kl.coef and chosen.kl.place == "loss":
-                value = value - chosen.kl.coef * kl(chosen.kl.estimator, sample["now"][t], sample["ref"][t])
-            value = value + chosen.entropy_coef * sample["entropy"][t]
-            total = total - value * share * kept[t]
+                penalty = penalty + chosen.kl.coef * kl(chosen.kl.estimator, sample["now"][t], sample["ref"][t])
+            total = total + (penalty * shares[1] - gain * weights[t] * shares[0]) * kept[t]
     return total

@@ -41,13 +41,15 @@ class Replicas(Protocol):
 
 @dataclass
 class Objective:
-    """What is maximised: Σ weights · (correction · surrogate - kl_coef · KL + entropy_coef · entropy)."""
+    """What is maximised: Σ weights · correction · surrogate + Σ penalty_weights · (entropy_coef · H - kl_coef · KL)."""
 
     advantage: Advantage
     surrogate: Surrogate
     credit: Credit
     importance_sampling_level: Ratio
     aggregate: Aggregate
+    penalty_aggregate: Aggregate
+    """Of KL and entropy."""
     kl_estimator: kl.Estimator
     rollout_correction: Correction
     ratio_reference: RatioReference = "old"
@@ -77,13 +79,15 @@ class Objective:
         kinds = {item.name: getattr(correction, item.name) for item in fields(Correction)}
         kinds["weight"] = _choose(str(correction.weight), str)
         as_they_are = {item.name for item in fields(Choices)} & {item.name for item in fields(cls)}
-        as_they_are -= {"advantage", "surrogate", "credit", "importance_sampling_level", "aggregate", "rollout_correction"}
+        as_they_are -= {"advantage", "surrogate", "credit", "importance_sampling_level", "rollout_correction"}
+        as_they_are -= {"aggregate", "penalty_aggregate"}
         return cls(
             advantage=_choose(str(chosen.advantage), lambda name: make_advantage(name, str(chosen.normalize))),
             surrogate=_surrogate(chosen),
             credit=_credit(chosen),
             importance_sampling_level=_choose(str(chosen.importance_sampling_level), RATIOS.__getitem__),
             aggregate=_choose(str(chosen.aggregate), AGGREGATES.__getitem__),
+            penalty_aggregate=_choose(str(chosen.penalty_aggregate), AGGREGATES.__getitem__),
             kl_estimator=_choose(str(chosen.kl.estimator), kl.ESTIMATORS.__getitem__),
             rollout_correction=Correction(**kinds),
             ratio_reference=methods.surrogate_row(str(chosen.surrogate)).ratio_reference,
@@ -179,10 +183,23 @@ class Objective:
 
     def loss_weights(self, response_lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None = None) -> Tensor:
         """Weight of each sample's tokens in the loss of one update; `finished_N` matters for `overlong_filter`."""
+        return self._weights(self.aggregate, response_lengths_N, max_response_tokens, finished_N)
+
+    def penalty_weights(
+        self, response_lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None = None
+    ) -> Tensor | None:
+        """The same for KL and entropy; None where they are weighted as the rest."""
+        if self.penalty_aggregate is self.aggregate:
+            return None
+        return self._weights(self.penalty_aggregate, response_lengths_N, max_response_tokens, finished_N)
+
+    def _weights(
+        self, aggregate: Aggregate, lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None
+    ) -> Tensor:
         if not self.overlong_filter or finished_N is None:
-            return self.aggregate(response_lengths_N, max_response_tokens)
-        weights_N = torch.zeros(len(response_lengths_N), dtype=torch.float64)
-        weights_N[finished_N] = self.aggregate(response_lengths_N[finished_N], max_response_tokens)
+            return aggregate(lengths_N, max_response_tokens)
+        weights_N = torch.zeros(len(lengths_N), dtype=torch.float64)
+        weights_N[finished_N] = aggregate(lengths_N[finished_N], max_response_tokens)
         return weights_N
 
     # --- the loss ----------------------------------------------------------------------------------------------------
@@ -203,6 +220,7 @@ class Objective:
         """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""
         assert batch.advantages_T is not None
         mask_T, weights_T, samples = batch.loss_mask_T, batch.weights_T, Segments.of(batch)
+        penalty_weights_T = weights_T if batch.penalty_weights_T is None else batch.penalty_weights_T
         share_T = mask_T / max(batch.update_tokens, 1)
         now_T = logprobs_T.detach()
         old_T = self.old_logprobs(logprobs_T, batch)
@@ -231,18 +249,19 @@ class Objective:
             if self.rollout_correction.is_active:
                 weight_T, kept_T = self.rollout_correction(difference_T, samples)
                 objective_T = objective_T * weight_T
-                weights_T = weights_T * kept_T
+                weights_T, penalty_weights_T = weights_T * kept_T, penalty_weights_T * kept_T
                 found = self.rollout_correction.metrics(difference_T, weight_T, kept_T, samples)
                 sums |= {name: (value_T * share_T).sum() for name, value_T in found.items()}
                 maxima["rollout_correction/ratio_max"] = _largest(found["rollout_correction/ratio_mean"] * mask_T)
+        penalty_T = torch.zeros_like(objective_T)
         if batch.ref_logprobs_T is not None:
             sums["policy/kl_reference"] = (kl.k3(now_T, batch.ref_logprobs_T) * share_T).sum()
             if self.kl_coef and not self.kl_in_reward:
-                objective_T = objective_T - self.kl_coef * self.kl_estimator(logprobs_T, batch.ref_logprobs_T)
+                penalty_T = penalty_T + self.kl_coef * self.kl_estimator(logprobs_T, batch.ref_logprobs_T)
         if self.entropy_coef:
-            objective_T = objective_T + self.entropy_coef * entropy_T
+            penalty_T = penalty_T - self.entropy_coef * entropy_T
         # Gains cancel: summed in float64 the reported loss does not depend on their division.
-        loss = -(objective_T * weights_T).sum(dtype=torch.float64)
+        loss = (penalty_T * penalty_weights_T - objective_T * weights_T).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
     # --- after the updates -------------------------------------------------------------------------------------------

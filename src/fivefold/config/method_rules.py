@@ -7,6 +7,7 @@ from operator import attrgetter
 from fivefold.config.findings import Findings
 from fivefold.config.methods import (
     ADVANTAGES,
+    LEGACY_AGGREGATE,
     METHODS,
     NAMES,
     NORMALIZED,
@@ -34,6 +35,7 @@ def check_method(findings: Findings, name: str, overrides: Choices, group_size: 
     if METHODS[name].offline:
         _check_offline(findings, name, overrides)
     _check_kl(findings, name, overrides, chosen)
+    _check_penalty(findings, name, overrides, chosen)
     _check_correction(findings, overrides, chosen)
     unlike = chosen.surrogate == "log_likelihood" and chosen.rollout_correction.weight == "none"
     if unlike and updates > 1 and not METHODS[name].offline:
@@ -153,6 +155,18 @@ def _check_kl(findings: Findings, name: str, overrides: Choices, chosen: Choices
         findings.ignore("kl", "its coef is 0")
     if own.horizon is not None and kl.target is None:
         findings.ignore("kl.horizon", "without kl.target the coefficient is fixed")
+
+
+def _check_penalty(findings: Findings, name: str, overrides: Choices, chosen: Choices) -> None:
+    if overrides.penalty_aggregate is None:
+        return
+    if not (chosen.kl.coef and chosen.kl.place == "loss") and not chosen.entropy_coef:
+        findings.ignore("penalty_aggregate", "there is neither KL nor entropy in the loss")
+    findings.require(
+        LEGACY_AGGREGATE not in {chosen.aggregate, chosen.penalty_aggregate} or chosen.aggregate == chosen.penalty_aggregate,
+        "penalty_aggregate",
+        f": {LEGACY_AGGREGATE} is for all of the loss or none of it: got {chosen.penalty_aggregate} with {chosen.aggregate}",
+    )
 
 
 def _check_correction(findings: Findings, overrides: Choices, chosen: Choices) -> None:

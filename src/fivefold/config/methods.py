@@ -101,6 +101,8 @@ class Choices:
     """Share of pairs that DPO takes to be labelled the wrong way round."""
     aggregate: str | None = None
     """How tokens are weighted in the loss: one of AGGREGATES, or `path.py:function`."""
+    penalty_aggregate: str | None = None
+    """How tokens are weighted in the KL and the entropy of the loss; as by `aggregate` when left out."""
     entropy_coef: Annotated[float, within("[-1000, 1000]")] | None = None
     """Weight of the entropy bonus."""
     kl: KLConfig = field(default_factory=KLConfig)
@@ -281,6 +283,7 @@ NAMES: dict[str, Collection[str]] = {
     "importance_sampling_level": RATIOS,
     "surrogate": SURROGATES,
     "aggregate": AGGREGATES,
+    "penalty_aggregate": AGGREGATES,
     "kl.estimator": ESTIMATORS,
     "rollout_correction.weight": WEIGHTS,
 }
@@ -478,4 +481,5 @@ def resolve(name: str, overrides: Choices | None = None) -> Choices:
     same = chosen.surrogate == (method.surrogate or USUAL.surrogate)
     numbers = {key: getattr(chosen if same else overrides, key) for key in PARAMETERS}
     numbers |= surrogate_row(str(chosen.surrogate)).numbers(numbers)
-    return replace(chosen, rollout_correction=correction, **numbers)
+    penalty_aggregate = chosen.penalty_aggregate or chosen.aggregate
+    return replace(chosen, rollout_correction=correction, penalty_aggregate=penalty_aggregate, **numbers)

@@ -39,7 +39,7 @@ def _block(method: str) -> str:
     choices: dict[str, Any] = {"advantage": chosen.advantage}
     for item in dataclasses.fields(methods.Choices):
         name, value = item.name, getattr(chosen, item.name)
-        if name in ("kl", "rollout_correction") or value is None:
+        if name in ("kl", "rollout_correction", "penalty_aggregate") or value is None:
             continue
         # The numbers of another surrogate than the usual one are all shown.
         left_out = _USUAL_NUMBERS.get(name) if chosen.surrogate == usual.surrogate else None

@@ -50,12 +50,19 @@ class MiniBatches:
     def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats) -> TokenBatch:
         """The tokens with their weights, whose denominators are those of all replicas."""
         lengths_N = stats.response_lengths_N[rows_N]
-        weights_N = torch.zeros(len(stats), dtype=torch.float64)
-        weights_N[rows_N] = self.objective.loss_weights(lengths_N, stats.max_response_tokens, stats.finished_N[rows_N])
+
+        def on_tokens(weights_N: Tensor) -> Tensor:
+            all_N = torch.zeros(len(stats), dtype=torch.float64)
+            all_N[rows_N] = weights_N
+            return part.expand_to_tokens(all_N[part.sample_index_N])
+
+        whole = (lengths_N, stats.max_response_tokens, stats.finished_N[rows_N])
+        penalty_weights_N = self.objective.penalty_weights(*whole)
         return replace(
             part,
             update_tokens=int(lengths_N.sum()),
-            loss_weights_T=part.expand_to_tokens(weights_N[part.sample_index_N]),
+            loss_weights_T=on_tokens(self.objective.loss_weights(*whole)),
+            penalty_weights_T=None if penalty_weights_N is None else on_tokens(penalty_weights_N),
             per_micro_batch=self.objective.per_micro_batch,
         )
 
