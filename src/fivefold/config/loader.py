@@ -75,11 +75,18 @@ def read(path: str | Path) -> Tree:
     if not path.is_file():
         raise ConfigError([f"no configuration file at {path}"])
     try:
-        tree = _parse(read_text(path))
-    except ConfigError as error:
-        raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from error
+        text = read_text(path)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+    return read_mapping(text, str(path))
+
+
+def read_mapping(text: str, path: str) -> Tree:
+    """The mapping in the text of a YAML file."""
+    try:
+        tree = _parse(text)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from error
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):

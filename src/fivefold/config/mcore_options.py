@@ -272,7 +272,7 @@ def _check_option(findings: Findings, section: str, name: str, value: Any) -> No
         findings.unknown(key, suggest(name, known) or f"; see Megatron-Core {_version()}'s dataclass")
     elif section in ("transformer", "pipeline") and (name in PIPELINE) != (section == "pipeline"):
         findings.error(key, f"belongs into {findings.key('pipeline' if name in PIPELINE else 'transformer')}")
-    elif reason := _refusal(section, name):
+    elif reason := refusal(section, name):
         findings.error(key, f"cannot be set: {reason.replace('{section}', model)}")
     elif not _fits(fields[name], value):
         findings.error(key, f"must be {ast.unparse(fields[name])}, got {shown(value)}")
@@ -280,7 +280,12 @@ def _check_option(findings: Findings, section: str, name: str, value: Any) -> No
         findings.error(key, f"must be at least 0: got {shown(value)}")
 
 
-def _refusal(section: str, name: str) -> str | None:
+def is_option(section: str, name: str) -> bool:
+    """Megatron-Core has this option."""
+    return name in _fields("transformer" if section == "pipeline" else section)
+
+
+def refusal(section: str, name: str) -> str | None:
     """Why an option of Megatron-Core cannot be set here, where it cannot."""
     for reason, names in _REFUSED.get(section, {}).items():
         if name in names:

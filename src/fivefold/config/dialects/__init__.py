@@ -1,6 +1,7 @@
 """Configurations in another framework's spelling: a dialect is a file here with a function `translate`, found by its name.
 
-It runs before anything is checked, so what it returns is refused or accepted like a configuration in our own spelling.
+It runs before anything is checked, so what it returns is refused or accepted like a configuration in our own spelling. The
+dialects of other systems are tables (table.py) that one translator reads (translator.py).
 """
 
 from __future__ import annotations
@@ -9,12 +10,43 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.config.ranges import OneOf
 
 Tree = dict[str, Any]
 """A configuration as nested mappings."""
+
+Kind = Literal["translated", "fixed", "unsupported", "unknown"]
+"""What became of a key: a key of ours has its value; it is so here whatever it says, or says nothing here; we lack it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one key of the source."""
+
+    key: str
+    value: Any
+    kind: Kind
+    reason: str = ""
+    ours: tuple[str, ...] = ()
+    """Our keys that its value went into."""
+    changes_result: bool = True
+    """Of what is unsupported: the numbers of the run would be others; otherwise only speed, memory or what is shown."""
+
+    @property
+    def is_refused(self) -> bool:
+        return self.kind == "unknown" or (self.kind == "unsupported" and self.changes_result)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One of our keys and where its value comes from."""
+
+    key: str
+    value: Any
+    sources: tuple[str, ...] = ()
+    """Keys that the source sets; empty where the value is the other system's default."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +58,20 @@ class Translation:
     """`a.b.c=value`, which come over the tree."""
     keys: dict[str, str] = field(default_factory=dict)
     """Key of the source -> what became of it: our key, or why there is none."""
+    lines: list[Line] = field(default_factory=list)
+    """The tree key by key, where a table made it."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Every key of the source, where a table was read."""
+    faults: list[str] = field(default_factory=list)
+    """Values that cannot be read, one sentence each."""
+
+    @property
+    def refusals(self) -> list[str]:
+        """Everything that keeps the run from being the one that was asked for, one sentence each."""
+        return [
+            *self.faults,
+            *(f"{each.key}={each.value}: {each.reason}" for each in self.outcomes if each.is_refused),
+        ]
 
 
 Dialect = Callable[[Tree, list[str]], Translation]
@@ -33,11 +79,18 @@ Dialect = Callable[[Tree, list[str]], Translation]
 
 OWN = "fivefold"
 """The dialect of a configuration that names no other."""
+SYSTEMS = ("verl", "siirl", "trinity", "roll", "areal", "skyrl")
+"""Systems with a table, in the order of the documentation."""
 
 
 def find_dialect(name: str) -> Dialect:
     """The dialect of this name; raises ValueError where there is no file for it."""
-    known = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    known = sorted(
+        module.name
+        for path in __path__
+        for module in pkgutil.iter_modules([path])
+        if module.name in (*SYSTEMS, OWN) or path != __path__[0]
+    )
     if fault := OneOf(known).fault(name):
         raise ValueError(f"the dialect of a configuration {fault}")
     translate: Dialect = importlib.import_module(f"{__name__}.{name}").translate

@@ -1,0 +1,75 @@
+"""A table -> docs/coming-from/SYSTEM.md, which `make docs` writes."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterable
+
+from fivefold.config.dialects.table import Row, Section, Table
+
+_BECOMES = {"fixed": "fixed here", "lacks": "not supported", "used": "", "to": ""}
+
+
+def write_page(system: str, note: str) -> str:
+    """The page of a system; `note` stands below its title."""
+    module = importlib.import_module(f"fivefold.config.dialects.{system}")
+    tables: list[Table] = [module.TABLE, *getattr(module, "OTHER_TABLES", ())]
+    table = tables[0]
+    parts = [f"# Coming from {table.name}\n\n{note}\n", _head(system, table)]
+    parts += [_section(part, each) for each in tables for part in each.sections]
+    return "\n".join(parts)
+
+
+def _head(system: str, table: Table) -> str:
+    return f"""{table.command}
+
+`fivefold convert --from {system} ...` writes the same as a commented `run.yaml`; what a script leaves open is given with
+`--env NAME=value`. A setting that is left out has {table.name}'s default, not ours. Of each key one of four things becomes:
+
+- **our key**: its value, with the conversion that the note names;
+- *fixed here*: whatever it says, the numbers of the run are the same;
+- **not supported**: the run is refused, unless the value is one of those that switch it off;
+- *not supported, speed only*: the run starts and says so.
+
+What you do without: {"; ".join(table.loses)}.
+
+What you gain: {"; ".join(table.gains)}.
+"""
+
+
+def _section(section: Section, table: Table) -> str:
+    lines = [f"## {section.title}\n"]
+    if section.text:
+        lines += [section.text, ""]
+    lines += [f"| key of {table.name} | default | here | |", "|---|---|---|---|"]
+    lines += [_row(list(rows), table) for _, rows in itertools.groupby(section.rows, key=_same)]
+    return "\n".join(lines) + "\n"
+
+
+def _same(row: Row) -> tuple[object, ...]:
+    return row.form, row.ours, row.note, row.off, row.changes_result, row.convert
+
+
+def _row(rows: list[Row], table: Table) -> str:
+    first = rows[0]
+    here = ", ".join(f"`{name}`" for name in first.ours)
+    if not here:
+        here = "*fixed here*" if first.form == "fixed" else "**not supported**"
+        if first.form == "lacks" and not first.changes_result:
+            here = "*not supported, speed only*"
+    note = first.note
+    if first.form == "lacks" and (off := [value for value in first.off if value is not None]):
+        note += f" (off: {_values(off)})"
+    defaults = [_value(table.defaults[row.key]) for row in rows if table.defaults.get(row.key) is not None]
+    shown = ", ".join(dict.fromkeys(defaults)) if len(rows) == len(defaults) else ""
+    cells = (" ".join(f"`{row.key}`" for row in rows), shown, here, note)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _values(values: Iterable[object]) -> str:
+    return ", ".join(_value(value) for value in values)
+
+
+def _value(value: object) -> str:
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -1,0 +1,686 @@
+"""ROLL: YAML with one section for each role, `python examples/start_rlvr_pipeline.py --config_path DIR --config_name FILE`.
+
+Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); a note has the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
+from fivefold.config.dialects.source import Source, UnreadableError
+from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
+from fivefold.config.dialects.translator import translate as translate_table
+
+_TRAIN, _INFER = "actor_train.", "actor_infer."
+DEFAULTS: dict[str, Any] = {
+    "seed": 42,
+    "max_steps": 500,
+    "save_steps": 50,
+    "eval_steps": 10,
+    "output_dir": "./output",
+    "num_gpus_per_node": 8,
+    "rollout_batch_size": 128,
+    "prompt_length": 1024,
+    "response_length": 1024,
+    "ppo_epochs": 1,
+    "max_grad_norm": 1.0,
+    "lambd": 0.95,
+    "gamma": 1.0,
+    "pg_clip": 0.2,
+    "pg_clip_low": 0.2,
+    "pg_clip_high": 0.2,
+    "use_pg_clip_range": False,
+    "kl_penalty": "kl",
+    "init_kl_coef": 0.2,
+    "kl_horizon": 10000,
+    "adv_estimator": "gae",
+    "whiten_advantages": False,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "entropy_loss_coef": 0.0,
+    "loss_agg_mode": "seq-mean-token-mean",
+    "dual_clip_loss": False,
+    "importance_sampling": "token",
+    "add_token_level_kl": False,
+    "max_ckpt_to_keep": 0,
+    "resume_from_checkpoint": False,
+    "track_with": "tensorboard",
+    "max_len_mask": False,
+    "num_return_sequences_in_group": 1,
+    "sequence_length": 2048,
+    "beta": 0.1,
+    "label_smoothing": 0.0,
+    "train_batch_size": 8,
+    _INFER + "generating_args.temperature": 1.0,
+    _INFER + "generating_args.top_p": 1.0,
+    _INFER + "generating_args.top_k": 50,
+    _INFER + "strategy_args.strategy_config.gpu_memory_utilization": 0.8,
+}
+for _role in ("actor_train", "critic", "sft_train"):
+    DEFAULTS |= {
+        f"{_role}.training_args.learning_rate": 5e-5,
+        f"{_role}.training_args.weight_decay": 0.0,
+        f"{_role}.training_args.warmup_steps": 0,
+        f"{_role}.training_args.adam_beta1": 0.9,
+        f"{_role}.training_args.adam_beta2": 0.999,
+        f"{_role}.training_args.lr_scheduler_type": "linear",
+        f"{_role}.training_args.per_device_train_batch_size": 8,
+        f"{_role}.training_args.gradient_accumulation_steps": 1,
+    }
+AGGREGATES = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "constant-length",
+}
+
+
+def kind(source: Source) -> str:
+    """rlvr, sft or dpo: by the sections that are there."""
+    if source.keys("sft_train."):
+        return "sft"
+    return "dpo" if source.has("chosen_key") else "rlvr"
+
+
+def role(source: Source) -> str:
+    return "sft_train." if kind(source) == "sft" else _TRAIN
+
+
+def devices(source: Source, key: str) -> int:
+    """How many GPUs a mapping names: `list(range(0,16))`, sums of such, or a list. It is parsed, not evaluated."""
+    raw = source.raw(key)
+    if isinstance(raw, list):
+        return len(raw)
+    count = 0
+    for part in str(raw).split("+"):
+        text = part.strip()
+        span = re.fullmatch(r"list\(range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\)", text)
+        listed = re.fullmatch(r"\[([\d,\s]*)\]", text)
+        if span:
+            count += int(span[2]) - int(span[1]) if span[2] else int(span[1])
+        elif listed:
+            count += len([number for number in listed[1].split(",") if number.strip()])
+        else:
+            raise UnreadableError(f"{key} must be a sum of list(range(a,b)) and [a,b]: got {raw!r}")
+    return count
+
+
+def sizes(source: Source) -> dict[str, int]:
+    said = source.under(role(source))
+    name = said.text("strategy_args.strategy_name") or "megatron_train"
+    if not name.startswith("megatron"):
+        return {"cp": said.whole("model_args.ulysses_size") or 1}
+    options = said.under("strategy_args.strategy_config.")
+    found = {
+        short: options.whole(f"{full}_parallel_size") or 1
+        for short, full in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
+    }
+    return found | {"etp": options.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
+
+
+def layout(source: Source) -> dict[str, Any]:
+    return {"policy.backend": str(shared.world_layout(devices(source, role(source) + "device_mapping"), **sizes(source)))}
+
+
+_OPTIONS_OF_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "sequence_parallel",
+    "additional_configs",
+)
+_OPTIONS_FIXED = (
+    "bf16",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "delay_grad_reduce",
+    "accumulate_allreduce_grads_in_fp32",
+    "ckpt_format",
+    "save_hf_model",
+    "distrib_optim_fully_reshardable",
+    "check_for_nan_in_loss_and_grad",
+    "ddp_average_in_collective",
+    "optimizer",
+    "transformer_impl",
+    "calculate_per_token_loss",
+    "apply_expert_patch",
+    "apply_tiled_mlp",
+    "use_batched_model_update",
+    "optimizer_cpu_offload",
+)
+
+
+def megatron(source: Source) -> dict[str, Any]:
+    said = source.under(role(source))
+    name = said.text("strategy_args.strategy_name") or "megatron_train"
+    checkpointing = not said.flag("model_args.disable_gradient_checkpointing")
+    if not name.startswith("megatron"):
+        return {"policy.recompute": "full"} if checkpointing else {}
+    start = role(source) + "strategy_args.strategy_config"
+    options = source.under(start + ".")
+    found: dict[str, Any] = {}
+    for key in options.keys(""):
+        value = options.value(key)
+        short = key.removeprefix("additional_configs.")
+        if short in _OPTIONS_OF_LAYOUT or value is None or short.startswith("recompute_"):
+            continue
+        if short in _OPTIONS_FIXED:
+            options.fixed(key, SPREAD)
+        elif short == "moe_layer_recompute":
+            options.fixed(key, "off") if not value else found.update(
+                {
+                    "policy.megatron.transformer.recompute_granularity": "selective",
+                    "policy.megatron.transformer.recompute_modules": ["moe"],
+                }
+            )
+        else:
+            shared.option(options, key, short, value, "policy.megatron", found)
+    virtual = options.whole("virtual_pipeline_model_parallel_size")
+    if virtual and virtual > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    if checkpointing and options.text("recompute_granularity"):
+        modules = options.text("recompute_modules")
+        again = shared.recompute(source, start, "policy")
+        if modules and "," in modules:
+            again["policy.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
+        if again:
+            found = {key: value for key, value in found.items() if "recompute" not in key} | again
+    return found | {"policy.sequence_parallel": True}
+
+
+def samples_a_group(source: Source) -> int:
+    key = _INFER + "generating_args.num_return_sequences"
+    return source.count(key if source.has(key) else "num_return_sequences_in_group")
+
+
+def batch(source: Source) -> dict[str, Any]:
+    said = source.under(role(source) + "training_args.")
+    split, world = sizes(source), devices(source, role(source) + "device_mapping")
+    replicas = world // (split.get("tp", 1) * split.get("pp", 1) * split.get("cp", 1))
+    update = said.count("per_device_train_batch_size") * said.count("gradient_accumulation_steps") * replicas
+    if kind(source) != "rlvr":
+        return {"data.prompts_per_step": update}
+    prompts, group = source.count("rollout_batch_size"), samples_a_group(source)
+    updates, rest = divmod(prompts * group, update)
+    if rest or updates < 1 or prompts % updates:
+        said.lacks(
+            "gradient_accumulation_steps",
+            f"updates of {update} samples of a step's {prompts} x {group}: whole prompts must make an update",
+        )
+        updates = 1
+    return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates, "algorithm.group_size": group}
+
+
+def lengths(source: Source) -> dict[str, Any]:
+    said = source.under(role(source))
+    if kind(source) == "rlvr":
+        prompt, response = source.count("prompt_length"), source.count("response_length")
+    else:
+        prompt = response = source.count("sequence_length")
+    longest = (prompt + response) * (2 if kind(source) == "dpo" else 1)
+    if said.flag("use_dynamic_batching_in_train"):
+        tokens = said.whole("max_tokens_per_microbatch_in_train") or 0
+    else:
+        tokens = said.count("training_args.per_device_train_batch_size") * (prompt + response)
+    return {
+        "data.max_prompt_tokens": prompt,
+        "data.max_response_tokens": response,
+        "policy.tokens_per_micro_batch": max(tokens, longest),
+        "data.train": shared.files(source, role(source) + "data_args.file_name"),
+        "data.val": shared.files(source, "validation.data_args.file_name"),
+        "data.overlong_prompts": "drop" if kind(source) == "rlvr" else "refuse",
+    }
+
+
+def method(source: Source) -> dict[str, Any]:
+    if kind(source) == "sft":
+        return {"algorithm.name": "sft"} | {
+            f"data.{ours}": source.text(theirs)
+            for theirs, ours in (("prompt_key", "prompt_key"), ("response_key", "response_key"))
+        }
+    if kind(source) == "dpo":
+        if source.flag("ipo"):
+            source.lacks("ipo", "the loss IPO")
+        return {
+            "algorithm.name": "dpo",
+            "algorithm.beta": source.number("beta"),
+            "algorithm.label_smoothing": source.number("label_smoothing"),
+            "data.prompt_key": source.text("prompt_key"),
+            "data.chosen_key": source.text("chosen_key"),
+            "data.rejected_key": source.text("rejected_key"),
+        }
+    name = source.text("adv_estimator") or "gae"
+    found: dict[str, Any] = {
+        "whiten": source.flag("whiten_advantages"),
+        "advantage_clip": source.number("advantage_clip") or None,
+        "overlong_filter": source.flag("max_len_mask"),
+        "overlong_buffer": 0,
+        "dynamic_sampling": False,
+    }
+    mean, deviation = source.text("norm_mean_type"), source.text("norm_std_type")
+    if name == "grpo":
+        mean = deviation = "group"
+    elif source.text("reward_norm") in ("group", "batch"):
+        mean = mean or source.text("reward_norm")
+        deviation = deviation or (source.text("reward_norm") if source.flag("reward_scale") else None)
+    if mean == "group":
+        found |= {"advantage": "group", "normalize": deviation or "none"}
+    elif mean is None and deviation is None:
+        found |= {"advantage": "reward", "normalize": "none"}
+    else:
+        source.lacks("norm_mean_type", "rewards with the mean of the batch or of the whole run")
+    if name == "gae":
+        found |= {"name": "ppo", "credit": "gae", "gamma": source.number("gamma"), "lam": source.number("lambd")}
+    elif name in ("reinforce", "grpo"):
+        found |= {"name": "grpo" if name == "grpo" else "reinforce_plus_plus"}
+        found |= {"credit": "response"} if name == "grpo" else {"credit": "discounted", "gamma": source.number("gamma")}
+    else:
+        source.lacks("adv_estimator", f"the advantage {name}: known here are gae, reinforce, grpo")
+    if (bound := source.number("reward_clip")) and mean is not None:
+        source.fixed(
+            "reward_clip", "behind the normalization in a group, where no advantage of fewer than 100 samples is beyond 10"
+        ) if bound >= 10 else source.lacks("reward_clip", "a bound of normalized rewards")
+    elif bound:
+        found["reward_clip"] = bound
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr":
+        return {}
+    ranged = source.flag("use_pg_clip_range")
+    low, high = (
+        (source.number("pg_clip_low"), source.number("pg_clip_high"))
+        if ranged
+        else (source.number("pg_clip"), source.number("pg_clip"))
+    )
+    level = {"token": "token", "seq": "sequence"}.get(source.text("importance_sampling") or "token")
+    mean = source.text("loss_agg_mode") or "seq-mean-token-mean"
+    if mean not in AGGREGATES:
+        source.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(AGGREGATES)}")
+    found: dict[str, Any] = {
+        "surrogate": "ppo_clip",
+        "clip_low": low,
+        "clip_high": high,
+        "importance_sampling_level": level,
+        "aggregate": AGGREGATES.get(mean),
+        "dual_clip": 1 + 2 * (source.number("pg_clip") or 0.0) if source.flag("dual_clip_loss") else None,
+        "entropy_coef": source.number("entropy_loss_coef"),
+    }
+    if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
+        source.lacks("dual_clip_loss", "a bound below that of the ratio")
+    if source.flag("use_kl_loss") and source.number("kl_loss_coef"):
+        found |= {"kl.place": "loss", "kl.estimator": "k3", "kl.coef": source.number("kl_loss_coef")}
+    elif source.flag("add_token_level_kl") and source.number("init_kl_coef"):
+        found |= {
+            "kl.place": "reward",
+            "kl.estimator": shared.ESTIMATORS.get(source.text("kl_penalty") or "kl", "k1"),
+            "kl.coef": source.number("init_kl_coef"),
+        }
+        if (target := source.number("target_kl")) is not None:
+            found |= {"kl.target": target, "kl.horizon": source.whole("kl_horizon")}
+    else:
+        found["kl.coef"] = 0.0
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
+    said = source.under((start or role(source)) + "training_args.")
+    style = said.text("lr_scheduler_type") or "linear"
+    if style not in ("constant", "constant_with_warmup", "linear", "cosine"):
+        said.lacks("lr_scheduler_type", f"the schedule {style}")
+        style = "constant"
+    steps, share = said.number("warmup_steps"), said.number("warmup_ratio")
+    found = {
+        "lr": said.number("learning_rate"),
+        "weight_decay": said.number("weight_decay"),
+        "betas": [said.number("adam_beta1"), said.number("adam_beta2")],
+        "clip_grad": source.number("max_grad_norm"),
+        "schedule": style.removesuffix("_with_warmup"),
+        "warmup_steps": steps or share or 0,
+        "warmup_from": 0,
+    }
+    return {f"{ours}.{key}": value for key, value in found.items()}
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr" or source.text("adv_estimator") not in (None, "gae"):
+        return {}
+    return {
+        "critic.path": source.text("reward_pretrain") and None,
+        "critic.value_clip": source.number("value_clip"),
+    } | optimizer(source, "critic.", "critic.optimizer")
+
+
+def engine(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr":
+        return {}
+    said = source.under(_INFER + "strategy_args.strategy_config.")
+    world = devices(source, _TRAIN + "device_mapping")
+    tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(_INFER + "num_gpus_per_worker") or 1
+    if (name := source.text(_INFER + "strategy_args.strategy_name")) == "hf_infer":
+        return {"engine.backend": "transformers"}
+    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
+    found["engine.memory_fraction"] = said.number(
+        "mem_fraction_static" if said.has("mem_fraction_static") else "gpu_memory_utilization"
+    )
+    if (longest := said.whole("max_model_len")) is not None:
+        found["engine.max_model_len"] = max(longest, source.count("prompt_length") + source.count("response_length"))
+    if name == "vllm" and said.has("enforce_eager"):
+        found["engine.vllm.enforce_eager"] = said.flag("enforce_eager")
+    drawn = source.under(_INFER + "generating_args.")
+    if (drawn.whole("num_beams") or 1) != 1:
+        drawn.lacks("num_beams", "beam search")
+    return found | {
+        "engine.sampling.temperature": drawn.number("temperature"),
+        "engine.sampling.top_p": drawn.number("top_p"),
+        "engine.sampling.top_k": max(0, drawn.whole("top_k") or 0),
+    }
+
+
+def rewards(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr":
+        return {}
+    domains = {key.split(".")[1] for key in source.keys("rewards.")}
+    weights = {
+        key.rpartition(".")[2]: source.number(key) for key in source.keys(_TRAIN + "data_args.domain_interleave_probs.")
+    }
+    if len([name for name, weight in weights.items() if weight]) > 1:
+        for name in weights:
+            source.lacks(f"{_TRAIN}data_args.domain_interleave_probs.{name}", "domains mixed by probability in each step")
+    if domains - {"math_rule"}:
+        for domain in sorted(domains - {"math_rule"}):
+            if weights.get(domain, 1.0):
+                for key in source.keys(f"rewards.{domain}."):
+                    source.lacks(key, f"the reward of {domain}: reward.functions or reward.by_source name a function")
+    return {"reward.functions": {"math": 1.0}} if "math_rule" in domains else {}
+
+
+def run(source: Source) -> dict[str, Any]:
+    resume, keep = source.text("resume_from_checkpoint") or "False", source.whole("max_ckpt_to_keep") or 0
+    found: dict[str, Any] = {
+        "trainer.run_dir": shared.path(source, "output_dir"),
+        "trainer.seed": source.whole("seed"),
+        "trainer.keep": keep or EVERY_CHECKPOINT,
+        "trainer.resume": "never" if resume.lower() == "false" else resume,
+        "trainer.save_every": source.whole("save_steps") or 0,
+        "trainer.eval_every": (source.whole("eval_steps") or 0) if source.items("validation.data_args.file_name") else 0,
+        "trainer.eval_before_train": False,
+    }
+    if kind(source) == "rlvr" or not source.number(role(source) + "training_args.num_train_epochs"):
+        found["trainer.steps"] = source.whole("max_steps")
+    else:
+        found["trainer.epochs"] = source.whole(role(source) + "training_args.num_train_epochs")
+    drawn = source.under("validation.generating_args.")
+    if kind(source) == "rlvr" and drawn.number("temperature"):
+        found |= {
+            "eval.samples": drawn.whole("num_return_sequences"),
+            "eval.temperature": drawn.number("temperature"),
+            "eval.top_p": drawn.number("top_p"),
+        }
+        if (drawn.whole("top_k") or 0) > 0:
+            drawn.lacks("top_k", "top-k in evaluation", changes_result=False)
+    return found
+
+
+def other_pipelines(source: Source) -> dict[str, Any]:
+    if (source.number("async_generation_ratio") or 0) > 0:
+        source.lacks("async_generation_ratio", "sampling while the policy learns (asynchronous training)")
+    return {"model.path": shared.path(source, "pretrain")}
+
+
+_ROLES = "actor_train critic sft_train actor_infer reference"
+
+
+def _of(roles: str, names: str) -> str:
+    return " ".join(f"{role}.{name}" for role in roles.split() for name in names.split())
+
+
+SECTIONS = (
+    Section.of(
+        "Run",
+        used("pretrain", "model.path"),
+        used("output_dir", "trainer.run_dir"),
+        used("seed", "trainer.seed"),
+        used("max_steps", "trainer.steps", "Steps of the pipeline decide; num_train_epochs of RLVR is read nowhere."),
+        used("save_steps", "trainer.save_every"),
+        used("eval_steps validation.eval_steps", "trainer.eval_every"),
+        used("resume_from_checkpoint", "trainer.resume"),
+        used("max_ckpt_to_keep", "trainer.keep", "0 keeps all."),
+        to("track_with", "trainer.loggers", shared.loggers),
+        fixed(
+            "tracker_kwargs.** exp_name logging_dir logging_steps checkpoint_config.** hydra.** "
+            "system_envs.** rpc_* profiler_* defaults --config-name --config-path",
+            SHOWN,
+        ),
+        fixed(
+            "num_gpus_per_node num_nodes offload_nccl **.offload_nccl **.backend_timeout **.world_size "
+            "**.num_gpus_per_worker model_update_buffer_size_mb is_num_return_sequences_expand",
+            "device_mapping says how many GPUs there are",
+        ),
+        lacks(
+            "-m",
+            "another program",
+            ["examples/start_rlvr_pipeline.py", "examples/start_sft_pipeline.py", "examples/start_dpo_pipeline.py"],
+        ),
+        used("reward_pretrain", "critic.path", "The critic starts from the policy's weights here."),
+        fixed("global_template **.data_args.template", "the tokenizer's chat template"),
+    ),
+    Section.of(
+        "Algorithm",
+        used("adv_estimator", "algorithm.name algorithm.advantage algorithm.credit", "gae when left out, with λ 0.95."),
+        used(
+            "norm_mean_type norm_std_type reward_norm reward_scale",
+            "algorithm.advantage algorithm.normalize",
+            "grpo forces group and group.",
+        ),
+        fixed("reward_shift", "it has no effect on normalized rewards"),
+        used("reward_clip", "algorithm.reward_clip", "ROLL's bound stands behind the normalization (functionals.py:666)."),
+        used("whiten_advantages", "algorithm.whiten"),
+        used("advantage_clip", "algorithm.advantage_clip"),
+        used("gamma", "algorithm.gamma"),
+        used("lambd", "algorithm.lam"),
+        used("pg_clip pg_clip_low pg_clip_high use_pg_clip_range", "algorithm.clip_low algorithm.clip_high"),
+        used("dual_clip_loss", "algorithm.dual_clip", "1 + 2 · pg_clip (actor_worker.py:85)."),
+        used("importance_sampling", "algorithm.importance_sampling_level"),
+        used(
+            "loss_agg_mode",
+            "algorithm.aggregate",
+            "seq-mean-token-mean when left out. ROLL's token-mean sums what lies outside of the mask too "
+            "(functionals.py:256); its seq-mean-token-sum-norm divides "
+            "by the padded width and not by the samples: a factor that AdamW does not see but clipping does.",
+        ),
+        used(
+            "use_kl_loss kl_loss_coef add_token_level_kl init_kl_coef kl_penalty target_kl kl_horizon",
+            "algorithm.kl",
+            "In the loss it is k3; in the reward only with add_token_level_kl.",
+        ),
+        used("entropy_loss_coef", "algorithm.entropy_coef"),
+        to("ppo_epochs", "algorithm.ppo_epochs", lambda s, k: s.whole(k) if kind(s) == "rlvr" else None),
+        used("value_clip", "critic.value_clip"),
+        used("max_grad_norm", "policy.optimizer.clip_grad"),
+        used("max_len_mask", "algorithm.overlong_filter"),
+        lacks("difficulty_mask", "samples of prompts that are too easy or too hard carry no loss", [False]),
+        fixed("difficulty_low_threshold difficulty_high_threshold", "read with difficulty_mask only"),
+        lacks(
+            "error_max_len_clip length_loss_weight difficulty_loss_weight use_topr* whiten_rewards",
+            "ROLL's own weights of samples",
+            [False],
+        ),
+        fixed("error_max_len_threshold", "read with error_max_len_clip only"),
+        lacks("train_infer_correction.**", "correction of the engine's log-probs: algorithm.rollout_correction", [False]),
+        used("async_generation_ratio", "engine.backend"),
+        lacks("use_opd is_pure_opd *opd_* teacher.** student.** student_train.**", "learning from a teacher", [False]),
+        lacks(
+            "env_manager* custom_envs.** train_env_manager.** val_env_manager.** ratio_type step_reward_* episode_reward_*",
+            "environments and agents",
+        ),
+        used("beta label_smoothing ipo", "algorithm.beta algorithm.label_smoothing"),
+        used(
+            "chosen_key rejected_key prompt_key response_key",
+            "data.chosen_key data.rejected_key data.prompt_key data.response_key",
+        ),
+        fixed("query_key system_key", "the prompt is one column"),
+    ),
+    Section.of(
+        "Batch and data",
+        used(
+            "rollout_batch_size num_return_sequences_in_group actor_infer.generating_args.num_return_sequences",
+            "data.prompts_per_step algorithm.group_size",
+            "Prompts, and samples of each.",
+        ),
+        used(
+            _of(
+                "actor_train sft_train",
+                "training_args.per_device_train_batch_size training_args.gradient_accumulation_steps",
+            ),
+            "algorithm.updates_per_step policy.tokens_per_micro_batch data.prompts_per_step",
+            "Their product and the replicas are the samples of an update (base_config.py:787).",
+        ),
+        used("prompt_length response_length sequence_length", "data.max_prompt_tokens data.max_response_tokens"),
+        fixed("train_batch_size val_batch_size", "per_device_train_batch_size x gradient_accumulation_steps says it"),
+        used(_of("actor_train sft_train", "data_args.file_name"), "data.train"),
+        used("validation.data_args.file_name", "data.val"),
+        used("actor_train.data_args.domain_interleave_probs.*", "reward.functions"),
+        fixed(
+            "**.data_args.interleave_probs **.data_args.dataset_dir **.data_args.preprocessing_num_workers "
+            "**.data_args.messages **.data_args.*",
+            "how data are read",
+        ),
+        used("rewards.math_rule.**", "reward.functions"),
+        used("rewards.**", "reward.functions", "math_rule is math; other domains need a function of reward.by_source."),
+        used("validation.generating_args.*", "eval.samples eval.temperature eval.top_p"),
+    ),
+    Section.of(
+        "Roles",
+        used(_of("actor_train sft_train", "device_mapping"), "policy.backend", "Parsed, never evaluated."),
+        used(
+            _of("actor_train sft_train", "strategy_args.strategy_name"),
+            "policy.backend",
+            "deepspeed_train and fsdp2_train become data-parallel Megatron-Core on as many GPUs.",
+        ),
+        used(
+            _of("actor_train sft_train", "strategy_args.strategy_config.*_parallel_size model_args.ulysses_size"),
+            "policy.backend policy.megatron.pipeline",
+        ),
+        used(
+            _of("actor_train", "strategy_args.strategy_config.**"),
+            "policy.megatron policy.recompute policy.sequence_parallel",
+        ),
+        fixed(
+            _of("actor_train sft_train", "strategy_args.strategy_config") + " sft_train.strategy_args.strategy_config.**",
+            SPREAD,
+        ),
+        used(_of("actor_train sft_train", "model_args.disable_gradient_checkpointing"), "policy.recompute"),
+        lacks(
+            _of("actor_train sft_train", "model_args.dtype"), "training in another type: policy.dtype", ["bf16", "bfloat16"]
+        ),
+        lacks("**.model_args.lora_rank lora_rank", "low-rank adapters: all weights are trained", [0]),
+        fixed("**.model_args.lora_* lora_*", "read with a rank of adapters only"),
+        lacks("actor_train.model_args.model_type", "other models than language models"),
+        lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
+        fixed("**.model_args.*", KERNELS),
+        *(
+            row
+            for start in ("actor_train", "sft_train")
+            for rows in (
+                used(f"{start}.training_args.learning_rate", "policy.optimizer.lr", "5e-5 when left out."),
+                used(f"{start}.training_args.weight_decay", "policy.optimizer.weight_decay"),
+                used(
+                    f"{start}.training_args.warmup_steps {start}.training_args.warmup_ratio",
+                    "policy.optimizer.warmup_steps",
+                    "Optimizer steps, the first with rate 0, as torch's schedulers: warmup_from: 0.",
+                ),
+                used(
+                    f"{start}.training_args.lr_scheduler_type",
+                    "policy.optimizer.schedule",
+                    "linear when left out: the rate falls to 0 over the run.",
+                ),
+                used(f"{start}.training_args.adam_beta*", "policy.optimizer.betas"),
+            )
+            for row in rows
+        ),
+        used(_of("actor_train sft_train", "training_args.num_train_epochs"), "trainer.epochs"),
+        fixed(_of("actor_train sft_train", "training_args.*"), "of transformers' trainer, which does not run"),
+        used(
+            _of("actor_train sft_train", "use_dynamic_batching_in_train max_tokens_per_microbatch_in_train"),
+            "policy.tokens_per_micro_batch",
+        ),
+        fixed(
+            _of(
+                "actor_train sft_train",
+                "infer_batch_size use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer "
+                "sequence_length_round_in_* use_remove_padding use_sequence_packing sequence_packing_args.** "
+                "logits_in_fp32 apply_loss_scale",
+            ),
+            "no cut changes the numbers",
+        ),
+        lacks(_of("actor_train", "router_replay.mode"), "replaying the routing of experts", ["disabled"]),
+        fixed("actor_train.router_replay.*", "read with its mode only"),
+        used("critic.training_args.*", "critic.optimizer"),
+        fixed("critic.**", "it has the policy's layout"),
+        fixed("reference.** reference_configs.**", "the reference has the policy's layout, and only computes"),
+        used(
+            _of(
+                "actor_infer",
+                "strategy_args.strategy_name strategy_args.strategy_config.tensor_parallel_size "
+                "strategy_args.strategy_config.tp_size num_gpus_per_worker",
+            ),
+            "engine.backend",
+            "sglang becomes vLLM, on the policy's GPUs.",
+        ),
+        used(
+            _of(
+                "actor_infer",
+                "strategy_args.strategy_config.gpu_memory_utilization strategy_args.strategy_config.mem_fraction_static",
+            ),
+            "engine.memory_fraction",
+        ),
+        used("actor_infer.strategy_args.strategy_config.max_model_len", "engine.max_model_len"),
+        used("actor_infer.strategy_args.strategy_config.enforce_eager", "engine.vllm"),
+        used(
+            "actor_infer.generating_args.temperature actor_infer.generating_args.top_p "
+            "actor_infer.generating_args.top_k actor_infer.generating_args.num_beams",
+            "engine.sampling",
+            "top_k is 50 when left out.",
+        ),
+        fixed("actor_infer.generating_args.max_new_tokens", "response_length says it"),
+        lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
+        fixed("actor_infer.**", KERNELS),
+        fixed("**.strategy_args.strategy_config.** **.strategy_args.** validation.**", SPREAD),
+    ),
+)
+
+DERIVED = (other_pipelines, method, loss, batch, lengths, layout, megatron, optimizer, critic, engine, rewards, run)
+
+TABLE = Table(
+    "ROLL",
+    SECTIONS,
+    DERIVED,
+    DEFAULTS,
+    command="`fivefold train --from roll --config_path DIR --config_name FILE`, as `python "
+    "examples/start_rlvr_pipeline.py`.",
+    loses=(
+        "domains that are mixed by probability, judges and sandboxes as rewards",
+        "environments and agents",
+        "asynchronous generation",
+    ),
+    gains=(
+        "device mappings that are parsed instead of evaluated",
+        "keys of every section that are checked: ROLL drops unknown ones",
+        "a token mean that counts response tokens only",
+    ),
+)
+
+
+def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
+    """ROLL's configuration in our spelling."""
+    return translate_table(TABLE, tree, overrides, environment)

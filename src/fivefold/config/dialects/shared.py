@@ -1,0 +1,211 @@
+"""What several systems' tables need: conversions of values, Megatron-Core's options, layouts. Functions of a Source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.dialects.source import Source, UnreadableError
+from fivefold.config.dialects.table import Convert
+from fivefold.config.mcore_options import PIPELINE, is_option, refusal
+from fivefold.layout import ParallelLayout
+
+EVERY_CHECKPOINT = 1_000_000
+"""trainer.keep where a system keeps all."""
+ESTIMATORS = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+    "k1+": "k1+",
+    "kl+": "k1+",
+    "k3+": "k3+",
+    "low_var_kl+": "k3+",
+    "abs+": "abs+",
+}
+"""Names of KL estimators in the field -> ours."""
+DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float32": "float32",
+    "torch.bfloat16": "bfloat16",
+    "torch.float32": "float32",
+}
+SHOWN = "changes what is shown, not what is learned"
+KERNELS = "other kernels of the same formula: numbers agree up to rounding"
+SPREAD = "how state is spread over GPUs: the numbers are the same"
+
+
+def whole(source: Source, key: str) -> int | None:
+    return source.whole(key)
+
+
+def number(source: Source, key: str) -> float | None:
+    return source.number(key)
+
+
+def flag(source: Source, key: str) -> bool:
+    return source.flag(key)
+
+
+def text(source: Source, key: str) -> str | None:
+    return source.text(key)
+
+
+def path(source: Source, key: str) -> str | None:
+    """A path, with ~ for the home directory."""
+    found = source.text(key)
+    if found is None or not found.startswith("~"):
+        return found
+    return source.environment.get("HOME", os.path.expanduser("~")) + found[1:]
+
+
+def files(source: Source, key: str) -> list[str] | None:
+    """A path or a list of them."""
+    home = source.environment.get("HOME", os.path.expanduser("~"))
+    found = [home + name[1:] if name.startswith("~") else name for name in source.texts(key)]
+    return found or None
+
+
+def interval(source: Source, key: str) -> int | None:
+    """Steps between two events; 0 where it is switched off (-1 or null)."""
+    return max(0, source.whole(key) or 0)
+
+
+def top_k(source: Source, key: str) -> int | None:
+    """-1 turns it off there, 0 here."""
+    return max(0, source.whole(key) or 0)
+
+
+def choice(names: Mapping[str, Any], what: str) -> Convert:
+    """A value by its name; another one is not supported."""
+
+    def convert(source: Source, key: str) -> Any:
+        found = source.text(key)
+        if found is None:
+            return None
+        if found not in names:
+            source.lacks(key, f"{what}: known here are {', '.join(names)}")
+            return None
+        return names[found]
+
+    return convert
+
+
+def loggers(source: Source, key: str) -> list[str]:
+    """Those of console and tensorboard; metrics.jsonl is always written."""
+    found = source.texts(key)
+    known: list[str] = [name for name in ("console", "tensorboard") if name in found]
+    if others := [name for name in found if name not in known]:
+        source.lacks(
+            key, f"{', '.join(others)}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False
+        )
+    return known
+
+
+def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:
+    """The layout of so many GPUs; raises UnreadableError where they cannot be divided so."""
+    replica = tp * pp * cp
+    if world < 1 or world % replica:
+        raise UnreadableError(f"{world} GPUs cannot be divided into replicas of t{tp}·p{pp}·c{cp} = {replica}")
+    try:
+        return ParallelLayout(dp=world // replica, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+    except ValueError as error:
+        raise UnreadableError(str(error)) from None
+
+
+def engine_layout(world: int, tp: int, ep: int = 1) -> str:
+    """vLLM's layout over all GPUs of the policy."""
+    if world % tp:
+        raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
+    return f"vllm:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
+
+
+_OF_MINDSPEED = (
+    "use_flash_attn",
+    "use_fused_rmsnorm",
+    "use_fused_swiglu",
+    "use_fused_rotary_pos_emb",
+    "use_naive_l2norm",
+    "swiglu",
+    "use_arbitrary_attention_mask",
+    "context_parallel_algo",
+    "use_fused_ring_attention_update",
+    "use_cp_send_recv_overlap",
+    "moe_permutation_async_comm",
+    "use_mc2",
+    "use_ascend_coc",
+    "use_distributed_optimizer",
+    "use_fused_moe_token_permute_and_unpermute",
+    "use_rotary_position_embeddings",
+    "use_sliced_rotary",
+    "position_embedding_type",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+)
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+
+
+def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Fields of TransformerConfig under `start` -> those of section `ours`; what we set ourselves is said to be fixed."""
+    found: dict[str, Any] = {}
+    for key in source.keys(f"{start}."):
+        name = key.removeprefix(f"{start}.")
+        value = source.value(key)
+        if name in _RECOMPUTE or value is None:
+            continue
+        option(source, key, name, value, ours, found)
+    return found
+
+
+def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
+    """Put one field of TransformerConfig into `found`, or say why not."""
+    section = "pipeline" if name in PIPELINE else "transformer"
+    reason = refusal(section, name)
+    if name in _OF_MINDSPEED:
+        source.fixed(key, "a kernel of another device or library: numbers agree up to rounding")
+    elif name.startswith(("fp8", "fp4")):
+        source.lacks(key, "training in 8 or 4 bits")
+    elif name in ("attention_dropout", "hidden_dropout"):
+        source.fixed(key, "there is no dropout") if not value else source.lacks(key, "dropout")
+    elif name in ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"):
+        source.lacks(key, "experts that drop tokens: log-probs of engine and trainer would differ")
+    elif name.startswith("mtp_"):
+        source.fixed(key, "off") if not value else source.lacks(key, "multi-token prediction is not trained")
+    elif name == "moe_token_dispatcher_type" and value == "flex":
+        source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)
+    elif name == "moe_enable_routing_replay" and value:
+        source.lacks(key, "replaying the sampler's routing")
+    elif reason is not None:
+        source.fixed(key, reason.replace("{section}", ours.removesuffix(".megatron")))
+    elif not is_option(section, name):
+        source.lacks(key, f"Megatron-Core {section} options have no {name}")
+    else:
+        found[f"{ours}.{section}.{name}"] = value
+
+
+def recompute(source: Source, start: str, ours: str) -> dict[str, Any]:
+    """Megatron-Core's recompute_* -> `recompute`, or its finer options as they stand."""
+    granularity = source.text(f"{start}.recompute_granularity")
+    method, layers = source.text(f"{start}.recompute_method"), source.whole(f"{start}.recompute_num_layers")
+    modules = source.texts(f"{start}.recompute_modules")
+    if granularity is None:
+        return {}
+    if granularity == "full":
+        if method in (None, "uniform") and layers in (None, 1):
+            return {f"{ours}.recompute": "full"}
+        found = {
+            "recompute_granularity": "full",
+            "recompute_method": method or "uniform",
+            "recompute_num_layers": layers or 1,
+        }
+    elif modules in ([], ["core_attn"]):
+        return {f"{ours}.recompute": "selective"}
+    else:
+        found = {"recompute_granularity": granularity, "recompute_modules": modules}
+    return {f"{ours}.megatron.transformer.{name}": value for name, value in found.items()}

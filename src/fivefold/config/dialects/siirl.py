@@ -1,0 +1,165 @@
+"""siiRL: a descendant of verl with defaults of its own, started as `python3 -m siirl.main_dag key=value ...`.
+
+What its Megatron path does not do was read in siiRL af00a77; a note has the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.dialects import Translation, Tree, shared, verl
+from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
+from fivefold.config.dialects.translator import translate as translate_table
+from fivefold.config.dialects.verl_rows import SECTIONS
+
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+DEFAULTS: dict[str, Any] = verl.DEFAULTS | {
+    _A + "strategy": "fsdp",
+    _A + "optim.lr_decay_style": "linear",
+    _A + "ppo_micro_batch_size_per_gpu": 1,
+    _A + "megatron.expert_tensor_parallel_size": 1,
+    _A + "megatron.param_offload": True,
+    _A + "tis_imp_ratio_cap": -1,
+    _R + "tensor_model_parallel_size": 1,
+    _R + "max_num_seqs": 1024,
+    _R + "enforce_eager": True,
+    "critic.optim.lr_decay_style": "linear",
+    "critic.megatron.param_offload": True,
+    "algorithm.filter_groups.metric": "acc",
+    "algorithm.filter_groups.max_num_gen_batches": 10,
+    "trainer.max_actor_ckpt_to_keep": 100,
+    "trainer.project_name": "siirl_examples",
+    "trainer.default_local_dir": "checkpoints/siirl_examples/gsm8k",
+    "trainer.seed": 1,
+}
+for _key in ("critic.ppo_epochs", "critic.ppo_mini_batch_size", "critic.use_dynamic_bsz"):
+    # siiRL's critic does not follow the actor.
+    DEFAULTS[_key] = {"critic.ppo_epochs": 1, "critic.ppo_mini_batch_size": 256, "critic.use_dynamic_bsz": False}[_key]
+
+
+def layout(source: Source) -> dict[str, Any]:
+    found = verl.layout(source)
+    if verl.is_megatron(source):
+        # Whatever the key says: tensor parallelism has sequence parallelism there.
+        source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
+        found["policy.sequence_parallel"] = True
+    return found
+
+
+def optimizer(source: Source) -> dict[str, Any]:
+    """verl's, with the rate that siiRL's Megatron path has."""
+    found = verl.optimizer(source)
+    if verl.is_megatron(source):
+        # No scheduler is ever stepped (megatron_workers.py): the rate stays what it is at step 0.
+        if found["policy.optimizer.warmup_steps"]:
+            source.lacks(
+                _A + "optim.lr_warmup_steps",
+                "siiRL never steps the schedule of its Megatron path, so that with a warm-up the rate stays 0: leave it out",
+            )
+        found |= {
+            "policy.optimizer.schedule": "constant",
+            "policy.optimizer.min_lr": None,
+            "policy.optimizer.decay_steps": None,
+        }
+    return found
+
+
+def batch(source: Source) -> dict[str, Any]:
+    if (source.text("algorithm.workflow_type") or "default") == "dapo" and not source.has("algorithm.filter_groups.enable"):
+        source.lacks("algorithm.workflow_type", "DAPO's workflow without algorithm.filter_groups.enable: say it")
+    if verl.is_megatron(source) and (source.whole(_A + "ppo_epochs") or 1) > 1:
+        source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor goes through a rollout once whatever it says: say 1")
+    return verl.batch(source)
+
+
+_OWN = Section.of(
+    "siiRL's own keys",
+    lacks("algorithm.algorithm_name", "embodied and multi-agent methods", ["grpo", "dapo", "ppo", "gae", "gspo", "cpgd"]),
+    used("algorithm.workflow_type", "algorithm.dynamic_sampling"),
+    lacks(_A + "use_cpgd_loss", "CPGD, which fails in siiRL itself (core_algos.py:1475)", [False]),
+    fixed(f"{_A}policy_drift_coeff algorithm.weight_factor_in_cpgd", "read by CPGD only"),
+    fixed(
+        f"{_A}recompute_old_log_prob algorithm.share_reward_in_agent",
+        "old log-probs are the trainer's, computed before the updates",
+    ),
+    fixed(f"{_A}load_weight critic.load_weight reward_model.load_weight", "weights are always loaded"),
+    fixed(
+        (
+            "data.auto_repeat data.num_loader_workers data.force_on_the_fly data.dataset_type "
+            "data.streaming data.preprocessing_* data.overwrite_cache data.dataset_cache_dir "
+            "data.buffer_size data.cutoff_len data.tokenized_path data.filter_overlong_prompt "
+            "data.mask_history data.train_on_prompt data.tool_format data.processor.*"
+        ),
+        "how data are read: the same prompts come out",
+    ),
+    lacks("data.mix_strategy", "data sets interleaved by probability", ["concat"]),
+    fixed("data.interleave_probs", "read with data.mix_strategy only"),
+    lacks("data.multi_agent", "several agents", [False]),
+    lacks("dag.workflow_path dag.custom_pipeline_fn dag.environment_path", "a graph of stages of one's own"),
+    lacks("dag.env_enable", "environments", [False]),
+    fixed("dag.enable_perf dag.backend_threshold profiler.**", shared.SHOWN),
+    fixed(
+        (
+            *(
+                f"actor_rollout_ref.model.{name}"
+                for name in (
+                    "image_max_pixels",
+                    "image_min_pixels",
+                    "video_max_pixels",
+                    "video_min_pixels",
+                    "video_fps",
+                    "video_maxlen",
+                    "cache_dir",
+                    "model_revision",
+                    "hf_hub_token",
+                    "use_fast_tokenizer",
+                    "split_special_tokens",
+                    "model_max_length",
+                    "new_special_tokens",
+                    "resize_vocab",
+                    "gradient_checkpointing_kwargs",
+                    "fsdp_config.**",
+                    "megatron.**",
+                    "input_tokenizer",
+                    "rm_tokenizer",
+                )
+            ),
+        ),
+        "of other models, or read nowhere on the path of language models",
+    ),
+    lacks("actor_rollout_ref.model.model_type", "embodied models", ["llm"]),
+    fixed("actor_rollout_ref.embodied.** algorithm.embodied_sampling.**", "read by embodied models only"),
+    fixed("trainer.should_log trainer.should_save", "siiRL sets them itself"),
+)
+
+_REPLACED = {verl.layout: layout, verl.optimizer: optimizer, verl.batch: batch}
+
+TABLE = Table(
+    "siiRL",
+    (*SECTIONS, _OWN),
+    tuple(_REPLACED.get(function, function) for function in verl.DERIVED),
+    DEFAULTS,
+    command=(
+        "`fivefold train --from siirl run_qwen3-8b-megatron.sh`, or the arguments of `python3 -m "
+        "siirl.main_dag` as they are."
+    ),
+    loses=(
+        "multi-agent graphs, tools and embodied models",
+        "images",
+        "the method CPGD",
+    ),
+    gains=(
+        "gradients that are summed over replicas: siiRL's Megatron path leaves `finalize_model_grads` out",
+        "a learning rate that follows its schedule",
+        "misspelt keys that are refused instead of dropped",
+        "sequence parallelism, recomputation and offload that do what their keys say",
+    ),
+)
+
+
+def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
+    """siiRL's configuration in our spelling."""
+    return translate_table(TABLE, tree, overrides, environment)

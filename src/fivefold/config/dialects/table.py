@@ -1,0 +1,126 @@
+"""The form of a dialect's table: rows that say what becomes of a system's keys, and functions for what several keys say.
+
+    to("data.prompt_key", "data.prompt_key")                    a value, perhaps converted
+    used("trainer.nnodes", "policy.backend")                    a function of several keys (Table.derived) reads it
+    fixed("trainer.balance_batch", "samples are always ...")    whatever it says, the numbers of the run are the same
+    lacks("actor.use_x", "...", off=[False])                    not supported, where it is not switched off
+
+Several keys may stand in one text. In a key `*` stands for one of its parts and `**` for any number of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from fivefold.config.dialects.source import Source
+
+Convert = Callable[[Source, str], Any]
+"""The source and a key -> our value, or None to leave ours as it is."""
+Derived = Callable[[Source], Mapping[str, Any]]
+"""The source -> our keys and values; None leaves ours as it is."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of a key."""
+
+    key: str
+    form: Literal["to", "used", "fixed", "lacks"]
+    ours: tuple[str, ...] = ()
+    note: str = ""
+    """The reason, or what is worth knowing of the conversion."""
+    convert: Convert | None = None
+    off: tuple[Any, ...] = ()
+    """Values at which what we lack is not asked for; None is always one of them."""
+    changes_result: bool = True
+
+    @property
+    def is_pattern(self) -> bool:
+        return "*" in self.key
+
+
+def to(key: str, ours: str, convert: Convert | None = None, note: str = "") -> Row:
+    """The value of `key`, which `convert` reads (as it stands when left out), is that of our key."""
+    return Row(key, "to", (ours,), note, convert or Source.value)
+
+
+def used(keys: str | Sequence[str], ours: str | Sequence[str], note: str = "") -> list[Row]:
+    """A function of the table reads these keys for ours; where it does not, they say nothing."""
+    return [Row(key, "used", _several(ours), note) for key in _several(keys)]
+
+
+def fixed(keys: str | Sequence[str], reason: str) -> list[Row]:
+    """These keys change nothing of the numbers here."""
+    return [Row(key, "fixed", note=reason) for key in _several(keys)]
+
+
+def lacks(keys: str | Sequence[str], reason: str, off: Sequence[Any] = (), *, changes_result: bool = True) -> list[Row]:
+    """These keys ask for what is not supported, unless their value is one of `off`."""
+    return [Row(key, "lacks", note=reason, off=(None, *off), changes_result=changes_result) for key in _several(keys)]
+
+
+def slower(keys: str | Sequence[str], reason: str, off: Sequence[Any] = ()) -> list[Row]:
+    """As `lacks`, where the numbers of the run are the same without it."""
+    return lacks(keys, reason, off, changes_result=False)
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Names, or one text with white space between them."""
+    return tuple(names.split()) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows under a heading of the documentation, in the order in which that system's users think."""
+
+    title: str
+    rows: tuple[Row, ...]
+    text: str = ""
+
+    @classmethod
+    def of(cls, title: str, *rows: Row | Sequence[Row], text: str = "") -> Section:
+        return cls(title, tuple(row for each in rows for row in ([each] if isinstance(each, Row) else each)), text)
+
+    def under(self, prefix: str) -> Section:
+        """The same with `prefix` before every key."""
+        return replace(self, rows=tuple(replace(row, key=prefix + row.key) for row in self.rows))
+
+
+@dataclass(frozen=True)
+class Table:
+    """All that is known of a system's configuration."""
+
+    name: str
+    """As the system writes itself."""
+    sections: tuple[Section, ...]
+    derived: tuple[Derived, ...] = ()
+    """Later ones come over earlier ones."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Key -> what it is when a configuration leaves it out, as far as a row or function asks for it."""
+    command: str = ""
+    """How its users start a run, in our command."""
+    loses: tuple[str, ...] = ()
+    """What they do without here."""
+    gains: tuple[str, ...] = ()
+
+    @cached_property
+    def exact(self) -> dict[str, Row]:
+        return {row.key: row for section in self.sections for row in section.rows if not row.is_pattern}
+
+    @cached_property
+    def patterns(self) -> list[tuple[re.Pattern[str], Row]]:
+        found = [row for section in self.sections for row in section.rows if row.is_pattern]
+        return [(_pattern(row.key), row) for row in found]
+
+    def row(self, key: str) -> Row | None:
+        """The row of a key: its own, or the first pattern that fits."""
+        return self.exact.get(key) or next((row for pattern, row in self.patterns if pattern.fullmatch(key)), None)
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    pieces = {"**": ".+", "*": "[^.]*"}
+    return re.compile("".join(pieces.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", key)))

@@ -1,0 +1,152 @@
+"""A table and a system's settings -> our configuration, with what became of every key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from fivefold.config.dialects import Line, Outcome, Translation, Tree
+from fivefold.config.dialects.source import Source, UnreadableError, flatten
+from fivefold.config.dialects.table import Row, Table
+from fivefold.config.schema import RunConfig
+
+
+def translate(table: Table, tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
+    """Translate a tree and `key=value` words over it; `environment` has the variables that stand open.
+
+    Every key of the source has one outcome; a value that cannot be read is a fault, never a guess.
+    """
+    settings = settings_of(tree, overrides)
+    source = Source(settings, table.defaults, os.environ if environment is None else environment)
+    values: dict[str, tuple[Any, frozenset[str]]] = {}
+    faults: list[str] = []
+    outcomes: dict[str, Outcome] = {}
+
+    def take(ours: str, value: Any, read: set[str]) -> None:
+        if value is not None:
+            values[ours] = (value, frozenset(read))
+
+    for row in _rows(table, settings):
+        if row.form == "to":
+            seen = source.recording()
+            try:
+                assert row.convert is not None
+                take(row.ours[0], row.convert(seen, row.key), seen.read)
+            except UnreadableError as error:
+                faults.append(str(error))
+            source.read.update(seen.read)
+    for function in table.derived:
+        seen = source.recording()
+        try:
+            for ours, value in function(seen).items():
+                take(ours, value, seen.read)
+        except UnreadableError as error:
+            faults.append(str(error))
+        source.read.update(seen.read)
+    for key, value in settings.items():
+        outcomes[key] = _outcome(table, source, key, value, values)
+    for each in source.found:
+        outcomes[each.key] = each
+    lines = [Line(ours, value, _sources(table, settings, ours, read)) for ours, (value, read) in values.items()]
+    lines.sort(key=_order)
+    names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
+    return Translation(_nested(lines), [], names, lines, list(outcomes.values()), list(dict.fromkeys(faults)))
+
+
+def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:
+    """Full key -> value of tree and words; Hydra's signs (`+key`, `++key`, `~key`) are read."""
+    settings = dict(flatten(tree))
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key.startswith("~"):
+            for below in [name for name in settings if name == key[1:] or name.startswith(f"{key[1:]}.")]:
+                del settings[below]
+        else:
+            settings[key.lstrip("+")] = value
+    return settings
+
+
+def _sources(table: Table, settings: Mapping[str, Any], ours: str, read: frozenset[str]) -> tuple[str, ...]:
+    """Keys of the source that one of ours comes from: of those that were read, the ones whose row says so."""
+    rows = {key: table.row(key) for key in settings if key in read}
+    return tuple(key for key, row in rows.items() if row is not None and _concerns(row, ours))
+
+
+def _concerns(row: Row, ours: str) -> bool:
+    return any(ours == name or ours.startswith(f"{name}.") for name in row.ours)
+
+
+def _rows(table: Table, settings: Mapping[str, Any]) -> list[Row]:
+    """Rows whose keys are set or have a default."""
+    return [row for key, row in table.exact.items() if key in settings or key in table.defaults]
+
+
+def _outcome(
+    table: Table, source: Source, key: str, value: Any, values: Mapping[str, tuple[Any, frozenset[str]]]
+) -> Outcome:
+    row = table.row(key)
+    if row is None:
+        return Outcome(key, value, "unknown", _suggestion(table, key))
+    if row.form == "fixed":
+        return Outcome(key, value, "fixed", row.note)
+    if row.form == "lacks":
+        try:
+            found = source.value(key)
+        except UnreadableError:
+            found = value
+        if found in row.off or found in ([], {}):
+            return Outcome(key, value, "fixed", f"off, as here: {row.note}")
+        return Outcome(key, value, "unsupported", row.note, changes_result=row.changes_result)
+    ours = tuple(name for name, (_, read) in values.items() if key in read and _concerns(row, name))
+    if ours:
+        return Outcome(key, value, "translated", row.note, ours)
+    if key in source.read:
+        return Outcome(key, value, "translated", row.note or "as ours is without it", row.ours)
+    return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
+
+
+def _suggestion(table: Table, key: str) -> str:
+    known = [*table.exact, *table.defaults]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if not close:
+        last = key.rpartition(".")[2]
+        close = [name for name in known if name.rpartition(".")[2] == last][:1]
+    return f"no key of {table.name} that is known here" + (f": did you mean {close[0]}?" if close else "")
+
+
+@cache
+def known_keys() -> dict[str, int]:
+    """Our keys, in the order of the schema."""
+
+    def below(kind: type[Any], start: str) -> Iterator[str]:
+        for name, hint in typing.get_type_hints(kind).items():
+            inner = [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
+            yield f"{start}{name}"
+            if inner:
+                yield from below(typing.cast(type[Any], inner[0]), f"{start}{name}.")
+
+    return {key: place for place, key in enumerate(below(RunConfig, ""))}
+
+
+def _order(line: Line) -> tuple[int, str]:
+    """The key's place, or that of the mapping that it is in."""
+    key = line.key
+    while key not in known_keys():
+        key = key.rpartition(".")[0]
+    return known_keys()[key], line.key
+
+
+def _nested(lines: list[Line]) -> Tree:
+    tree: Tree = {}
+    for line in lines:
+        *parents, last = line.key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = line.value
+    return tree

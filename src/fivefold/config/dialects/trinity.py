@@ -1,0 +1,737 @@
+"""Trinity-RFT: YAML, `trinity run --config FILE`; an explorer that samples and a trainer (verl's) on GPUs of their own.
+
+Numbers that only Trinity's code explains were read in Trinity-RFT 221b0759 and 9051d637; a note has the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN
+from fivefold.config.dialects.source import Source, UnreadableError
+from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
+from fivefold.config.dialects.translator import translate as translate_table
+
+_VERL = "trainer.trainer_config."
+_ACTOR, _CRITIC = _VERL + "actor_rollout_ref.actor.", _VERL + "critic."
+_TASKSET, _BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
+_ROLLOUT = "explorer.rollout_model."
+
+DEFAULTS: dict[str, Any] = {
+    "mode": "both",
+    "project": "Trinity-RFT",
+    "name": "rft",
+    "checkpoint_root_dir": "./checkpoints",
+    "continue_from_checkpoint": True,
+    "algorithm.algorithm_type": "ppo",
+    "algorithm.optimizer.lr": 1e-6,
+    "algorithm.optimizer.lr_warmup_steps": -1,
+    "algorithm.optimizer.lr_warmup_steps_ratio": 0.0,
+    "algorithm.optimizer.min_lr_ratio": 0.01,
+    "algorithm.optimizer.lr_scheduler_type": "constant",
+    "algorithm.optimizer.betas": [0.9, 0.999],
+    "algorithm.optimizer.weight_decay": 0.01,
+    "model.temperature": 1.0,
+    "model.top_p": 1.0,
+    "model.top_k": -1,
+    "cluster.node_num": 1,
+    "cluster.gpu_per_node": 1,
+    "buffer.batch_size": 1,
+    "buffer.train_batch_size": 0,
+    "buffer.total_epochs": 1,
+    _TASKSET + "format.prompt_key": "prompt",
+    "explorer.eval_interval": 100,
+    "explorer.eval_on_startup": True,
+    _ROLLOUT + "engine_num": 1,
+    _ROLLOUT + "tensor_parallel_size": 1,
+    _ROLLOUT + "gpu_memory_utilization": 0.9,
+    "synchronizer.sync_interval": 1,
+    "synchronizer.sync_offset": 0,
+    "synchronizer.sync_style": "fixed",
+    "trainer.save_interval": 0,
+    "trainer.grad_clip": 1.0,
+    "trainer.use_dynamic_bsz": True,
+    "trainer.ulysses_sequence_parallel_size": 1,
+    "trainer.trainer_strategy": "fsdp",
+    "monitor.monitor_type": "tensorboard",
+    _ACTOR + "megatron.sequence_parallel": True,
+    _ACTOR + "ppo_micro_batch_size_per_gpu": 4,
+    _ACTOR + "ppo_max_token_len_per_gpu": 16384,
+    _CRITIC + "cliprange_value": 0.5,
+    _CRITIC + "optim.lr": 1e-5,
+}
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {"advantage": "ppo", "loss": "ppo", "kl": "k2", "repeat": 1},
+    "grpo": {"advantage": "grpo", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "rloo": {"advantage": "rloo", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "reinforceplusplus": {"advantage": "reinforceplusplus", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "cispo": {"advantage": "grpo", "loss": "cispo", "kl": "k2", "repeat": 2},
+    "gspo": {"advantage": "grpo", "loss": "gspo", "kl": "k2", "repeat": 2},
+    "sapo": {"advantage": "grpo", "loss": "sapo", "kl": "k2", "repeat": 2},
+    "dpo": {"loss": "dpo"},
+    "sft": {"loss": "sft"},
+}
+"""algorithm_type -> its choices when they are left out (algorithm/algorithm.py)."""
+ADVANTAGES: dict[str, dict[str, Any]] = {
+    "ppo": {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"},
+    "grpo": {"name": "grpo", "advantage": "group", "normalize": "group"},
+    "rloo": {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"},
+    "reinforceplusplus": {
+        "name": "reinforce_plus_plus",
+        "advantage": "reward",
+        "credit": "discounted",
+        "whiten": True,
+        "normalize": "none",
+    },
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo": {"surrogate": "ppo_clip"},
+    "cispo": {"surrogate": "cispo"},
+    "sapo": {"surrogate": "sapo"},
+    "gspo": {"surrogate": "ppo_clip", "importance_sampling_level": "sequence-token"},
+}
+AGGREGATES = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "constant-length",
+}
+
+
+def kind(source: Source) -> str:
+    return source.text("algorithm.algorithm_type") or "ppo"
+
+
+def offline(source: Source) -> bool:
+    return kind(source) in ("dpo", "sft")
+
+
+def chosen(source: Source, axis: str, key: str) -> str:
+    """A choice of the algorithm: its own key, or what the type has."""
+    return source.text(f"algorithm.{key}") or str(ALGORITHMS.get(kind(source), {}).get(axis, "none"))
+
+
+def is_megatron(source: Source) -> bool:
+    return (source.text(_ACTOR + "strategy") or source.text("trainer.trainer_strategy")) == "megatron"
+
+
+def gpus(source: Source) -> int:
+    """Those of the trainer: the cluster's without those that only sample."""
+    total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
+    if (source.text("mode") or "both") != "both" or offline(source):
+        return total
+    rest = total - source.count(_ROLLOUT + "engine_num") * source.count(_ROLLOUT + "tensor_parallel_size")
+    for other in source.items("explorer.auxiliary_models"):
+        rest -= int(other.get("engine_num", 1)) * int(other.get("tensor_parallel_size", 1)) if isinstance(other, dict) else 0
+    if rest < 1:
+        raise UnreadableError(f"cluster.node_num x gpu_per_node = {total} leaves no GPU for the trainer beside the engines")
+    return rest
+
+
+def program(source: Source) -> dict[str, Any]:
+    mode = source.text("mode") or "both"
+    if mode not in ("both", "train") or (mode == "train" and not offline(source)):
+        source.lacks("mode", f"{mode}: a run samples and trains here (both), or learns from data (train with dpo or sft)")
+    if not offline(source):
+        interval, offset = source.whole("synchronizer.sync_interval") or 1, source.whole("synchronizer.sync_offset") or 0
+        if interval > 1 or offset:
+            source.lacks(
+                "synchronizer.sync_interval",
+                "samples of older weights (asynchronous training): 1 with sync_offset 0 is what is supported",
+            )
+        if (style := source.text("synchronizer.sync_style") or "fixed") != "fixed":
+            source.lacks("synchronizer.sync_style", f"{style}: samples of older weights (asynchronous training)")
+    if source.text("trainer.trainer_config_path"):
+        source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
+    return {}
+
+
+def layout(source: Source) -> dict[str, Any]:
+    world = gpus(source)
+    if not is_megatron(source):
+        cp = max(
+            source.whole("trainer.ulysses_sequence_parallel_size") or 1,
+            source.whole(_ACTOR + "ulysses_sequence_parallel_size") or 1,
+        )
+        return {"policy.backend": str(shared.world_layout(world, cp=cp)), "policy.recompute": "full"}
+    said = source.under(_ACTOR + "megatron.")
+    sizes = {
+        short: said.whole(f"{name}_parallel_size") or 1
+        for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
+    }
+    etp = said.whole("expert_tensor_parallel_size") or (sizes["tp"] if sizes["ep"] > 1 else 1)
+    found: dict[str, Any] = {
+        "policy.backend": str(shared.world_layout(world, etp=etp, **sizes)),
+        "policy.sequence_parallel": said.flag("sequence_parallel"),
+    }
+    if (virtual := said.whole("virtual_pipeline_model_parallel_size") or 1) > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    start = _ACTOR + "megatron.override_transformer_config"
+    return found | shared.recompute(source, start, "policy") | shared.megatron_options(source, start, "policy.megatron")
+
+
+def offload(source: Source) -> dict[str, Any]:
+    where = "megatron" if is_megatron(source) else "fsdp_config"
+    parts = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+    return {f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{_ACTOR}{where}.{name}_offload")}
+
+
+def lengths(source: Source) -> dict[str, Any]:
+    response = source.count("model.max_response_tokens")
+    prompt, whole = source.whole("model.max_prompt_tokens"), source.whole("model.max_model_len")
+    if prompt is None:
+        prompt = whole - response if whole is not None else None
+    if prompt is None or prompt < 1:
+        raise UnreadableError("model.max_prompt_tokens or model.max_model_len must say how long prompts may be")
+    longest = (prompt + response) * (2 if kind(source) == "dpo" else 1)
+    if (
+        source.flag(_ACTOR + "use_dynamic_bsz")
+        if source.has(_ACTOR + "use_dynamic_bsz")
+        else source.flag("trainer.use_dynamic_bsz")
+    ):
+        tokens = source.whole("trainer.max_token_len_per_gpu") or source.count(_ACTOR + "ppo_max_token_len_per_gpu")
+        tokens *= source.whole("trainer.ulysses_sequence_parallel_size") or 1
+    else:
+        tokens = source.count(_ACTOR + "ppo_micro_batch_size_per_gpu") * (prompt + response)
+    return {
+        "data.max_prompt_tokens": prompt,
+        "data.max_response_tokens": response,
+        "policy.tokens_per_micro_batch": max(tokens, longest),
+        "data.overlong_prompts": "refuse",
+    }
+
+
+def batch(source: Source) -> dict[str, Any]:
+    tasks, taken = source.count("buffer.batch_size"), source.whole("buffer.train_batch_size") or 0
+    if offline(source):
+        return {"data.prompts_per_step": taken or tasks}
+    group = source.whole("algorithm.repeat_times") or int(ALGORITHMS.get(kind(source), {}).get("repeat", 1))
+    if taken and taken != tasks * group:
+        source.lacks(
+            "buffer.train_batch_size",
+            f"a trainer's step of {taken} samples beside an explorer's of {tasks} x {group}: they must be as many",
+        )
+    return {"data.prompts_per_step": tasks, "algorithm.group_size": group, "algorithm.updates_per_step": 1}
+
+
+def algorithm(source: Source) -> dict[str, Any]:
+    name = kind(source)
+    if name not in ALGORITHMS:
+        source.lacks("algorithm.algorithm_type", f"the algorithm {name}: known here are {', '.join(ALGORITHMS)}")
+        return {}
+    if name == "sft":
+        return {"algorithm.name": "sft"}
+    if name == "dpo":
+        said = source.under("algorithm.policy_loss_fn_args.")
+        beta = said.number("beta") if said.has("beta") else source.number("algorithm.kl_loss_fn_args.kl_coef")
+        return {
+            "algorithm.name": "dpo",
+            "algorithm.beta": 0.1 if beta is None else beta,
+            "algorithm.label_smoothing": said.number("label_smoothing"),
+        }
+    advantage = chosen(source, "advantage", "advantage_fn")
+    if advantage not in ADVANTAGES:
+        source.lacks("algorithm.advantage_fn", f"the advantage {advantage}: known here are {', '.join(ADVANTAGES)}")
+        return {}
+    found = {"whiten": False, "credit": "response", **ADVANTAGES[advantage]}
+    said = source.under("algorithm.advantage_fn_args.")
+    for key in source.keys("algorithm.advantage_fn_args."):
+        if key.rpartition(".")[2] not in ("gamma", "lam", "epsilon"):
+            source.lacks(key, f"an argument of the advantage {advantage}")
+    if found["credit"] != "response":
+        found["gamma"] = said.number("gamma") if said.has("gamma") else 1.0
+    if found["credit"] == "gae":
+        found["lam"] = said.number("lam") if said.has("lam") else 1.0
+    group = source.whole("algorithm.repeat_times") or int(ALGORITHMS[name]["repeat"])
+    if group == 1 and found["advantage"] in ("group", "leave_one_out"):
+        found |= {"advantage": "reward", "normalize": "none"}
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if offline(source) or kind(source) not in ALGORITHMS:
+        return {}
+    name, said = chosen(source, "loss", "policy_loss_fn"), source.under("algorithm.policy_loss_fn_args.")
+    if name not in LOSSES:
+        source.lacks("algorithm.policy_loss_fn", f"the loss {name}: known here are {', '.join(LOSSES)}")
+        return {}
+    known = (
+        "clip_range",
+        "clip_range_low",
+        "clip_range_high",
+        "clip_ratio_c",
+        "loss_agg_mode",
+        "tau_pos",
+        "tau_neg",
+        "clip_low",
+        "clip_high",
+    )
+    for key in source.keys("algorithm.policy_loss_fn_args."):
+        if key.rpartition(".")[2] not in known:
+            source.lacks(key, f"an argument of the loss {name}")
+    mean = (
+        said.text("loss_agg_mode")
+        or source.text("algorithm.loss_agg_mode")
+        or ("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
+    )
+    if mean not in AGGREGATES:
+        said.lacks("loss_agg_mode", f"the mean {mean}")
+    found: dict[str, Any] = {
+        **LOSSES[name],
+        "aggregate": AGGREGATES.get(mean),
+        "entropy_coef": source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0,
+    }
+    if found["surrogate"] == "ppo_clip":
+        usual = said.number("clip_range") if said.has("clip_range") else 0.2
+        found |= {
+            "clip_low": said.number("clip_range_low") if said.has("clip_range_low") else usual,
+            "clip_high": said.number("clip_range_high") if said.has("clip_range_high") else usual,
+        }
+    if name == "ppo":
+        found["dual_clip"] = said.number("clip_ratio_c") if said.has("clip_ratio_c") else 3.0
+    if name == "cispo":
+        found |= {
+            "clip_low": said.number("clip_low") if said.has("clip_low") else 1.0,
+            "clip_high": said.number("clip_high") if said.has("clip_high") else 0.28,
+        }
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def kl(source: Source) -> dict[str, Any]:
+    if offline(source) or kind(source) not in ALGORITHMS:
+        return {}
+    penalty, in_loss = source.text("algorithm.kl_penalty_fn") or "none", chosen(source, "kl", "kl_loss_fn")
+    where, name = ("reward", penalty) if penalty != "none" else ("loss", in_loss)
+    section = "kl_penalty_fn" if where == "reward" else "kl_loss_fn"
+    said = source.under(f"algorithm.{section}_args.")
+    coef = said.number("kl_coef") if said.has("kl_coef") else 0.001
+    if name == "none" or not coef:
+        return {"algorithm.kl.coef": 0.0}
+    if (
+        where == "reward"
+        and in_loss != "none"
+        and (
+            source.number("algorithm.kl_loss_fn_args.kl_coef") if source.has("algorithm.kl_loss_fn_args.kl_coef") else 0.001
+        )
+    ):
+        source.lacks(
+            "algorithm.kl_penalty_fn", "a KL in the reward and another in the loss: set algorithm.kl_loss_fn to none"
+        )
+    if name not in shared.ESTIMATORS:
+        source.lacks(f"algorithm.{section}", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
+        return {}
+    found: dict[str, Any] = {"place": where, "estimator": shared.ESTIMATORS[name], "coef": coef}
+    if said.flag("adaptive"):
+        found |= {"target": said.number("target_kl"), "horizon": said.whole("horizon")}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+def optimizer(source: Source) -> dict[str, Any]:
+    """algorithm.optimizer, or verl's keys where those are set instead."""
+    new, old = source.under("algorithm.optimizer."), source.under(_ACTOR + "optim.")
+
+    def of(key: str) -> Source:
+        return old if old.has(key) and not new.has(key) else new
+
+    lr = of("lr").number("lr")
+    style = (
+        (old.text("warmup_style") if old.has("warmup_style") else None)
+        or of("lr_scheduler_type").text("lr_scheduler_type")
+        or "constant"
+    )
+    if style not in ("constant", "cosine"):
+        new.lacks("lr_scheduler_type", f"the schedule {style}")
+        style = "constant"
+    steps, share = (
+        of("lr_warmup_steps").whole("lr_warmup_steps"),
+        of("lr_warmup_steps_ratio").number("lr_warmup_steps_ratio"),
+    )
+    found: dict[str, Any] = {
+        "lr": lr,
+        "weight_decay": of("weight_decay").number("weight_decay"),
+        "betas": [float(beta) for beta in of("betas").items("betas")],
+        "clip_grad": source.number("trainer.grad_clip"),
+        "schedule": style,
+        "schedule_per": "step",
+        "warmup_from": 0,
+        "warmup_steps": steps if steps is not None and steps >= 0 else share or 0,
+    }
+    if style != "constant":
+        found["min_lr"] = (of("min_lr_ratio").number("min_lr_ratio") or 0.0) * (lr or 0.0)
+    if is_megatron(source):
+        found["betas"] = [0.9, 0.999]
+    return {f"policy.optimizer.{key}": value for key, value in found.items()}
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if chosen(source, "advantage", "advantage_fn") != "ppo" or offline(source):
+        return {}
+    found: dict[str, Any] = {
+        "critic.value_clip": source.number(_CRITIC + "cliprange_value"),
+        "critic.optimizer.lr": source.number(_CRITIC + "optim.lr"),
+        "critic.optimizer.schedule_per": "step",
+        "critic.optimizer.warmup_from": 0,
+    }
+    if path := source.text("model.critic_model_path"):
+        found["critic.path"] = path
+    if budget := source.whole(_CRITIC + "ppo_max_token_len_per_gpu"):
+        found["critic.tokens_per_micro_batch"] = max(
+            budget, lengths(source)["data.max_prompt_tokens"] + source.count("model.max_response_tokens")
+        )
+    if (warmup := source.whole(_VERL + "trainer.critic_warmup") or 0) > 1:
+        found["critic.warmup_steps"] = warmup - 1
+    return found
+
+
+def engine(source: Source) -> dict[str, Any]:
+    if offline(source):
+        return {}
+    said, world = source.under(_ROLLOUT), gpus(source)
+    tp = said.count("tensor_parallel_size")
+    drawn = source.under(_TASKSET + "rollout_args.")
+    found: dict[str, Any] = {
+        "engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1),
+        "engine.memory_fraction": min(said.number("gpu_memory_utilization") or 0.5, 0.6),
+        "engine.sampling.temperature": drawn.number("temperature")
+        if drawn.has("temperature")
+        else source.number("model.temperature"),
+        "engine.sampling.top_p": drawn.number("top_p") if drawn.has("top_p") else source.number("model.top_p"),
+        "engine.sampling.top_k": max(0, (drawn.whole("top_k") if drawn.has("top_k") else source.whole("model.top_k")) or 0),
+    }
+    for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"):
+        if said.has(name):
+            found[f"engine.vllm.{name}"] = said.flag(name)
+    return found
+
+
+_WORKFLOWS = ("math_workflow", "math_boxed_workflow", "default", "simple_workflow")
+_REWARDS = {"math_reward": "math", "math_boxed_reward": "math", "accuracy_reward": "math"}
+
+
+def data(source: Source) -> dict[str, Any]:
+    if offline(source):
+        said = source.under(_BUFFER + "format.")
+        found: dict[str, Any] = {"data.train": shared.files(source, _BUFFER + "path")}
+        for theirs, ours in (
+            ("prompt_key", "prompt_key"),
+            ("response_key", "response_key"),
+            ("messages_key", "messages_key"),
+            ("chosen_key", "chosen_key"),
+            ("rejected_key", "rejected_key"),
+        ):
+            if said.has(theirs):
+                found[f"data.{ours}"] = said.text(theirs)
+        return found
+    found = {
+        "data.train": shared.files(source, _TASKSET + "path"),
+        "data.prompt_key": source.text(_TASKSET + "format.prompt_key"),
+    }
+    sets = [each.get("path") for each in source.items("buffer.explorer_input.eval_tasksets") if isinstance(each, dict)]
+    if sets:
+        found["data.val"] = [str(path) for path in sets]
+    flow = source.text(_TASKSET + "default_workflow_type") or source.text("buffer.explorer_input.default_workflow_type")
+    if flow not in (None, "", *_WORKFLOWS):
+        source.lacks(
+            "buffer.explorer_input.default_workflow_type",
+            f"the workflow {flow}: a prompt, its responses and a reward function are what there is",
+        )
+    reward = source.text(_TASKSET + "default_reward_fn_type") or source.text("buffer.explorer_input.default_reward_fn_type")
+    if reward and reward not in _REWARDS:
+        source.lacks(
+            "buffer.explorer_input.default_reward_fn_type", f"the reward {reward}: reward.functions names a function"
+        )
+    elif reward:
+        found["reward.functions"] = {_REWARDS[reward]: 1.0}
+    elif flow in ("math_workflow", "math_boxed_workflow"):
+        found["reward.functions"] = {"math": 1.0}
+    return found
+
+
+def run(source: Source) -> dict[str, Any]:
+    place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
+    keep = source.whole(_VERL + "trainer.max_actor_ckpt_to_keep")
+    steps = source.whole("buffer.total_steps") or source.whole("trainer.total_steps")
+    evaluated = bool(source.items("buffer.explorer_input.eval_tasksets")) and not offline(source)
+    return {
+        "trainer.run_dir": place,
+        "trainer.keep": keep if keep and keep > 0 else EVERY_CHECKPOINT,
+        "trainer.resume": "auto" if source.flag("continue_from_checkpoint") else "never",
+        "trainer.save_every": max(0, source.whole("trainer.save_interval") or 0),
+        "trainer.eval_every": max(0, source.whole("explorer.eval_interval") or 0) if evaluated else 0,
+        "trainer.eval_before_train": source.flag("explorer.eval_on_startup") and evaluated,
+        "trainer.steps": steps,
+        "trainer.epochs": source.whole("buffer.total_epochs"),
+        "eval.samples": 0,
+        "trainer.loggers": [name for name in ("tensorboard",) if source.text("monitor.monitor_type") == name] + ["console"],
+    }
+
+
+_SECOND_FILE = "a file for trainer.trainer_config_path, which is no run of its own"
+_TASKS = "workflows, tools and other models"
+
+SECTIONS = (
+    Section.of(
+        "Run",
+        used("mode", "algorithm.name"),
+        used("project name checkpoint_root_dir", "trainer.run_dir"),
+        used("continue_from_checkpoint", "trainer.resume"),
+        fixed(
+            "group checkpoint_job_dir ray_namespace ignore_validator_suggestions log.** service.** "
+            "monitor.monitor_args monitor.detailed_stats monitor.enable_ray_timeline monitor.cache_dir",
+            SHOWN,
+        ),
+        used("monitor.monitor_type", "trainer.loggers", "wandb and mlflow: metrics.jsonl has the same numbers."),
+        used(
+            "cluster.node_num cluster.gpu_per_node",
+            "policy.backend",
+            "Engines and trainer share the trainer's GPUs: those of the cluster without engine_num x tensor_parallel_size.",
+        ),
+        fixed("cluster.*", "how processes are started"),
+        used(
+            "synchronizer.sync_interval synchronizer.sync_offset synchronizer.sync_style",
+            "engine.backend",
+            "Every step, as here.",
+        ),
+        fixed("synchronizer.*", "weights move on the GPUs"),
+        lacks("stages", "stages of different algorithms"),
+        used("-m", "algorithm.name"),
+        fixed("--config-name --config-path", "how the program is started"),
+    ),
+    Section.of(
+        "Algorithm",
+        used(
+            "algorithm.algorithm_type algorithm.advantage_fn algorithm.advantage_fn_args.*",
+            "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam",
+        ),
+        used("algorithm.repeat_times", "algorithm.group_size"),
+        used(
+            "algorithm.policy_loss_fn algorithm.policy_loss_fn_args.* algorithm.loss_agg_mode",
+            "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
+            "algorithm.aggregate algorithm.beta",
+            "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py).",
+        ),
+        used(
+            "algorithm.kl_penalty_fn algorithm.kl_penalty_fn_args.* algorithm.kl_loss_fn algorithm.kl_loss_fn_args.*",
+            "algorithm.kl algorithm.beta",
+            "k2 with 0.001 in the loss when left out (algorithm.py, kl_fn.py). With dpo its kl_coef is β.",
+        ),
+        used("algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.entropy_coef"),
+        lacks("algorithm.entropy_loss_fn", "another entropy", ["default", "none"]),
+        lacks("algorithm.sample_strategy", "another choice of samples", ["default", "warmup"]),
+        lacks("algorithm.sample_strategy_args.*", "another choice of samples"),
+        fixed("algorithm.*_args", "empty"),
+        used("algorithm.optimizer.lr", "policy.optimizer.lr"),
+        used("algorithm.optimizer.betas", "policy.optimizer.betas"),
+        used("algorithm.optimizer.weight_decay", "policy.optimizer.weight_decay"),
+        used("algorithm.optimizer.lr_scheduler_type algorithm.optimizer.warmup_style", "policy.optimizer.schedule"),
+        used("algorithm.optimizer.min_lr_ratio", "policy.optimizer.min_lr"),
+        used(
+            "algorithm.optimizer.lr_warmup_steps algorithm.optimizer.lr_warmup_steps_ratio",
+            "policy.optimizer.warmup_steps",
+            "verl's: steps of the run, the first with rate 0.",
+        ),
+        lacks("algorithm.optimizer.optimizer_type", "another optimizer than AdamW", ["adam", "adamw"]),
+        fixed("algorithm.optimizer.clip_grad", "trainer.grad_clip says it"),
+    ),
+    Section.of(
+        "Model",
+        to("model.model_path", "model.path", shared.path),
+        to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
+        used("model.critic_model_path", "critic.path"),
+        used(
+            "model.max_prompt_tokens model.max_response_tokens model.max_model_len",
+            "data.max_prompt_tokens data.max_response_tokens",
+            "Prompts that are too long are refused: Trinity cuts them off.",
+        ),
+        used("model.temperature model.top_p model.top_k", "engine.sampling"),
+        lacks("model.lora_configs model.lora_configs.**", "low-rank adapters: all weights are trained"),
+        lacks("model.enable_thinking", "an argument of the chat template", [True]),
+        lacks(
+            "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta",
+            "another chat template or RoPE: write it into the model's directory",
+        ),
+        lacks("model.repetition_penalty model.min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
+        fixed(
+            "model.logprobs model.enable_prompt_truncation model.fully_sharded_loras model.max_cpu_loras",
+            "log-probs are always recorded",
+        ),
+        lacks("model.tinker.enable model.external_model.enable", "models that are trained elsewhere", [False]),
+        fixed("model.tinker.* model.external_model.*", "read with enable only"),
+    ),
+    Section.of(
+        "Buffer",
+        used(
+            "buffer.batch_size buffer.train_batch_size",
+            "data.prompts_per_step",
+            "Tasks a step, and samples of a trainer's step.",
+        ),
+        used("buffer.total_epochs", "trainer.epochs"),
+        used("buffer.total_steps trainer.total_steps", "trainer.steps"),
+        used(_TASKSET + "path", "data.train", "A name on the hub is to be written as parquet first."),
+        used(_TASKSET + "format.prompt_key", "data.prompt_key"),
+        fixed(f"{_TASKSET}format.response_key", "the ground truth is read from reward_model.ground_truth or answer"),
+        lacks(
+            _TASKSET + "format.system_prompt buffer.explorer_input.system_prompt buffer.explorer_input.reply_prefix",
+            "a system prompt that is put before each prompt: write it into the data",
+            [""],
+        ),
+        used(
+            f"{_TASKSET}rollout_args.temperature {_TASKSET}rollout_args.top_p {_TASKSET}rollout_args.top_k",
+            "engine.sampling",
+        ),
+        fixed(f"{_TASKSET}rollout_args.*", "algorithm.repeat_times and log-probs say it"),
+        used("buffer.explorer_input.eval_tasksets", "data.val", "Greedy."),
+        used(f"buffer.explorer_input.default_workflow_type {_TASKSET}default_workflow_type", "reward.functions"),
+        used(f"buffer.explorer_input.default_reward_fn_type {_TASKSET}default_reward_fn_type", "reward.functions"),
+        lacks(
+            f"{_TASKSET}workflow_args.** {_TASKSET}reward_fn_args.** "
+            f"buffer.explorer_input.default_eval_workflow_type {_TASKSET}data_selector.** "
+            f"{_TASKSET}task_selector.** {_TASKSET}repeat_times",
+            _TASKS,
+            ["", "sequential"],
+        ),
+        lacks("buffer.explorer_input.tasksets", "several task sets"),
+        fixed(
+            f"{_TASKSET}name {_TASKSET}storage_type {_TASKSET}split {_TASKSET}subset_name "
+            f"{_TASKSET}enable_progress_bar {_TASKSET}** buffer.max_retry_* buffer.tokenizer_path "
+            f"buffer.cache_dir buffer.explorer_output",
+            "how data are read",
+        ),
+        used(_BUFFER + "path", "data.train", "Of dpo and sft."),
+        used(f"{_BUFFER}format.*", "data.prompt_key data.response_key data.chosen_key data.rejected_key"),
+        lacks(
+            f"{_BUFFER}replay_buffer.enable {_BUFFER}use_priority_queue",
+            "samples that are learned from several times",
+            [False],
+        ),
+        fixed(f"{_BUFFER}replay_buffer.** {_BUFFER}replay_buffer_kwargs.**", "read with a replay buffer only"),
+        fixed(f"{_BUFFER}**", "where Trinity keeps samples"),
+        lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
+        lacks("data_processor.** data_processor", "operators on data: write the rows as parquet"),
+    ),
+    Section.of(
+        "Explorer",
+        used(f"{_ROLLOUT}engine_num {_ROLLOUT}tensor_parallel_size", "engine.backend policy.backend"),
+        used(_ROLLOUT + "gpu_memory_utilization", "engine.memory_fraction", "At most 0.6, as the trainer shares the GPUs."),
+        used(f"{_ROLLOUT}enforce_eager {_ROLLOUT}enable_prefix_caching {_ROLLOUT}enable_chunked_prefill", "engine.vllm"),
+        used("explorer.eval_interval", "trainer.eval_every"),
+        used("explorer.eval_on_startup", "trainer.eval_before_train"),
+        used(
+            "explorer.auxiliary_models",
+            "policy.backend",
+            "Their GPUs are not the trainer's; rewards that ask them need a function of your own.",
+        ),
+        lacks(f"{_ROLLOUT}enable_thinking", "an argument of the chat template", [True]),
+        lacks(f"{_ROLLOUT}ignore_eos", "responses that go on behind their end", [False]),
+        fixed(f"{_ROLLOUT}** explorer.*", "how requests are spread"),
+        lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),
+        fixed("explorer.over_rollout.* explorer.dynamic_timeout.* explorer.env_vars.**", "read with a ratio only"),
+    ),
+    Section.of(
+        "Trainer",
+        used("trainer.save_interval", "trainer.save_every"),
+        used("trainer.grad_clip", "policy.optimizer.clip_grad"),
+        used(
+            "trainer.use_dynamic_bsz trainer.max_token_len_per_gpu "
+            + f"{_ACTOR}use_dynamic_bsz {_ACTOR}ppo_max_token_len_per_gpu {_ACTOR}ppo_micro_batch_size_per_gpu",
+            "policy.tokens_per_micro_batch",
+        ),
+        used(f"trainer.ulysses_sequence_parallel_size {_ACTOR}ulysses_sequence_parallel_size", "policy.backend"),
+        used(
+            f"trainer.trainer_strategy {_ACTOR}strategy",
+            "policy.backend",
+            "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
+        ),
+        used(
+            " ".join(
+                f"{_ACTOR}megatron.{name}_parallel_size"
+                for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+            ),
+            "policy.backend",
+        ),
+        used(f"{_ACTOR}megatron.virtual_pipeline_model_parallel_size", "policy.megatron.pipeline"),
+        used(f"{_ACTOR}megatron.sequence_parallel", "policy.sequence_parallel"),
+        used(
+            f"{_ACTOR}megatron.override_transformer_config.*",
+            "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
+        ),
+        used(
+            f"{_ACTOR}megatron.param_offload {_ACTOR}megatron.grad_offload {_ACTOR}megatron.optimizer_offload "
+            f"{_ACTOR}fsdp_config.param_offload {_ACTOR}fsdp_config.optimizer_offload",
+            "policy.offload",
+        ),
+        used(f"{_ACTOR}optim.lr", "policy.optimizer.lr"),
+        used(f"{_ACTOR}optim.betas", "policy.optimizer.betas"),
+        used(f"{_ACTOR}optim.warmup_style {_ACTOR}optim.lr_scheduler_type", "policy.optimizer.schedule"),
+        used(f"{_ACTOR}optim.lr_warmup_steps {_ACTOR}optim.lr_warmup_steps_ratio", "policy.optimizer.warmup_steps"),
+        used(f"{_ACTOR}optim.min_lr_ratio", "policy.optimizer.min_lr"),
+        used(f"{_ACTOR}optim.weight_decay", "policy.optimizer.weight_decay"),
+        used(
+            f"{_CRITIC}cliprange_value {_CRITIC}optim.lr {_CRITIC}ppo_max_token_len_per_gpu",
+            "critic.value_clip critic.optimizer.lr critic.tokens_per_micro_batch",
+        ),
+        used(_VERL + "trainer.critic_warmup", "critic.warmup_steps"),
+        used(_VERL + "trainer.max_actor_ckpt_to_keep", "trainer.keep"),
+        lacks(f"{_VERL}algorithm.rollout_correction.bypass_mode", "verl's correction below Trinity's losses", [False]),
+        fixed(_VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
+        used("trainer.trainer_config_path", "policy.backend"),
+        lacks(
+            "trainer.actor_use_kl_loss trainer.actor_kl_loss_coef trainer.actor_grad_clip trainer.actor_*",
+            "keys of before 2025-06: algorithm.kl_loss_fn_args",
+        ),
+        fixed(
+            "trainer.name trainer.trainer_type trainer.enable_preview trainer.save_hf_checkpoint "
+            "trainer.save_strategy trainer.max_checkpoints_to_keep trainer.fix_actor_microbatch_loss_scale "
+            "trainer.trainer_config",
+            KERNELS,
+        ),
+    ),
+    Section.of(
+        "verl's own file",
+        lacks(
+            "actor_rollout_ref.** critic.** custom_reward_function.** data.** reward_model.** "
+            "algorithm.gamma algorithm.lam algorithm.kl_penalty algorithm.kl_ctrl.* trainer.balance_batch "
+            "trainer.critic_warmup trainer.default_hdfs_dir "
+            "trainer.del_local_ckpt_after_load trainer.remove_previous_ckpt_in_save trainer.resume_mode "
+            "trainer.val_before_train trainer.max_*_ckpt_to_keep trainer.total_training_steps "
+            "trainer.default_local_dir trainer.sync_freq",
+            _SECOND_FILE,
+        ),
+    ),
+)
+
+DERIVED = (program, layout, offload, lengths, batch, algorithm, loss, kl, optimizer, critic, engine, data, run)
+
+TABLE = Table(
+    "Trinity-RFT",
+    SECTIONS,
+    DERIVED,
+    DEFAULTS,
+    command="`fivefold train --from trinity --config run.yaml`, as `trinity run --config run.yaml`.",
+    loses=(
+        "workflows with tools, environments and other models",
+        "an explorer and a trainer that go on at their own pace (sync_interval above 1)",
+        "replay buffers and operators on data",
+    ),
+    gains=(
+        "no flash-attn, Apex or converter to install: mixture-of-experts models load from their Hugging Face directory",
+        "all GPUs for sampling and for training in turn",
+        "every layout with the same numbers",
+    ),
+)
+
+
+def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
+    """Trinity-RFT's configuration in our spelling, with the file of `trainer.trainer_config_path` where it is here."""
+    from fivefold.config.loader import read
+
+    trainer = tree.get("trainer")
+    if isinstance(trainer, dict) and Path(str(trainer.get("trainer_config_path") or "")).is_file():
+        inner = {**read(str(trainer["trainer_config_path"])), **(trainer.get("trainer_config") or {})}
+        rest = {key: value for key, value in trainer.items() if key != "trainer_config_path"}
+        tree = {**tree, "trainer": {**rest, "trainer_config": inner}}
+    return translate_table(TABLE, tree, overrides, environment)

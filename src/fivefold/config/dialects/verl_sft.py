@@ -1,0 +1,298 @@
+"""verl's SFT trainers: `verl.trainer.sft_trainer` with an engine, and the older `fsdp_sft_trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
+from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
+
+DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 256,
+    "data.max_length": 1024,
+    "data.prompt_key": "question",
+    "data.response_key": "answer",
+    "data.messages_key": "messages",
+    "data.truncation": "error",
+    "data.shuffle": True,
+    "data.use_dynamic_bsz": True,
+    "data.max_token_len_per_gpu": 8192,
+    "data.micro_batch_size_per_gpu": 4,
+    "optim.lr": 1e-5,
+    "optim.betas": [0.9, 0.95],
+    "optim.weight_decay": 0.01,
+    "optim.clip_grad": 1.0,
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_warmup_steps": -1,
+    "optim.min_lr_ratio": 0.0,
+    "optim.min_lr": 0.0,
+    "engine.tensor_model_parallel_size": 1,
+    "engine.pipeline_model_parallel_size": 1,
+    "engine.context_parallel_size": 1,
+    "engine.expert_model_parallel_size": 1,
+    "engine.ulysses_sequence_parallel_size": 1,
+    "ulysses_sequence_parallel_size": 1,
+    "model.enable_gradient_checkpointing": True,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.total_epochs": 1,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.resume_mode": "auto",
+    "trainer.seed": 1,
+    "trainer.logger": ["console", "wandb"],
+    "trainer.project_name": "gsm8k-sft",
+    "trainer.experiment_name": "test",
+    "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+}
+
+
+def looks_like(settings: Mapping[str, Any]) -> bool:
+    """Settings of an SFT trainer."""
+    return any(key.startswith("optim.") or key in ("model.partial_pretrain", "model.path") for key in settings)
+
+
+def is_megatron(source: Source) -> bool:
+    return source.text("engine") == "megatron" or source.text("model_engine") == "megatron"
+
+
+def method(source: Source) -> dict[str, Any]:
+    return {"algorithm.name": "sft", "data.prompts_per_step": source.count("data.train_batch_size")}
+
+
+def model(source: Source) -> dict[str, Any]:
+    key = "model.partial_pretrain" if source.has("model.partial_pretrain") else "model.path"
+    return {"model.path": shared.path(source, key)}
+
+
+def layout(source: Source) -> dict[str, Any]:
+    gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
+    said = source.under("engine.")
+    if not is_megatron(source):
+        cp = max(said.whole("ulysses_sequence_parallel_size") or 1, source.whole("ulysses_sequence_parallel_size") or 1)
+        return {"policy.backend": str(shared.world_layout(gpus, cp=cp))}
+    sizes = {
+        short: said.whole(f"{name}_parallel_size") or 1
+        for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
+    }
+    etp = said.whole("expert_tensor_parallel_size") or (sizes["tp"] if sizes["ep"] > 1 else 1)
+    found: dict[str, Any] = {"policy.backend": str(shared.world_layout(gpus, etp=etp, **sizes))}
+    if (virtual := said.whole("virtual_pipeline_model_parallel_size")) and virtual > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    return found | shared.megatron_options(source, "engine.override_transformer_config", "policy.megatron")
+
+
+def memory(source: Source) -> dict[str, Any]:
+    if is_megatron(source):
+        return shared.recompute(source, "engine.override_transformer_config", "policy")
+    return {"policy.recompute": "full"} if source.flag("model.enable_gradient_checkpointing") else {}
+
+
+def micro_batch(source: Source) -> dict[str, Any]:
+    longest = source.count("data.max_length")
+    if source.flag("data.use_dynamic_bsz"):
+        shared_by = source.whole(
+            "engine.context_parallel_size" if is_megatron(source) else "engine.ulysses_sequence_parallel_size"
+        )
+        return {
+            "policy.tokens_per_micro_batch": max(source.count("data.max_token_len_per_gpu") * (shared_by or 1), 2 * longest)
+        }
+    return {"policy.tokens_per_micro_batch": max((source.whole("data.micro_batch_size_per_gpu") or 1), 2) * longest}
+
+
+def optimizer(source: Source) -> dict[str, Any]:
+    said = source.under("optim.")
+    found: dict[str, Any] = {
+        "lr": said.number("lr"),
+        "weight_decay": said.number("weight_decay"),
+        "clip_grad": said.number("clip_grad"),
+        "betas": [float(beta) for beta in said.items("betas")],
+    }
+    # The older trainer falls by a cosine when nothing is said.
+    older = source.has("model.partial_pretrain")
+    style = (
+        said.text("lr_decay_style")
+        or said.text("lr_scheduler_type")
+        or said.text("lr_scheduler")
+        or ("cosine" if older else "constant")
+    )
+    if style not in ("constant", "linear", "cosine"):
+        said.lacks("lr_scheduler_type", f"the schedule {style}")
+        style = "constant"
+    found["schedule"] = style
+    if style != "constant":
+        lowest = said.number("min_lr") or (said.number("min_lr_ratio") or 0.0) * (found["lr"] or 0.0)
+        found["min_lr"] = lowest or said.number("lr_min")
+    steps = said.whole("lr_warmup_steps")
+    found["warmup_from"] = 0
+    found["warmup_steps"] = steps if steps is not None and steps >= 0 else said.number("lr_warmup_steps_ratio")
+    return {f"policy.optimizer.{key}": value for key, value in found.items()}
+
+
+def columns(source: Source) -> dict[str, Any]:
+    for key, inner in (("prompt_key", "prompt_dict_keys"), ("response_key", "response_dict_keys")):
+        if source.items(f"data.{inner}"):
+            source.lacks(
+                f"data.{inner}", f"a text within a column: write it into a column of its own and name that in {key}"
+            )
+    return {}
+
+
+def lengths(source: Source) -> dict[str, Any]:
+    """One length of the whole there, of prompt and response here: each may be as long."""
+    longest = source.count("data.max_length")
+    if source.text("data.truncation") not in ("error", None):
+        source.fixed(
+            "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
+        )
+    return {"data.max_prompt_tokens": longest, "data.max_response_tokens": longest, "data.overlong_prompts": "refuse"}
+
+
+def length_of_run(source: Source) -> dict[str, Any]:
+    steps = source.whole("trainer.total_training_steps")
+    return {"trainer.steps": steps} if steps and steps > 0 else {"trainer.epochs": source.count("trainer.total_epochs")}
+
+
+def intervals(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, ours in (("save_freq", "save_every"), ("test_freq", "eval_every")):
+        if source.text(f"trainer.{key}") == "after_each_epoch":
+            source.lacks(f"trainer.{key}", "after each epoch: say a number of steps", changes_result=False)
+        else:
+            found[f"trainer.{ours}"] = shared.interval(source, f"trainer.{key}")
+    if not source.items("data.val_files"):
+        found["trainer.eval_every"] = 0
+    return found
+
+
+def run(source: Source) -> dict[str, Any]:
+    mode = (source.text("trainer.resume_mode") or "auto").lower()
+    resume = {"auto": "auto", "disable": "never"}.get(mode, source.text("trainer.resume_from_path"))
+    keep = source.whole("trainer.max_ckpt_to_keep")
+    return {"trainer.resume": resume, "trainer.keep": keep or EVERY_CHECKPOINT, "trainer.eval_before_train": False}
+
+
+TABLE = Table(
+    "verl",
+    (
+        Section.of(
+            "SFT",
+            used("model.path model.partial_pretrain", "model.path"),
+            to("data.train_files", "data.train", shared.files),
+            to("data.val_files", "data.val", shared.files),
+            used(
+                "data.train_batch_size",
+                "data.prompts_per_step",
+                "One update a step, mean over the tokens of the whole batch.",
+            ),
+            used("data.max_length data.truncation", "data.max_prompt_tokens data.max_response_tokens"),
+            to("data.prompt_key", "data.prompt_key", shared.text),
+            to("data.response_key", "data.response_key", shared.text),
+            to("data.messages_key", "data.messages_key", shared.text),
+            fixed("data.multiturn.enable", "a row with a conversation is learned as one"),
+            to("data.multiturn.messages_key", "data.messages_key", shared.text),
+            to("data.shuffle", "data.shuffle", shared.flag),
+            used("data.prompt_dict_keys data.response_dict_keys", "data.prompt_key"),
+            used(
+                ("data.use_dynamic_bsz data.max_token_len_per_gpu data.micro_batch_size_per_gpu data.micro_batch_size"),
+                "policy.tokens_per_micro_batch",
+            ),
+            fixed(
+                (
+                    "data.pad_mode data.balance_dp_token data.use_shm data.num_workers "
+                    "data.ignore_input_ids_mismatch data.return_* data.val_batch_size use_remove_padding "
+                    "model.use_remove_padding"
+                ),
+                "sequences are always packed",
+            ),
+            lacks("data.train_max_samples data.val_max_samples", "only the first rows of the data", [-1]),
+            lacks(
+                "data.custom_cls.path data.apply_chat_template_kwargs data.chat_template",
+                "a data set of one's own code",
+            ),
+            fixed("data.custom_cls.name", "read with its path only"),
+            used(
+                (
+                    "optim.lr optim.betas optim.weight_decay optim.clip_grad optim.lr_warmup_steps "
+                    "optim.lr_warmup_steps_ratio optim.lr_scheduler_type optim.lr_scheduler optim.lr_decay_style "
+                    "optim.min_lr optim.min_lr_ratio optim.lr_min optim.warmup_steps_ratio"
+                ),
+                "policy.optimizer",
+                "A share of the run stays one.",
+            ),
+            lacks("optim.lr_warmup_init optim.init_lr_ratio", "a warm-up that starts above 0", [0, 0.0]),
+            lacks("optim.optimizer", "another optimizer than AdamW", ["AdamW", "adam", "FusedAdam"]),
+            lacks("optim.num_cycles", "a cosine of other cycles", [0.5]),
+            fixed(
+                (
+                    "optim.optimizer_impl optim.master_weights optim.store_param_remainders "
+                    "optim.override_optimizer_config.* optim optim.exp_avg_dtype optim.exp_avg_sq_dtype "
+                    "optim.total_training_steps"
+                ),
+                SPREAD,
+            ),
+            used(
+                (
+                    "trainer.nnodes trainer.n_gpus_per_node engine model_engine engine.strategy model.strategy "
+                    "ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size "
+                    "engine.tensor_model_parallel_size engine.pipeline_model_parallel_size "
+                    "engine.context_parallel_size engine.expert_model_parallel_size "
+                    "engine.expert_tensor_parallel_size engine.virtual_pipeline_model_parallel_size"
+                ),
+                "policy.backend",
+                "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
+            ),
+            used("engine.override_transformer_config.*", "policy.megatron.transformer policy.recompute"),
+            used("model.enable_gradient_checkpointing", "policy.recompute"),
+            slower(
+                (
+                    "engine.cp_size engine.pp_size engine.tp_size engine.ep_size engine.ulysses_parallel_size "
+                    "engine.data_parallel_size engine.expert_parallel_size"
+                ),
+                "another engine's layout: data parallelism instead",
+                [1],
+            ),
+            fixed("engine.**", SPREAD),
+            lacks("model.lora_rank model.lora.rank", "low-rank adapters: all weights are trained", [0]),
+            fixed("model.lora_alpha model.lora.** model.target_modules", "read with a rank of adapters only"),
+            fixed(
+                (
+                    "model.use_liger model.use_fused_kernels model.attn_implementation "
+                    "model.override_config.attn_implementation"
+                ),
+                KERNELS,
+            ),
+            lacks("model.enable_activation_offload", "activations stay on the GPU", [False], changes_result=False),
+            lacks("model.mtp.enable model.mtp.enable_train", "multi-token prediction", [False]),
+            fixed("model.mtp.**", "read with mtp.enable only"),
+            to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
+            fixed("model.fsdp_config.** model.external_lib model.use_shm model.name model", SPREAD),
+            used("trainer.total_epochs trainer.total_training_steps", "trainer.epochs trainer.steps"),
+            used("trainer.save_freq trainer.test_freq", "trainer.save_every trainer.eval_every"),
+            used("trainer.resume_mode trainer.resume_from_path", "trainer.resume"),
+            used("trainer.max_ckpt_to_keep", "trainer.keep"),
+            to("trainer.default_local_dir", "trainer.run_dir", shared.path),
+            used("trainer.project_name trainer.experiment_name", "trainer.run_dir"),
+            to("trainer.logger", "trainer.loggers", shared.loggers),
+            to("trainer.seed", "trainer.seed", shared.whole),
+            to("trainer.device", "trainer.device", shared.choice({"cuda": "cuda", "npu": "auto", "cpu": "cpu"}, "a device")),
+            fixed(
+                (
+                    "trainer.checkpoint.** checkpoint.** trainer.default_hdfs_dir trainer.balance_batch "
+                    "trainer.nccl_timeout trainer.log_val_generations trainer.max_actor_ckpt_to_keep"
+                ),
+                "a checkpoint has the whole state",
+            ),
+            fixed("profiler.** trainer.profile_* global_profiler.**", SHOWN),
+            fixed(
+                "hydra.** defaults --config-name --config-path -m **._target_ ray_kwargs.**",
+                "how processes are started",
+            ),
+        ),
+    ),
+    (method, model, columns, lengths, layout, memory, micro_batch, optimizer, length_of_run, intervals, run),
+    DEFAULTS,
+)

@@ -1,0 +1,81 @@
+"""A translation -> the commented run.yaml, and the table of what became of the source's keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import yaml
+
+from fivefold.config.dialects import Kind, Line, Outcome, Translation
+
+_WIDTH = 60
+TITLES: dict[Kind, str] = {
+    "translated": "translated",
+    "fixed": "fixed here",
+    "unsupported": "not supported",
+    "unknown": "unknown",
+}
+
+
+def write(translation: Translation, system: str) -> str:
+    """The configuration as YAML; each line names the keys that it comes from, a table at the end counts them."""
+    parts = [f"# Translated from {system}. Behind each value stands the key that it comes from.", ""]
+    path: tuple[str, ...] = ()
+    for line in translation.lines:
+        *sections, last = line.key.split(".")
+        common = next(
+            (i for i, (a, b) in enumerate(zip(path, sections, strict=False)) if a != b), min(len(path), len(sections))
+        )
+        parts += [f"{'  ' * depth}{sections[depth]}:" for depth in range(common, len(sections))]
+        path = tuple(sections)
+        setting = f"{'  ' * len(sections)}{last}: {_flow(line.value)}"
+        parts.append(f"{setting:<{_WIDTH}}  # {_sources(line, system)}")
+    return "\n".join([*parts, "", *_table(translation.outcomes, system), ""])
+
+
+def summary(translation: Translation) -> str:
+    """One line with the counts."""
+    counts = Counter(each.kind for each in translation.outcomes)
+    return ", ".join(f"{counts[kind]} {title}" for kind, title in TITLES.items())
+
+
+def notes(translation: Translation) -> list[str]:
+    """What is not supported and changes no number, one sentence each."""
+    return [f"{each.key}={each.value}: {each.reason}" for each in translation.outcomes
+            if each.kind == "unsupported" and not each.changes_result]  # fmt: skip
+
+
+def _sources(line: Line, system: str) -> str:
+    if not line.sources:
+        return f"{system}'s default"
+    more = f" and {len(line.sources) - 3} more" if len(line.sources) > 3 else ""
+    return ", ".join(line.sources[:3]) + more
+
+
+def _flow(value: Any) -> str:
+    """A value in YAML's short form, in one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
+
+
+def _table(outcomes: list[Outcome], system: str) -> list[str]:
+    counts = Counter(each.kind for each in outcomes)
+    lines = [f"# {sum(counts.values())} keys of {system}:"]
+    for kind, title in TITLES.items():
+        if not counts[kind]:
+            continue
+        lines.append(f"# {counts[kind]:4d} {title}")
+        if kind != "translated":
+            lines += [
+                f"#        {each.key} = {each.value if isinstance(each.value, str) else _flow(each.value)}: {_marked(each)}"
+                for each in outcomes
+                if each.kind == kind
+            ]
+    return lines
+
+
+def _marked(each: Outcome) -> str:
+    return (
+        f"{each.reason} (the numbers would be others)" if each.kind == "unsupported" and each.changes_result else each.reason
+    )

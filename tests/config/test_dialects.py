@@ -1,0 +1,560 @@
+"""Other systems' configurations: what becomes of each key, and whether the run is the one that was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+
+import pytest
+
+from fivefold.config import ConfigError, RunConfig, make_config
+from fivefold.config.dialects import SYSTEMS, find_dialect, writer
+from fivefold.config.dialects.command import translate_words
+from fivefold.config.dialects.source import Source, UnreadableError, flatten
+from fivefold.config.dialects.table import Table
+from fivefold.config.dialects.translator import known_keys
+from fivefold.config.loader import read_text
+
+HOME = {"HOME": "/home/me"}
+VERL = [
+    "data.train_files=/d/a.parquet",
+    "data.val_files=/d/b.parquet",
+    "actor_rollout_ref.model.path=m",
+    "actor_rollout_ref.rollout.name=vllm",
+]
+SKYRL = ["data.train_data=['/d/a.parquet']", "trainer.policy.model.path=m", "trainer.placement.policy_num_gpus_per_node=8"]
+SKYRL += ["generator.inference_engine.num_engines=8", "generator.inference_engine.run_engines_locally=true"]
+
+
+def translated(system: str, *words: str, tree: str = ""):
+    return find_dialect(system)(read_text(tree, "a file"), list(words), environment=HOME)  # type: ignore[call-arg]
+
+
+def config(system: str, *words: str, tree: str = "") -> RunConfig:
+    found = translated(system, *words, tree=tree)
+    assert found.refusals == []
+    return make_config(found.tree)
+
+
+def tables() -> list[tuple[str, Table]]:
+    modules = {system: importlib.import_module(f"fivefold.config.dialects.{system}") for system in SYSTEMS}
+    return [
+        (name, table) for name, module in modules.items() for table in (module.TABLE, *getattr(module, "OTHER_TABLES", ()))
+    ]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("system", "table"), tables())
+def test_every_row_names_keys_of_ours(system, table):
+    ours = known_keys()
+    for section in table.sections:
+        for row in section.rows:
+            for key in row.ours:
+                within = key.startswith(tuple(f"{name}." for name in ours))
+                assert key in ours or within or any(name.startswith(f"{key}.") for name in ours), (row.key, key)
+
+
+@pytest.mark.parametrize(("system", "table"), tables())
+@pytest.mark.parametrize("settings", [
+    {}, {"actor_rollout_ref.actor.strategy": "megatron"}, {"engine": "megatron"}, {"trainer.strategy": "megatron"},
+    {"trainer.algorithm.advantage_estimator": "gae"}, {"adv_estimator": "grpo", "actor_train.device_mapping": "[0]"},
+    {"algorithm.algorithm_type": "dpo", "model.max_response_tokens": 8, "model.max_model_len": 16, "mode": "train"},
+])  # fmt: skip
+def test_every_key_that_a_function_reads_has_a_row(system, table, settings):
+    source = Source(settings, table.defaults, {})
+    for function in table.derived:
+        with contextlib.suppress(UnreadableError):
+            function(source)
+    assert [key for key in sorted(source.read) if table.row(key) is None] == []
+    assert [key for key in table.defaults if table.row(key) is None] == []
+
+
+@pytest.mark.parametrize(("system", "table"), tables())
+def test_no_row_is_hidden_by_one_before_it(system, table):
+    rows = [row for section in table.sections for row in section.rows]
+    exact = [row.key for row in rows if not row.is_pattern]
+    assert sorted({key for key in exact if exact.count(key) > 1}) == []
+
+
+# --- what becomes of a key -------------------------------------------------------------------------------------------
+
+
+def outcome(translation, key):
+    return next(each for each in translation.outcomes if each.key == key)
+
+
+def test_every_key_of_the_source_has_one_outcome():
+    words = [
+        *VERL,
+        "trainer.balance_batch=True",
+        "trainer.logger=['console','wandb']",
+        "actor_rollout_ref.model.lora_rank=32",
+        "data.shufle=False",
+    ]
+    found = translated("verl", *words)
+    assert [each.key for each in found.outcomes] == [word.partition("=")[0] for word in words]
+    assert outcome(found, "data.train_files").ours == ("data.train",)
+    assert outcome(found, "trainer.balance_batch").kind == "fixed"
+    logger, adapters, typo = (
+        outcome(found, key) for key in ("trainer.logger", "actor_rollout_ref.model.lora_rank", "data.shufle")
+    )
+    assert (logger.kind, logger.is_refused) == ("unsupported", False) and "wandb" in logger.reason
+    assert (adapters.kind, adapters.is_refused) == ("unsupported", True)
+    assert (typo.kind, typo.reason) == ("unknown", "no key of verl that is known here: did you mean data.shuffle?")
+    assert len(found.refusals) == 2
+
+
+def test_what_is_switched_off_is_not_refused():
+    found = translated("verl", *VERL, "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.quantization=null")
+    assert found.refusals == []
+
+
+def test_each_line_names_the_key_that_it_comes_from():
+    text = writer.write(translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=wandb"), "verl")
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["save_every"].endswith("# trainer.save_freq") and lines["group_size"].endswith("# verl's default")
+    assert "#    1 not supported\n#        trainer.logger = wandb: wandb: metrics" in text
+    tree = read_text(text, "what was written")
+    assert tree == translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=wandb").tree
+    assert make_config(tree).trainer.save_every == 7
+
+
+def test_interpolations_are_resolved_as_omegaconf_documents_them():
+    """A key, one dot for a sibling, two for the section above; oc.select with a default; oc.env."""
+    tree = "a: 3\nb: {c: '${a}', d: '${.c}', e: '${..a}-${.c}', f: '${oc.select:no.such,9}', g: '${oc.select:b.c,9}', h: '${oc.env:HOME}'}"
+    source = Source(dict(flatten(read_text(tree, "t"))), {}, HOME)
+    found = {key: source.value(f"b.{key}") for key in "cdefgh"}
+    assert found == {"c": 3, "d": 3, "e": "3-3", "f": 9, "g": 3, "h": "/home/me"}
+
+
+def test_a_variable_that_stands_open_is_asked_for():
+    found = translated(
+        "verl", *VERL, "trainer.nnodes=${NODES}", "trainer.project_name=${NAME}", "trainer.default_local_dir=/c"
+    )
+    assert found.refusals == ["trainer.nnodes needs ${NODES}, which stands open: give it with --env NODES=value"]
+
+
+@pytest.mark.parametrize(("word", "says"), [
+    ("trainer.nnodes=two", "trainer.nnodes must be a number: got 'two'"),
+    ("actor_rollout_ref.actor.use_kl_loss=perhaps", "must be true or false: got 'perhaps'"),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size=2000", "must be in 1 to data.train_batch_size = 1024"),
+    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=3", "8 GPUs cannot be divided into replicas of t1·p1·c3 = 3"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "8 GPUs cannot be divided into engines of 3"),
+])  # fmt: skip
+def test_a_value_that_cannot_be_used_is_a_sentence(word, says):
+    (fault,) = translated("verl", *VERL, word).refusals
+    assert says in fault
+
+
+def test_a_device_mapping_is_parsed_and_never_evaluated():
+    from fivefold.config.dialects.roll import devices
+
+    for text, count in (
+        ("list(range(0,16))", 16),
+        ("list(range(8))", 8),
+        ("list(range(0,4)) + list(range(8,16))", 12),
+        ("[0, 3]", 2),
+    ):
+        assert devices(Source({"m": text}, {}, {}), "m") == count == len(eval(text))
+    with pytest.raises(UnreadableError, match=r"must be a sum of list\(range"):
+        devices(Source({"m": "__import__('os').listdir()"}, {}, {}), "m")
+
+
+@pytest.mark.parametrize(("text", "layout"), [
+    ("sglang:d4t2+megatron:d2p2t2", "megatron:d2t2p2"), ("sglang.d4p1m1+d4p2m1", "megatron:d4t1p2"), ("sglang:d8+eval", None),
+    ("vllm:d2+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:d1t2p4c2e4"), ("sglang:d4p1t1+d4p1t1", "megatron:d4t1p1"),
+])  # fmt: skip
+def test_allocation_modes_of_every_age_are_read(text, layout):
+    found = translated("areal", f"allocation_mode={text}", "actor.path=m", "train_dataset.path=d")
+    assert layout is None or next(line.value for line in found.lines if line.key == "policy.backend") == layout
+
+
+# --- the run that was asked for --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    """What a run of the other system computes, stated by hand."""
+
+    prompts: int
+    samples: int
+    updates: int
+    tokens: int
+    """Of a micro-batch of one replica."""
+    rate: float
+    """Learning rate in step 10 of 100, of its last update."""
+    kl: tuple[str, str, float] | None
+    clip: tuple[float | None, float | None, float | None]
+    """Below, above, and of the second bound."""
+    aggregate: str
+    layout: str = "megatron:d8t1p1"
+    sampler: str | None = "vllm:d8t1"
+
+
+def summary(config: RunConfig) -> Asked:
+    chosen = config.algorithm.resolved
+    return Asked(
+        prompts=config.data.prompts_per_step,
+        samples=config.samples_per_step,
+        updates=config.algorithm.updates,
+        tokens=config.policy.tokens_per_micro_batch,
+        rate=rate(config, 10, 100),
+        kl=(str(chosen.kl.place), str(chosen.kl.estimator), float(chosen.kl.coef or 0)) if chosen.kl.coef else None,
+        clip=(chosen.clip_low, chosen.clip_high, chosen.dual_clip),
+        aggregate=str(chosen.aggregate),
+        layout=config.policy.backend,
+        sampler=None if config.algorithm.offline else config.engine.backend,
+    )
+
+
+def rate(config: RunConfig, step: int, steps: int) -> float:
+    """The learning rate of a step's last update, as the optimizer is given it."""
+    import torch
+
+    from fivefold.megatron.optim.updater import build_schedule
+
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    updates = config.algorithm.updates
+    schedule = build_schedule(adam, config.policy.optimizer, steps * updates, updates)  # type: ignore[arg-type]
+    schedule.step(step * updates)
+    return float(adam.param_groups[0]["lr"])
+
+
+GSM8K_ROLL = """
+pretrain: m
+max_steps: 100
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+prompt_length: 512
+response_length: 1536
+adv_estimator: grpo
+dual_clip_loss: true
+use_kl_loss: true
+kl_loss_coef: 0.01
+rewards: {math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker}}
+actor_train:
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 8, warmup_steps: 20}
+  data_args: {file_name: [d.jsonl]}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1}}
+  device_mapping: list(range(0,8))
+actor_infer:
+  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.6}}
+  num_gpus_per_worker: 2
+"""
+DPO_ROLL = """
+pretrain: m
+max_steps: 100
+sequence_length: 512
+beta: 0.2
+prompt_key: instruction
+chosen_key: chosen
+rejected_key: rejected
+actor_train:
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 8, lr_scheduler_type: constant}
+  data_args: {file_name: d.jsonl}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+"""
+GSM8K_AREAL = """
+experiment_name: gsm8k-grpo
+trial_name: trial0
+total_train_epochs: 10
+tokenizer_path: m
+rollout: {backend: "sglang:d4t1", max_head_offpolicyness: 0}
+gconfig: {n_samples: 4, max_new_tokens: 1024, temperature: 1.0}
+actor:
+  backend: "fsdp:d4"
+  path: m
+  mb_spec: {max_tokens_per_mb: 10240}
+  optimizer: {type: adam, lr: 1.7e-5, weight_decay: 0.017, lr_scheduler_type: constant, warmup_steps_proportion: 0.2}
+  eps_clip: 0.4
+  reward_scaling: 10.0
+  reward_bias: -0.5
+  kl_ctl: 0.0
+  ppo_n_minibatches: 2
+  recompute_logprob: true
+  reward_norm: {mean_level: group, std_level: group, group_size: 4}
+train_dataset: {path: d.parquet, type: rl, batch_size: 256, max_length: 1024}
+"""
+GSM8K_TRINITY = """
+mode: both
+algorithm: {algorithm_type: grpo, repeat_times: 8, optimizer: {lr: 1.0e-5, lr_warmup_steps: 20}}
+model: {model_path: m, max_response_tokens: 1024, max_model_len: 2048}
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer:
+  batch_size: 96
+  explorer_input:
+    taskset: {path: d.parquet, format: {prompt_key: question, response_key: answer}, rollout_args: {temperature: 1.0}}
+    default_workflow_type: math_workflow
+explorer: {rollout_model: {engine_num: 4, tensor_parallel_size: 1}}
+synchronizer: {sync_interval: 1}
+trainer:
+  max_token_len_per_gpu: 16384
+"""
+PPO_TRINITY = (
+    GSM8K_TRINITY.replace("algorithm_type: grpo, repeat_times: 8", "algorithm_type: ppo, repeat_times: 4")
+    + """  trainer_config: {actor_rollout_ref: {actor: {strategy: megatron, megatron: {tensor_model_parallel_size: 2, override_transformer_config: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}}}}}
+"""
+)
+
+GRPO_VERL = [
+    *VERL, "algorithm.adv_estimator=grpo", "data.train_batch_size=256", "data.max_prompt_length=512", "data.max_response_length=1536",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.rollout.n=5", "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.logger=console",
+]  # fmt: skip
+
+ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
+    # Warm-up over 20 steps from rate 0: step 10 has 9/20. Token budget 20000 on each of 2 ranks that share a sequence.
+    "verl grpo on fsdp": (
+        ["verl", *GRPO_VERL, "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000",
+         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "actor_rollout_ref.actor.optim.lr_warmup_steps=20",
+         "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01"],
+        Asked(256, 1280, 4, 40000, 0.45e-6, ("loss", "k3", 0.01), (0.2, 0.2, 3.0), "token-mean", "megatron:d4t1p1c2"),
+    ),
+    # No KL unless asked for; micro-batches of 4 sequences of 2048; ppo_epochs doubles the updates.
+    "verl ppo on megatron": (
+        ["verl", "--config-name=ppo_megatron_trainer.yaml", *GRPO_VERL, "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "critic.model.path=c",
+         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=5"],
+        Asked(256, 256, 8, 8192, 1e-6, None, (0.2, 0.2, 3.0), "token-mean", "megatron:d2t2p2"),
+    ),
+    "verl dapo": (
+        ["verl", "-m=recipe.dapo.main_dapo", *GRPO_VERL, "data.gen_batch_size=768", "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
+         "algorithm.filter_groups.max_num_gen_batches=10", "actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio_c=10.0",
+         "reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=512",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
+        Asked(256, 1280, 4, 2048, 1e-6, None, (0.2, 0.28, 10.0), "token-mean"),
+    ),
+    # GSPO takes the mean over sequences whatever loss_agg_mode says; its KL goes by loss_agg_mode.
+    "verl gspo": (
+        ["verl", *GRPO_VERL, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.clip_ratio_low=3e-4", "actor_rollout_ref.actor.clip_ratio_high=4e-4",
+         "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.001", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"],
+        Asked(256, 1280, 4, 4096, 1e-6, ("loss", "k3", 0.001), (3e-4, 4e-4, None), "seq-mean-token-mean"),
+    ),
+    # With Megatron grad_clip is not read; KL in the reward is k1 with 0.001.
+    "verl rloo with kl in the reward": (
+        ["verl", *GRPO_VERL, "algorithm.adv_estimator=rloo", "algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "trainer.total_training_steps=100", "actor_rollout_ref.actor.optim.min_lr_ratio=1.0"],
+        Asked(256, 1280, 4, 2048, 1e-6, ("reward", "k1", 0.001), (0.2, 0.2, 3.0), "token-mean"),
+    ),
+    # A warm-up of a tenth of the steps is over in step 11.
+    "verl sft": (
+        ["verl", "model.path=m", "data.train_files=d.parquet", "data.train_batch_size=64", "data.max_length=2048", "data.max_token_len_per_gpu=8192", "optim.lr=1e-5",
+         "optim.lr_warmup_steps_ratio=0.1", "optim.lr_scheduler_type=constant", "engine=megatron", "engine.tensor_model_parallel_size=2", "trainer.logger=console"],
+        Asked(64, 64, 1, 8192, 0.9e-5, None, (None, None, None), "token-mean", "megatron:d4t2p1", None),
+    ),
+    # The page's script: 8 sequences of 3072, eight updates, a schedule that siiRL never steps.
+    "siirl grpo on megatron": (
+        ["siirl", *[word for word in GRPO_VERL if "train_batch" not in word], "data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+         "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "data.max_prompt_length=1024", "data.max_response_length=2048",
+         "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"],
+        Asked(128, 1024, 8, 24576, 1e-6, None, (0.2, 0.2, 3.0), "token-mean", "megatron:d1t2p4"),
+    ),
+    # KL is on, a mean over sequences; the ratio is bounded once; warm-up counts updates, of which step 10 ends with the 40th.
+    "skyrl grpo": (
+        ["skyrl", *SKYRL, "trainer.train_batch_size=1024", "trainer.policy_mini_batch_size=256", "generator.n_samples_per_prompt=5", "trainer.micro_train_batch_size_per_gpu=4",
+         "trainer.policy.optimizer_config.num_warmup_steps=160", "trainer.max_prompt_length=512", "generator.sampling_params.max_generate_length=1024", "trainer.logger=console"],
+        Asked(1024, 5120, 4, 6144, 39 / 160 * 1e-6, ("loss", "k3", 0.001), (0.2, 0.2, None), "token-mean"),
+    ),
+    "skyrl dapo on megatron": (
+        ["skyrl", "-m=examples.train.algorithms.dapo.main_dapo", *SKYRL, "trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=4",
+         "trainer.train_batch_size=512", "trainer.policy_mini_batch_size=32", "generator.n_samples_per_prompt=16", "trainer.algorithm.policy_loss_type=dual_clip",
+         "trainer.algorithm.eps_clip_high=0.28", "trainer.algorithm.clip_ratio_c=10.0", "trainer.algorithm.use_kl_loss=false", "trainer.algorithm.dynamic_sampling.type=filter",
+         "trainer.algorithm.overlong_buffer_len=256", "environment.env_class=aime", "trainer.logger=console"],
+        Asked(512, 8192, 16, 1536, 1e-6, None, (0.2, 0.28, 10.0), "token-mean", "megatron:d2t4p1"),
+    ),
+    # Warm-up is a fifth of the run, in steps from rate 0: step 10 of 100 has 9/20.
+    "areal grpo": (["areal", GSM8K_AREAL], Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, None, (0.4, 0.4, None), "token-mean", "megatron:d4t1p1", "vllm:d4t1")),
+    # 2 x 8 samples on each of 4 replicas are an update of 64, of 512: eight. Linear decay over 800 updates behind 20 of warm-up.
+    "roll grpo": (
+        ["roll", GSM8K_ROLL],
+        Asked(64, 512, 8, 4096, (800 - 79) / (800 - 20) * 1e-6, ("loss", "k3", 0.01), (0.2, 0.2, 1.4), "seq-mean-token-mean", "megatron:d4t2p1", "vllm:d4t2"),
+    ),
+    "roll dpo": (["roll", DPO_ROLL], Asked(32, 64, 1, 2048, 1e-6, None, (None, None, None), "seq-mean-token-mean", "megatron:d4t2p1", None)),
+    # Four of eight GPUs train; k2 with 0.001 in the loss, and two bounds of the ratio, when nothing is said.
+    "trinity grpo": (
+        ["trinity", GSM8K_TRINITY],
+        Asked(96, 768, 1, 16384, 0.45e-5, ("loss", "k2", 0.001), (0.2, 0.2, 3.0), "token-mean", "megatron:d4t1p1", "vllm:d4t1"),
+    ),
+    "trinity ppo on megatron": (
+        ["trinity", PPO_TRINITY],
+        Asked(96, 384, 1, 16384, 0.45e-5, ("loss", "k2", 0.001), (0.2, 0.2, 3.0), "token-mean", "megatron:d2t2p1", "vllm:d4t1"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_run_is_the_one_that_the_other_system_would_make(name):
+    (system, *words), asked = ASKED[name]
+    tree = words.pop() if "\n" in words[-1] else ""
+    found = config(system, *words, tree=tree)
+    got = summary(found)
+    assert got.rate == pytest.approx(asked.rate, rel=1e-6)
+    got.rate = asked.rate
+    assert got == asked
+
+
+def test_details_of_those_runs():
+    """What only some of them have."""
+    ppo = config(*ASKED["verl ppo on megatron"][0])
+    assert (ppo.algorithm.resolved.credit, ppo.algorithm.resolved.whiten, ppo.critic.warmup_steps) == ("gae", True, 4)
+    assert (ppo.policy.optimizer.clip_grad, ppo.critic.optimizer.lr, ppo.critic.value_clip) == (1.0, 1e-5, 0.5)
+    dapo = config(*ASKED["verl dapo"][0]).algorithm
+    assert (dapo.resolved.dynamic_sampling, dapo.prompts_per_round, dapo.sampling_rounds) == (True, 768, 10)
+    assert (dapo.resolved.overlong_buffer, dapo.resolved.overlong_penalty) == (512, 1.0)
+    gspo = config(*ASKED["verl gspo"][0]).algorithm.resolved
+    assert (gspo.importance_sampling_level, gspo.penalty_aggregate) == ("sequence-token", "token-mean")
+    skyrl = config(*ASKED["skyrl grpo"][0])
+    assert skyrl.algorithm.resolved.penalty_aggregate == "seq-mean-token-mean"
+    areal = config("areal", tree=GSM8K_AREAL).algorithm.resolved
+    assert (areal.advantage, areal.normalize, areal.rollout_correction.old_logprobs_from) == ("group", "group", "trainer")
+    roll = config("roll", tree=DPO_ROLL)
+    assert (roll.algorithm.name, roll.algorithm.resolved.beta, roll.data.prompt_key) == ("dpo", 0.2, "instruction")
+    trinity = config("trinity", tree=PPO_TRINITY)
+    assert (trinity.policy.recompute, trinity.algorithm.resolved.credit) == ("full", "gae")
+
+
+@pytest.mark.parametrize(("system", "words", "tree", "says"), [
+    ("verl", [*GRPO_VERL, "algorithm.adv_estimator=gpg"], "", "the advantage gpg"),
+    ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo"], "", "another program than verl.trainer.main_ppo"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
+    ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
+    ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
+    ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),
+    ("areal", [], GSM8K_AREAL.replace("max_head_offpolicyness: 0", "max_head_offpolicyness: 4"), "samples of older weights"),
+    ("roll", [], GSM8K_ROLL + "difficulty_mask: true\n", "too easy or too hard"),
+    ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8"), "samples of older weights"),
+])  # fmt: skip
+def test_what_would_be_another_run_is_refused_by_name(system, words, tree, says):
+    refusals = translated(system, *words, tree=tree).refusals
+    assert any(says in each for each in refusals), refusals
+
+
+def test_bounds_of_verls_rejection_are_turned_round():
+    """verl keeps log(lower) <= -log(trainer / engine) <= log(upper): 0.5 and 4 of it are 1/4 and 2 of trainer / engine."""
+    rejection = [
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_4.0",
+    ]
+    found = config("verl", *GRPO_VERL, *rejection).algorithm.resolved.rollout_correction
+    assert (found.reject, found.reject_low, found.reject_high) == ("geometric", 0.25, 2.0)
+
+
+def test_a_group_of_one_has_the_advantage_that_verl_gives_it():
+    found = config("verl", *GRPO_VERL, "actor_rollout_ref.rollout.n=1").algorithm.resolved
+    assert (found.advantage, found.normalize) == ("reward", "none")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_scripts_yaml_and_arguments_say_the_same(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "BS=256\npython3 -m verl.trainer.main_ppo " + " \\\n  ".join(f"'{word}'" for word in GRPO_VERL) + " $@\n"
+    )
+    (tmp_path / "conf.yaml").write_text("data: {train_batch_size: 999}\n")
+    plain = translate_words("verl", GRPO_VERL, HOME)
+    assert translate_words("verl", [str(tmp_path / "run.sh")], HOME).tree == plain.tree
+    assert translate_words("verl", ["--config", str(tmp_path / "conf.yaml"), *GRPO_VERL], HOME).tree == plain.tree
+    assert (
+        translate_words("verl", ["--config_path", str(tmp_path), "--config_name=conf", *GRPO_VERL], HOME).tree == plain.tree
+    )
+
+
+def test_the_commands_of_the_pages_are_read_as_they_are_printed():
+    moe = "actor.backend=megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
+    for spelled in (moe, moe.replace("=", "='") + "'", moe.replace("(", "").replace(")", "")):
+        words = ["scheduler.type=ray", "experiment_name=megatron-moe-gsm8k-grpo", "trial_name=trial-0", "rollout.backend=sglang:d4t4", spelled, "cluster.n_nodes=4",
+                 "cluster.n_gpus_per_node=8", "actor.path=Qwen/Qwen3-30B-A3B", "actor.megatron.use_deterministic_algorithms=True", "actor.kl_ctl=0",
+                 "train_dataset.path=d", "train_dataset.batch_size=64"]  # fmt: skip
+        found = config("areal", *words)
+        assert (found.policy.backend, found.trainer.deterministic) == ("megatron:d1t2p4c2e4", True)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["nothing"], "no setting of verl"), (["--config", "/no/such.yaml"], "no configuration file at /no/such.yaml"), (["no.sh"], "no file at no.sh"),
+])  # fmt: skip
+def test_a_command_without_settings_is_a_sentence(words, says):
+    with pytest.raises(ConfigError, match=says):
+        translate_words("verl", words, HOME)
+
+
+ROLL_PAGE = """
+pretrain: Qwen/Qwen3-30B-A3B
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+prompt_length: 512
+response_length: 512
+adv_estimator: grpo
+rewards: {math_rule: {worker_cls: w}}
+actor_train:
+  model_args: {disable_gradient_checkpointing: false, dtype: bf16, model_type: ~}
+  training_args: {learning_rate: 1.0e-6, weight_decay: 0, per_device_train_batch_size: 1, gradient_accumulation_steps: 32, warmup_steps: 20, num_train_epochs: 50}
+  data_args: {file_name: [d.jsonl]}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 2
+      virtual_pipeline_model_parallel_size: 8
+      expert_model_parallel_size: 4
+      expert_tensor_parallel_size: 1
+      context_parallel_size: 1
+      use_distributed_optimizer: true
+      sequence_parallel: true
+      moe_token_dispatcher_type: "alltoall"
+      moe_grouped_gemm: true
+      moe_layer_recompute: true
+  device_mapping: list(range(0,32))
+  infer_batch_size: 2
+actor_infer: {strategy_args: {strategy_name: vllm}, num_gpus_per_worker: 2}
+reference:
+  model_args: {disable_gradient_checkpointing: true, dtype: bf16, model_type: ~}
+  strategy_args:
+    strategy_name: megatron_infer
+    strategy_config: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1, expert_model_parallel_size: 4, moe_token_dispatcher_type: "alltoall", moe_grouped_gemm: true}
+  device_mapping: list(range(0,32))
+  infer_batch_size: 2
+"""
+
+
+def test_the_configuration_of_rolls_page_is_read_key_by_key():
+    found = config("roll", tree=ROLL_PAGE)
+    assert found.policy.backend == "megatron:d8t2p2e4"
+    assert found.policy.megatron.pipeline == {"virtual_pipeline_model_parallel_size": 8}
+    moe = {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    }
+    assert found.policy.megatron.transformer == moe
+    assert (found.policy.optimizer.lr, found.policy.optimizer.weight_decay, found.algorithm.updates) == (1e-6, 0.0, 2)
+
+
+def test_the_megatron_section_of_trinitys_page_is_read_key_by_key():
+    said = """
+    strategy: megatron
+    megatron:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 1
+      expert_model_parallel_size: 1
+      param_offload: false
+      grad_offload: false
+      optimizer_offload: false
+      use_mbridge: false
+      use_dist_checkpointing: false
+      dist_checkpointing_path: null
+      override_transformer_config: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}
+    """
+    section = "\n".join(f"    {line}" for line in said.splitlines())
+    found = translated(
+        "trinity", tree=GSM8K_TRINITY + f"  trainer_config:\n    actor_rollout_ref:\n      actor:\n{section}\n"
+    )
+    assert found.refusals == [] and not [each for each in found.outcomes if each.kind in ("unknown", "unsupported")]
+    run = make_config(found.tree)
+    assert (run.policy.backend, run.policy.recompute) == ("megatron:d2t2p1", "full")
