@@ -11,16 +11,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fivefold import __version__
 from fivefold.errors import sentence_of
+
+if TYPE_CHECKING:
+    from fivefold.config import RunConfig
+    from fivefold.config.dialects import Translation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `fivefold` command; the exit code."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    # argparse does not take key=value arguments that stand behind an option.
+    # argparse does not take key=value arguments that stand behind an option; another system's command has its own options.
+    if getattr(options, "system", None) is not None:
+        options.words = _words_of(sys.argv[1:] if arguments is None else arguments)
+        rest = []
+    elif hasattr(options, "config") and options.config is None:
+        parser.error("name the YAML file of the run, or another system with --from")
     if rest and (not hasattr(options, "overrides") or any(item.startswith("-") or "=" not in item for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -51,11 +61,25 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def configured(added: argparse.ArgumentParser) -> None:
-        added.add_argument("config", help="YAML file of the run")
+        added.add_argument("config", nargs="?", help="YAML file of the run")
         added.add_argument("overrides", nargs="*", metavar="key=value", help="change a key, for example trainer.steps=10")
 
-    configured(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
-    configured(command("check", _check, "say whether a run can start: keys, types, layout, files"))
+    def translated(added: argparse.ArgumentParser) -> None:
+        added.add_argument(
+            "--from", dest="system", metavar="SYSTEM", help="read the run of verl, siirl, trinity, roll, areal or skyrl"
+        )
+        added.add_argument(
+            "--env", action="append", default=[], metavar="NAME=value", help="a variable that its script leaves open"
+        )
+        configured(added)
+
+    translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
+    translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
+    added = command(
+        "convert", _convert, "write another system's script, YAML or arguments as our YAML, with what became of each key"
+    )
+    added.add_argument("--strict", action="store_true", help="fail on anything that is not supported")
+    translated(added)
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
     added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
     configured(added)
@@ -103,17 +127,86 @@ def _above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
     return read
 
 
+_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0}
+
+
+def _words_of(arguments: Sequence[str]) -> list[str]:
+    """The words of another system's command: everything but the subcommand and options of ours, in their order."""
+    words, rest = [], iter(arguments[1:])
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if name not in _OWN_OPTIONS:
+            words.append(word)
+        elif _OWN_OPTIONS[name] and not equals:
+            next(rest, None)
+    return words
+
+
+def _translate(options: argparse.Namespace) -> Translation:
+    from fivefold.config import ConfigError
+    from fivefold.config.dialects.command import translate_words
+
+    variables = [each.partition("=") for each in options.env]
+    if unset := [name for name, equals, _ in variables if not equals]:
+        raise ConfigError([f"--env is written NAME=value: got {unset[0]}"])
+    return translate_words(options.system, options.words, {**os.environ, **{name: value for name, _, value in variables}})
+
+
+def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunConfig, list[str]]:
+    """The run's configuration, and the words that name it to its ranks."""
+    from fivefold.config import ConfigError, load_config, make_config
+    from fivefold.config.dialects import writer
+
+    if options.system is None:
+        return load_config(options.config, options.overrides), [options.config, *options.overrides]
+    translation = _translate(options)
+    if translation.refusals:
+        raise ConfigError([f"this run of {options.system} cannot be had here:", *translation.refusals])
+    config = make_config(translation.tree)
+    if not quiet:
+        print(f"note     of {options.system}'s keys {writer.summary(translation)}")
+        for note in writer.notes(translation):
+            print(f"note     {note}")
+    requested = config.run_dir / "logs" / "requested.yaml"
+    return config, [str(requested)]
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from fivefold.config.dialects import writer
+
+    if options.system is None:
+        raise ValueError("convert needs --from and a system: verl, siirl, trinity, roll, areal or skyrl")
+    translation = _translate(options)
+    for fault in translation.faults:
+        print(f"error    {fault}", file=sys.stderr)
+    print(writer.write(translation, options.system), end="")
+    lacking = [each for each in translation.outcomes if each.kind in ("unsupported", "unknown")]
+    return 2 if translation.faults or (options.strict and lacking) else 0
+
+
 def _train(options: argparse.Namespace) -> int:
-    from fivefold.config import load_config
+    from fivefold.config.dialects import writer
     from fivefold.launch import environment
     from fivefold.launch.start import start
 
     if environment.launched_externally():
         environment.complete()
-    config = load_config(options.config, options.overrides)
-    if not _show_check(config, quiet=os.environ.get("RANK", "0") != "0"):
+    first = os.environ.get("RANK", "0") == "0"
+    config, words = _configure(options, quiet=not first)
+    if not _show_check(config, quiet=not first):
         return 2
-    return start(["train", options.config, *options.overrides], config)
+    if options.system is not None:
+        # Every rank under a launcher writes the same text: the file is there for the one that reads it.
+        _write_whole(Path(words[0]), writer.write(_translate(options), options.system))
+    return start(["train", *words], config)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file of which no reader sees a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def _show_check(config: object, quiet: bool = False) -> bool:
@@ -131,9 +224,7 @@ def _show_check(config: object, quiet: bool = False) -> bool:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from fivefold.config import load_config
-
-    good = _show_check(load_config(options.config, options.overrides))
+    good = _show_check(_configure(options)[0])
     print("this run can start" if good else "this run cannot start")
     return 0 if good else 2
 

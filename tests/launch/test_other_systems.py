@@ -1,0 +1,155 @@
+"""Runs that are started by the commands of other systems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.commands import fivefold
+from tests.support.whole_runs import assert_same, make_model, metrics
+
+# The script of siiRL's page with its own variables; the numbers are those of a toy, and `hf` samples where there is no vLLM.
+SCRIPT = r"""
+#!/usr/bin/env bash
+export HYDRA_FULL_ERROR=1
+export ALG=grpo
+export TRAIN_DATA_PATH=$HOME/data/train.parquet
+export TEST_DATA_PATH=$HOME/data/test.parquet
+export MODEL_PATH=$HOME/model
+export TRAIN_BATCH_SIZE_PER_NODE=4
+export PPO_MINI_BATCH_SIZE_PER_NODE=2
+export PPO_MICRO_BATCH_SIZE_PER_GPU=2
+export MAX_PROMPT_LENGTH=16
+export MAX_RESPONSE_LENGTH=8
+export ACTOR_REF_TP=1
+export ACTOR_REF_PP=2
+export N_GPUS_PER_NODE=${N_GPUS_PER_NODE:-8}
+export NNODES=${PET_NNODES:-1}
+timestamp=$(date +"%Y%m%d_%H%M%S")
+export CKPT_PATH=$HOME/runs/siirl
+export TENSORBOARD_DIR=$HOME/tensorboard/dlc_${NNODES}_$timestamp
+export TRAIN_BATCH_SIZE=$(($TRAIN_BATCH_SIZE_PER_NODE * $NNODES))
+export PPO_MINI_BATCH_SIZE=$(($PPO_MINI_BATCH_SIZE_PER_NODE * $NNODES))
+TRAINING_CMD=(
+    python3 -m siirl.main_dag
+    algorithm.adv_estimator=\$ALG
+    data.train_files=\$TRAIN_DATA_PATH
+    data.val_files=\$TEST_DATA_PATH
+    data.train_batch_size=\$TRAIN_BATCH_SIZE
+    data.max_prompt_length=\$MAX_PROMPT_LENGTH
+    data.max_response_length=\$MAX_RESPONSE_LENGTH
+    actor_rollout_ref.model.path=\$MODEL_PATH
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    # --- Megatron Backend Configuration ---
+    actor_rollout_ref.actor.strategy=megatron
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=\$ACTOR_REF_TP
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=\$ACTOR_REF_PP
+    actor_rollout_ref.actor.megatron.sequence_parallel=True
+    actor_rollout_ref.actor.megatron.use_distributed_optimizer=True
+    actor_rollout_ref.actor.megatron.param_dtype=bfloat16
+    actor_rollout_ref.actor.megatron.param_offload=False
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=\$PPO_MINI_BATCH_SIZE
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=\$PPO_MICRO_BATCH_SIZE_PER_GPU
+    actor_rollout_ref.actor.grad_clip=1.0
+    actor_rollout_ref.rollout.name=hf
+    actor_rollout_ref.rollout.n=2
+    trainer.logger=['console']
+    trainer.n_gpus_per_node=\$N_GPUS_PER_NODE
+    trainer.nnodes=\$NNODES
+    trainer.save_freq=30
+    trainer.test_freq=-1
+    trainer.total_training_steps=2
+    trainer.resume_mode=auto
+    trainer.max_actor_ckpt_to_keep=5
+    trainer.default_local_dir=\$CKPT_PATH
+    trainer.val_before_train=False
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("systems")
+    make_model(root)
+    (root / "run.sh").write_text(SCRIPT)
+    return root
+
+
+def test_a_script_of_siirl_trains_as_its_translation_does(root):
+    """The page's own way, with the cluster's variables given; the other run is of the YAML that convert writes."""
+    given = ("--env", f"HOME={root}", "--env=N_GPUS_PER_NODE=2")
+    done = fivefold("train", "--from", "siirl", root / "run.sh", *given)
+    assert done.returncode == 0, done.stderr
+    assert "of siirl's keys 27 translated, 5 fixed here, 0 not supported, 0 unknown" in done.stdout
+    rows = metrics(root, "siirl")
+    assert [row["step"] for row in rows] == [1, 2]
+    written = yaml.safe_load((root / "runs/siirl/run.yaml").read_text())
+    assert (written["policy"]["backend"], written["algorithm"]["updates_per_step"]) == ("megatron:d1t1p2", 2)
+    converted = fivefold("convert", "--from=siirl", root / "run.sh", *given)
+    assert converted.returncode == 0 and "  path: " in converted.stdout
+    assert (root / "runs/siirl/logs/requested.yaml").read_text() == converted.stdout
+    (root / "converted.yaml").write_text(converted.stdout)
+    again = fivefold("train", root / "converted.yaml", f"trainer.run_dir={root}/runs/converted")
+    assert again.returncode == 0, again.stderr
+    assert_same(metrics(root, "converted"), rows)
+
+
+def test_arguments_of_skyrl_train_as_they_are(root):
+    done = fivefold(
+        "train", "--from", "skyrl", f"data.train_data=['{root}/data/train.parquet']", "trainer.algorithm.advantage_estimator=grpo",
+        f"trainer.policy.model.path={root}/model", "trainer.placement.colocate_all=true", "trainer.strategy=fsdp2",
+        "trainer.placement.policy_num_gpus_per_node=1", "generator.inference_engine.num_engines=1", "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=2", "trainer.max_prompt_length=16", "generator.sampling_params.max_generate_length=8",
+        "generator.n_samples_per_prompt=2", "trainer.logger=console", "trainer.max_training_steps=1", f"trainer.ckpt_path={root}/runs/skyrl",
+    )  # fmt: skip
+    # Everything is said but for vLLM, which is not on this machine or trains as any other run does.
+    assert done.returncode == 0 or "engine.backend: vLLM is not installed" in done.stderr, done.stderr
+    assert "0 unknown" in done.stdout
+
+
+def test_a_run_that_would_be_another_does_not_start(root):
+    words = [
+        "--from",
+        "verl",
+        f"data.train_files={root}/data/train.parquet",
+        f"actor_rollout_ref.model.path={root}/model",
+        "actor_rollout_ref.rollout.name=hf",
+    ]
+    words += [
+        f"trainer.default_local_dir={root}/runs/refused",
+        "actor_rollout_ref.model.lora_rank=8",
+        "trainer.loger=console",
+    ]
+    for command in ("train", "check"):
+        done = fivefold(command, *words)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "actor_rollout_ref.model.lora_rank=8: low-rank adapters" in done.stderr
+        assert "trainer.loger=console: no key of verl that is known here: did you mean trainer.logger?" in done.stderr
+    assert not (root / "runs/refused").exists()
+
+
+def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
+    words = [
+        "--from",
+        "verl",
+        "data.train_files=d.parquet",
+        "actor_rollout_ref.model.path=m",
+        "trainer.default_local_dir=r",
+        "trainer.logger=[console,wandb]",
+    ]
+    assert fivefold("convert", *words).returncode == 0
+    done = fivefold("convert", "--strict", *words)
+    assert done.returncode == 2 and "trainer.logger = [console,wandb]: wandb: metrics are in metrics.jsonl" in done.stdout
+
+
+def test_from_names_a_system(root):
+    for arguments, says in (
+        (("train", "--from", "vurl", "a.b=1"), "must be one of verl, siirl"),
+        (("convert", "a.yaml"), "convert needs --from"),
+        (("train",), "name the YAML file"),
+    ):
+        done = fivefold(*arguments)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
