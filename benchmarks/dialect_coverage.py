@@ -1,0 +1,188 @@
+"""How much of other systems' real configurations is read: `python benchmarks/dialect_coverage.py DIRECTORY [SYSTEM...]`.
+
+DIRECTORY has `SYSTEM.jsonl` and `older-SYSTEM.jsonl`, one configuration a line: `settings`, `tree` or `config_tree`,
+`options`, `entry`, `config_name`, `kind`. Of those that train a language model without tools: the share of key occurrences
+that are translated, fixed, refused by name, unknown; and the share of configurations that convert to a run which
+`fivefold check` accepts. Models, data and variables that stand open are replaced by stand-ins that fit the layout, and the
+machine by one with enough GPUs and vLLM: what is left are the configuration's own faults and what is not supported.
+
+Example: `python benchmarks/dialect_coverage.py configs verl --show 20` lists the most frequent reasons too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from fivefold.config import ConfigError, make_config
+from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.families import load_spec
+from fivefold.plan import check as checks
+
+OTHER_KINDS = ("vlm", "agentic", "distill")
+QWEN3 = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 16384, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64,
+    "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+EXPERTS = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+class _Standing(dict):  # type: ignore[type-arg]
+    """Variables that stand open: paths, or 1 where a number is asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return (
+            "/stand/in"
+            if any(word in name.upper() for word in ("HOME", "PATH", "DIR", "ROOT", "MODEL", "PWD", "FILE"))
+            else "1"
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name]
+
+
+def records(directory: Path, system: str) -> Iterator[dict[str, Any]]:
+    for name in (f"{system}.jsonl", f"older-{system}.jsonl"):
+        if (path := directory / name).is_file():
+            yield from (json.loads(line) for line in path.read_text().splitlines())
+
+
+def source_of(record: dict[str, Any]) -> tuple[Tree, list[str]]:
+    """Tree and words of a record; what a command line says in options stands among the words."""
+    tree = record.get("tree") or record.get("config_tree") or {}
+    words = [f"{key}={value}" for key, value in (record.get("settings") or {}).items()]
+    if record.get("entry"):
+        words.append(f"-m={record['entry']}")
+    if record.get("config_name") and not record.get("config_tree"):
+        words.append(f"--config-name={record['config_name']}")
+    return tree, words
+
+
+def stand_in(directory: Path, config: Any, settings: dict[str, Any]) -> str:
+    """A model that the layout can divide, with experts where the configuration speaks of some."""
+    layout: ParallelLayout = config.layout
+    split: PipelineSplit = config.policy.megatron.pipeline_split
+    name = str(config.model.path)
+    experts = layout.ep > 1 or any(
+        word in name.lower() for word in ("moe", "a3b", "a22b", "deepseek-v3", "moonlight", "mixtral")
+    )
+    path = directory / ("moe" if experts else "dense")
+    path.mkdir(exist_ok=True)
+    (path / "model.safetensors").touch()
+    (path / "tokenizer.json").touch()
+    for layers in range(1, 400):
+        (path / "config.json").write_text(
+            json.dumps({**QWEN3, **(EXPERTS if experts else {}), "num_hidden_layers": layers, "id2label": {"0": "x"}})
+        )
+        try:
+            load_spec(str(path), False).check_layout(layout, split)
+            break
+        except ValueError:
+            continue
+    return str(path)
+
+
+def faults(translation: Translation, directory: Path) -> list[str]:
+    """What keeps the run from starting, with stand-ins in the place of files."""
+    if translation.refusals:
+        return translation.refusals
+    tree = translation.tree
+    data = directory / "data.parquet"
+    data.touch()
+    reward = directory / "reward.py"
+    reward.write_text("def f(response, ground_truth):\n    return 0.0\n")
+    for key in ("train", "val"):
+        if tree.get("data", {}).get(key):
+            tree["data"][key] = [str(data)]
+    if tree.get("reward", {}).get("functions"):
+        tree["reward"]["functions"] = {
+            (name if ":" not in name else f"{reward}:f"): weight for name, weight in tree["reward"]["functions"].items()
+        }
+    try:
+        config = make_config(tree)
+    except ConfigError as error:
+        return error.faults
+    model = stand_in(directory, config, {})
+    config = replace(
+        config,
+        model=replace(config.model, path=model, tokenizer=None),
+        trainer=replace(config.trainer, device="cuda", resume="never"),
+        reference=replace(config.reference, path=model if config.reference.path else None),
+        critic=replace(config.critic, path=model if config.critic.path else None),
+        reward=replace(config.reward, model=replace(config.reward.model, path=model if config.reward.model.path else None)),
+    )
+    enough = {"visible_gpus": lambda: 1 << 20, "gpu_bytes": lambda: 80 << 30, "check_vllm": lambda *_: None}
+    with patch.multiple(checks, **enough), patch.multiple("fivefold.plan.devices", visible_gpus=lambda: 1 << 20):
+        found = checks.check(config).errors
+    # Memory is the model's matter, and the model is a stand-in.
+    return [error for error in found if "MiB for keys and values" not in error]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("systems", nargs="*", default=list(SYSTEMS))
+    parser.add_argument("--show", type=int, default=0, help="also list so many of the reasons, by frequency")
+    options = parser.parse_args()
+    print("| system | configurations | keys | translated | fixed | refused by name | unknown | accepted |")
+    print("|---|---|---|---|---|---|---|---|")
+    reasons: dict[str, Counter[str]] = defaultdict(Counter)
+    for system in options.systems:
+        kinds: Counter[str] = Counter()
+        accepted = total = 0
+        for record in records(options.directory, system):
+            if record["kind"] in OTHER_KINDS:
+                continue
+            total += 1
+            with tempfile.TemporaryDirectory() as name:
+                translation = find_dialect(system)(*source_of(record), environment=_Standing())  # type: ignore[call-arg]
+                for each in translation.outcomes:
+                    if not each.key.startswith("-"):
+                        kinds[each.kind] += 1
+                        if each.kind == "unknown":
+                            reasons["unknown"][each.key] += 1
+                found = faults(translation, Path(name))
+            accepted += not found
+            blockers = {
+                f"{o.key.split('.')[-1]}: {o.reason}" for o in translation.outcomes if o.is_refused and o.kind != "unknown"
+            }
+            blockers |= {"unknown keys"} if any(o.kind == "unknown" for o in translation.outcomes) else set()
+            if not translation.refusals or translation.faults:
+                blockers |= set(found)
+            for blocker in blockers:
+                reasons["blocks"][blocker] += 1
+                if len(blockers) == 1:
+                    reasons["blocks alone"][blocker] += 1
+        keys = sum(kinds.values())
+        shares = " | ".join(
+            f"{kinds[kind] / max(keys, 1):.2%}" for kind in ("translated", "fixed", "unsupported", "unknown")
+        )
+        print(f"| {system} | {total} | {keys} | {shares} | {accepted} ({accepted / max(total, 1):.1%}) |")
+        for title, counted in reasons.items():
+            if options.show:
+                print(f"\n{title}:")
+                for reason, times in counted.most_common(options.show):
+                    print(f"  {times:4d} {reason[:170]}")
+        reasons.clear()
+
+
+if __name__ == "__main__":
+    main()
