@@ -3,6 +3,7 @@
 configuration.md: every key with its type, default, range and docstring, read from the dataclasses of config/.
 metrics.md: every metric, from observability/metrics.py.
 methods.md: its rows, from config/methods.py.
+coming-from/*.md: the tables of other systems' keys, from config/dialects/.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
+from fivefold.config.dialects import SYSTEMS
+from fivefold.config.dialects.page import write_page
 from fivefold.config.identity import Counts
 from fivefold.config.methods import NAMES, PARAMETERS, SURROGATES, Choices, CorrectionConfig, KLConfig
 from fivefold.config.methods_page import update
@@ -43,6 +46,7 @@ def pages() -> dict[Path, str]:
         DOCS / "configuration.md": configuration(),
         DOCS / "metrics.md": metrics(),
         methods: update(methods.read_text()),
+        **{DOCS / "coming-from" / f"{system}.md": write_page(system, GENERATED) for system in SYSTEMS},
     }
 
 
