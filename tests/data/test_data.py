@@ -8,7 +8,7 @@ import pytest
 from fivefold.data.prepare import prepare
 from fivefold.data.prompt_loader import PromptLoader
 from fivefold.data.prompts import Reading, load_prompts, render
-from fivefold.data.rows import read_rows
+from fivefold.data.rows import Columns, read_rows
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -87,6 +87,31 @@ def test_the_real_gsm8k_is_read_whole_and_its_solutions_earn_their_reward(tmp_pa
 def write(path: Path, *rows: object) -> str:
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
     return str(path)
+
+
+def test_columns_and_parts_of_columns_are_found_by_name(tmp_path, tokenizer):
+    """As verl's SFT (extra_info.question), SkyRL (reward_spec.ground_truth), ROLL (ground_truth) and GSM8K itself have them."""
+    row = {
+        "extra_info": {"question": "1+1=", "answer": "2"},
+        "reward_spec": {"ground_truth": "2"},
+        "solution": "one more\n#### 2",
+    }
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({**row, "a.b": "whole", "a": {"b": "part"}}))
+
+    def read(**names):
+        columns = Columns(prompt="extra_info.question", response="extra_info.answer", **names)
+        reading = Reading(9, "drop", columns, learns_from="responses", max_response_tokens=9)
+        (prompt,) = load_prompts([str(path)], tokenizer, reading).prompts
+        return prompt
+
+    assert (read().messages[0]["content"], read().responses[0].text, read().ground_truth) == ("1+1=", "2", "")
+    for name, truth in (("reward_spec.ground_truth", "2"), ("solution", "2"), ("a.b", "whole")):
+        assert read(ground_truth=name).ground_truth == truth
+    with pytest.raises(
+        ValueError, match=r"row 0: no ground truth in 'answr'; it has extra_info, .*; set data.ground_truth_key"
+    ):
+        read(ground_truth="answr")
 
 
 def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer):

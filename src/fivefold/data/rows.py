@@ -22,17 +22,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row keeps what."""
+    """Where a row keeps what; `a.b` is the part b of column a, where there is no column of that name."""
 
     prompt: str = "prompt"
     response: str = "response"
     messages: str = "messages"
     chosen: str = "chosen"
     rejected: str = "rejected"
+    ground_truth: str = "reward_model.ground_truth"
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
-        return cls(data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key)
+        return cls(
+            data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key, data.ground_truth_key
+        )
 
 
 USUAL_COLUMNS = Columns()
@@ -107,7 +110,7 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
     return Row(
         messages,
         source if given is None else str(given),
-        _as_text(_mapping(row, "reward_model").get("ground_truth")),
+        _ground_truth(row, columns.ground_truth),
         is_conversation,
         responses,
         _mapping(row, "extra_info"),
@@ -116,17 +119,17 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
 
 def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) -> tuple[Messages, bool, list[str]]:
     """(messages, whether they are a conversation to imitate, responses to learn from)."""
-    if learns_from == "responses" and row.get(columns.messages) is not None:
-        messages = as_messages(row[columns.messages], columns.messages)
+    if learns_from == "responses" and (found := _cell(row, columns.messages)) is not None:
+        messages = as_messages(found, columns.messages)
         roles = [message["role"] for message in messages]
         if roles[0] == "assistant" or "assistant" not in roles:
             raise ValueError(
                 f"column {columns.messages!r}: a conversation to imitate needs an assistant's turn behind another one"
             )
         return messages, True, []
-    pair = [row.get(columns.chosen), row.get(columns.rejected)] if learns_from == "pairs" else []
-    if row.get(columns.prompt) is not None:
-        messages = as_messages(row[columns.prompt], columns.prompt)
+    pair = [_cell(row, columns.chosen), _cell(row, columns.rejected)] if learns_from == "pairs" else []
+    if (prompt := _cell(row, columns.prompt)) is not None:
+        messages = as_messages(prompt, columns.prompt)
     elif pair and all(isinstance(side, list) and len(side) > 1 for side in pair):
         chosen, rejected = as_messages(pair[0], columns.chosen), as_messages(pair[1], columns.rejected)
         if chosen[:-1] != rejected[:-1]:
@@ -137,7 +140,7 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
     if not any(message["content"].strip() for message in messages):
         raise ValueError(f"column {columns.prompt!r}: the prompt is empty: got {shown(messages)}")
     named = {"rollouts": (), "responses": (columns.response,), "pairs": (columns.chosen, columns.rejected)}[learns_from]
-    responses = [_response(row[name], name) for name in named if row.get(name) is not None]
+    responses = [_response(text, name) for name in named if (text := _cell(row, name)) is not None]
     return messages, False, responses if len(responses) == len(named) else []
 
 
@@ -202,6 +205,26 @@ def _mapping(row: dict[str, Any], column: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"column {column!r} must be a mapping: got {shown(found)}")
     return dict(found)
+
+
+def _cell(row: dict[str, Any], name: str) -> Any:
+    """What a row has under a name: its column, or for `a.b` the part b of column a; None where there is nothing."""
+    if name in row:
+        return row[name]
+    found: Any = row
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _ground_truth(row: dict[str, Any], name: str) -> str:
+    """The text; in a column of another name a solution that ends in `#### answer`, as GSM8K's do, has the answer there."""
+    if name == Columns.ground_truth:
+        return _as_text(_mapping(row, "reward_model").get("ground_truth"))
+    found = _cell(row, name)
+    if found is None:
+        raise ValueError(f"no ground truth in {name!r}; it has {', '.join(map(str, row))}; set data.ground_truth_key")
+    return _as_text(found).rpartition("#### ")[2]
 
 
 def _as_text(ground_truth: Any) -> str:
