@@ -129,8 +129,12 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         critic=replace(config.critic, path=model if config.critic.path else None),
         reward=replace(config.reward, model=replace(config.reward.model, path=model if config.reward.model.path else None)),
     )
-    enough = {"visible_gpus": lambda: 1 << 20, "gpu_bytes": lambda: 80 << 30, "check_vllm": lambda *_: None}
-    with patch.multiple(checks, **enough), patch.multiple("fivefold.plan.devices", visible_gpus=lambda: 1 << 20):
+    many = {"visible_gpus": lambda: 1 << 20}
+    with (
+        patch.multiple("fivefold.plan.devices", **many),
+        patch.multiple(checks, **many),
+        patch.multiple("fivefold.plan.engine_checks", gpu_bytes=lambda: 80 << 30, check_vllm=lambda *_: None),
+    ):
         found = checks.check(config).errors
     # Memory is the model's matter, and the model is a stand-in.
     return [error for error in found if "MiB for keys and values" not in error]
@@ -161,12 +165,9 @@ def main() -> None:
                             reasons["unknown"][each.key] += 1
                 found = faults(translation, Path(name))
             accepted += not found
-            blockers = {
-                f"{o.key.split('.')[-1]}: {o.reason}" for o in translation.outcomes if o.is_refused and o.kind != "unknown"
-            }
-            blockers |= {"unknown keys"} if any(o.kind == "unknown" for o in translation.outcomes) else set()
-            if not translation.refusals or translation.faults:
-                blockers |= set(found)
+            blockers = {each.reason for each in translation.outcomes if each.is_refused and each.kind != "unknown"}
+            blockers |= {"unknown keys"} if any(each.kind == "unknown" for each in translation.outcomes) else set()
+            blockers |= set(translation.faults) if translation.refusals else set(found)
             for blocker in blockers:
                 reasons["blocks"][blocker] += 1
                 if len(blockers) == 1:

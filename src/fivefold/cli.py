@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 
     def translated(added: argparse.ArgumentParser) -> None:
         added.add_argument(
-            "--from", dest="system", metavar="SYSTEM", help="read the run of verl, siirl, trinity, roll, areal or skyrl"
+            "--from",
+            dest="system",
+            metavar="SYSTEM",
+            help="read the run of verl, siirl, trinity, roll, areal or skyrl; skyrl@2026-03 has the defaults of then",
         )
         added.add_argument(
             "--env", action="append", default=[], metavar="NAME=value", help="a variable that its script leaves open"

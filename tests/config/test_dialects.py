@@ -536,6 +536,18 @@ def test_the_configuration_of_rolls_page_is_read_key_by_key():
     assert (found.policy.optimizer.lr, found.policy.optimizer.weight_decay, found.algorithm.updates) == (1e-6, 0.0, 2)
 
 
+def test_ground_truths_are_looked_for_where_each_system_has_them():
+    """Elsewhere a response would be compared with nothing, and its reward be 0."""
+    found = {
+        "verl": config("verl", *GRPO_VERL), "skyrl": config(*ASKED["skyrl grpo"][0]), "skyrl aime": config(*ASKED["skyrl dapo on megatron"][0]),
+        "roll": config("roll", tree=GSM8K_ROLL), "trinity": config("trinity", tree=GSM8K_TRINITY),
+    }  # fmt: skip
+    assert {name: run.data.ground_truth_key for name, run in found.items()} == {
+        "verl": "reward_model.ground_truth", "skyrl": "reward_spec.ground_truth", "skyrl aime": "reward_model.ground_truth",
+        "roll": "ground_truth", "trinity": "answer",
+    }  # fmt: skip
+
+
 def test_the_megatron_section_of_trinitys_page_is_read_key_by_key():
     said = """
     strategy: megatron
@@ -558,3 +570,15 @@ def test_the_megatron_section_of_trinitys_page_is_read_key_by_key():
     assert found.refusals == [] and not [each for each in found.outcomes if each.kind in ("unknown", "unsupported")]
     run = make_config(found.tree)
     assert (run.policy.backend, run.policy.recompute) == ("megatron:d2t2p1", "full")
+
+
+def test_an_older_release_has_the_defaults_that_it_had():
+    """SkyRL's CISPO was bounded at 0 and 5 in 2026-03, at 1 and 4 in 2026-08; a release without a name is the newest."""
+    words = [*SKYRL, "trainer.algorithm.policy_loss_type=cispo", "trainer.logger=console"]
+    bounds = {}
+    for system in ("skyrl", "skyrl@2026-03"):
+        found = make_config(translate_words(system, words, HOME).tree).algorithm.resolved
+        bounds[system] = (found.clip_low, found.clip_high)
+    assert bounds == {"skyrl": (1.0, 4.0), "skyrl@2026-03": (0.0, 5.0)}
+    with pytest.raises(ValueError, match=r"the version of SkyRL must be one of 2026-03, 2025-09; got '2024'"):
+        translate_words("skyrl@2024", words, HOME)

@@ -6,14 +6,13 @@ Numbers that only AReaL's code explains were read in AReaL 4aef98d8d (2026-05-21
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
-from fivefold.config.dialects.translator import translate as translate_table
+from fivefold.config.dialects.translator import dialect
 from fivefold.layout import ParallelLayout
 
 DEFAULTS: dict[str, Any] = {
@@ -373,6 +372,8 @@ def sampling(source: Source) -> dict[str, Any]:
     said = source.under("gconfig.")
     if said.flag("greedy"):
         said.lacks("greedy", "training on greedy responses")
+    if source.number("actor.temperature") != said.number("temperature"):
+        source.lacks("actor.temperature", "another temperature of the trainer's log-probs than of sampling")
     found: dict[str, Any] = {
         "temperature": said.number("temperature"),
         "top_p": said.number("top_p"),
@@ -530,6 +531,12 @@ SECTIONS = (
             "algorithm.surrogate algorithm.temperature_positive algorithm.temperature_negative",
         ),
         used("actor.importance_sampling_level", "algorithm.importance_sampling_level"),
+        lacks("actor.beta actor.loss_type", "DPO's trainer: use algorithm.name: dpo"),
+        lacks(
+            "econfig.** tir.** workflow eval_workflow agent_run_args.** reward_fn_path agent_builder_path "
+            "export_style max_tokens_per_trajectory",
+            "agents",
+        ),
         lacks("actor.m2_threshold", "M2PO's bound on the second moment of the ratio"),
         used(
             "actor.reward_norm.mean_level actor.reward_norm.std_level actor.reward_norm.mean_leave1out",
@@ -573,7 +580,11 @@ SECTIONS = (
         ),
         used("actor.mask_no_eos_with_zero", "algorithm.overlong_filter"),
         lacks("actor.dynamic_sampling dynamic_bs", "AReaL's own filter of groups", [False]),
-        lacks("actor.temperature", "another temperature of the trainer's log-probs than of sampling", [1.0, 1]),
+        used(
+            "actor.temperature",
+            "engine.sampling.temperature",
+            "It divides the trainer's logits: the same as gconfig.temperature, as here.",
+        ),
         fixed("actor.log_agent_*", SHOWN),
         lacks("async_training", _ASYNC, [False]),
         used(
@@ -664,6 +675,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    versions={"2025-11": {"gconfig.max_tokens": 65536}},
     command=(
         "`fivefold train --from areal --config run.yaml KEY=VALUE ...`, as `python3 "
         "examples/math/gsm8k_rl.py --config run.yaml`; layout "
@@ -681,7 +693,4 @@ TABLE = Table(
     ),
 )
 
-
-def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
-    """AReaL's configuration in our spelling."""
-    return translate_table(TABLE, tree, overrides, environment)
+translate = dialect(TABLE)

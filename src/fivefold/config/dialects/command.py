@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.config.dialects import SYSTEMS, Translation, Tree
 from fivefold.config.dialects.shell import Script, read_script
 from fivefold.config.loader import ConfigError, read, read_mapping
 from fivefold.files import read_text
@@ -25,20 +26,21 @@ class _Words:
 
 
 def translate_words(system: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
-    """The run that these words ask `system` for, in our spelling; raises ConfigError where there is none.
+    """The run that these words ask `system` (or `system@version`) for; raises ConfigError where there is none.
 
     Example: `translate_words("verl", ["algorithm.adv_estimator=grpo", "data.train_files=a.parquet"], os.environ)`.
     """
-    if system not in SYSTEMS:
-        raise ConfigError([f"--from must be one of {', '.join(SYSTEMS)}: got {system}"])
+    name, _, version = system.partition("@")
+    if name not in SYSTEMS:
+        raise ConfigError([f"--from must be one of {', '.join(SYSTEMS)}: got {name}"])
     found = _Words()
     _take(list(words), found, environment, None)
     options = found.options
     file = options.pop("--config", None)
     if file is None and "--config-name" in options:
-        name = options["--config-name"]
+        wanted = options["--config-name"]
         directory = Path(options.get("--config-path", options.get("--config-dir", ".")))
-        known = [path for path in (directory / name, directory / f"{name}.yaml") if path.is_file()]
+        known = [path for path in (directory / wanted, directory / f"{wanted}.yaml") if path.is_file()]
         file = str(known[0]) if known else None
         if file is not None:
             del options["--config-name"]
@@ -48,9 +50,11 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
     for each in found.trees:
         _merge(tree, each)
     if not tree and not found.settings:
-        raise ConfigError([f"no setting of {system} in {' '.join(words) or 'an empty command'}"])
-    said = [f"{name}={value}" for name, value in options.items()]
-    return find_dialect(system)(tree, [*said, *found.settings], environment)  # type: ignore[call-arg]
+        raise ConfigError([f"no setting of {name} in {' '.join(words) or 'an empty command'}"])
+    said = [f"{option}={value}" for option, value in options.items()]
+    module = importlib.import_module(f"fivefold.config.dialects.{name}")
+    translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
+    return translation
 
 
 def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:

@@ -25,7 +25,8 @@ def _head(system: str, table: Table) -> str:
     return f"""{table.command}
 
 `fivefold convert --from {system} ...` writes the same as a commented `run.yaml`; what a script leaves open is given with
-`--env NAME=value`. A setting that is left out has {table.name}'s default, not ours. Of each key one of four things becomes:
+`--env NAME=value`. A setting that is left out has {table.name}'s default, not
+ours{_versions(system, table)}. Of each key one of four things becomes:
 
 - **our key**: its value, with the conversion that the note names;
 - *fixed here*: whatever it says, the numbers of the run are the same;
@@ -36,6 +37,10 @@ What you do without: {"; ".join(table.loses)}.
 
 What you gain: {"; ".join(table.gains)}.
 """
+
+
+def _versions(system: str, table: Table) -> str:
+    return "".join(f"; `--from {system}@{version}` has those of {version}" for version in table.versions)
 
 
 def _section(section: Section, table: Table) -> str:

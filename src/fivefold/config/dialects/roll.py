@@ -6,14 +6,13 @@ Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
-from fivefold.config.dialects.translator import translate as translate_table
+from fivefold.config.dialects.translator import dialect
 
 _TRAIN, _INFER = "actor_train.", "actor_infer."
 DEFAULTS: dict[str, Any] = {
@@ -401,7 +400,8 @@ def rewards(source: Source) -> dict[str, Any]:
             if weights.get(domain, 1.0):
                 for key in source.keys(f"rewards.{domain}."):
                     source.lacks(key, f"the reward of {domain}: reward.functions or reward.by_source name a function")
-    return {"reward.functions": {"math": 1.0}} if "math_rule" in domains else {}
+    found: dict[str, Any] = {"data.ground_truth_key": "ground_truth"}
+    return found | ({"reward.functions": {"math": 1.0}} if "math_rule" in domains else {})
 
 
 def run(source: Source) -> dict[str, Any]:
@@ -515,6 +515,18 @@ SECTIONS = (
             "ROLL's own weights of samples",
             [False],
         ),
+        lacks("actor_train.pg_variant", "another policy loss than PPO's", ["vanilla", "ppo"]),
+        fixed(
+            "enable_old_logprobs_recompute force_disable_old_logprobs_recompute actor_train.worker_cls **.system_envs.** "
+            "rollout_dump_dir render_save_dir world_size",
+            "old log-probs are the trainer's, computed before the updates",
+        ),
+        lacks("tag_to_template.**", "chat templates by domain: the tokenizer's is used"),
+        lacks(
+            "student_infer.** agent_config_common.** *agent_template *agent_system_template reward_normalization.** "
+            "max_tokens_per_step max_actions_per_traj batch_adjust_mode default_history_length reward_system_config.**",
+            "environments and agents",
+        ),
         fixed("error_max_len_threshold", "read with error_max_len_clip only"),
         lacks("train_infer_correction.**", "correction of the engine's log-probs: algorithm.rollout_correction", [False]),
         used("async_generation_ratio", "engine.backend"),
@@ -555,7 +567,7 @@ SECTIONS = (
             "**.data_args.messages **.data_args.*",
             "how data are read",
         ),
-        used("rewards.math_rule.**", "reward.functions"),
+        used("rewards.math_rule.**", "reward.functions", "Ground truths are in the column ground_truth."),
         used("rewards.**", "reward.functions", "math_rule is math; other domains need a function of reward.by_source."),
         used("validation.generating_args.*", "eval.samples eval.temperature eval.top_p"),
     ),
@@ -650,7 +662,8 @@ SECTIONS = (
             "actor_infer.generating_args.temperature actor_infer.generating_args.top_p "
             "actor_infer.generating_args.top_k actor_infer.generating_args.num_beams",
             "engine.sampling",
-            "top_k is 50 when left out.",
+            "top_k is 50 when left out. ROLL's trainer does not divide logits by the temperature, ours does: "
+            "ratios compare the distribution that was sampled from.",
         ),
         fixed("actor_infer.generating_args.max_new_tokens", "response_length says it"),
         lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
@@ -680,7 +693,4 @@ TABLE = Table(
     ),
 )
 
-
-def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
-    """ROLL's configuration in our spelling."""
-    return translate_table(TABLE, tree, overrides, environment)
+translate = dialect(TABLE)

@@ -5,13 +5,12 @@ What its Megatron path does not do was read in siiRL af00a77; a note has the pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects import Translation, Tree, shared, verl
+from fivefold.config.dialects import shared, verl
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
-from fivefold.config.dialects.translator import translate as translate_table
+from fivefold.config.dialects.translator import dialect
 from fivefold.config.dialects.verl_rows import SECTIONS
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -85,7 +84,6 @@ _OWN = Section.of(
         f"{_A}recompute_old_log_prob algorithm.share_reward_in_agent",
         "old log-probs are the trainer's, computed before the updates",
     ),
-    fixed(f"{_A}load_weight critic.load_weight reward_model.load_weight", "weights are always loaded"),
     fixed(
         (
             "data.auto_repeat data.num_loader_workers data.force_on_the_fly data.dataset_type "
@@ -94,6 +92,12 @@ _OWN = Section.of(
             "data.mask_history data.train_on_prompt data.tool_format data.processor.*"
         ),
         "how data are read: the same prompts come out",
+    ),
+    fixed(
+        f"{_A}param_offload {_A}grad_offload {_A}optimizer_offload {_A}profile {_A}embodied_type {_A}action_* "
+        f"{_A}traj_mini_batch_size critic.profile algorithm.pf_ppo critic.use_critic_model critic.fsdp_config.** "
+        f"{_R}trust_remote_code {_R}micro_batch_size",
+        "siiRL reads it nowhere on the path of language models",
     ),
     lacks("data.mix_strategy", "data sets interleaved by probability", ["concat"]),
     fixed("data.interleave_probs", "read with data.mix_strategy only"),
@@ -159,7 +163,4 @@ TABLE = Table(
     ),
 )
 
-
-def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
-    """siiRL's configuration in our spelling."""
-    return translate_table(TABLE, tree, overrides, environment)
+translate = dialect(TABLE)

@@ -5,14 +5,13 @@ Numbers that only SkyRL's code explains were read in SkyRL a9564572e (2026-08-21
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
-from fivefold.config.dialects.translator import translate as translate_table
+from fivefold.config.dialects.translator import dialect
 
 _ALGORITHM, _POLICY, _MEGATRON = "trainer.algorithm.", "trainer.policy.", "trainer.policy.megatron_config."
 _ENGINE = "generator.inference_engine."
@@ -59,7 +58,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.gradient_checkpointing": True,
     "trainer.placement.colocate_all": True,
     "trainer.placement.policy_num_nodes": 1,
-    "trainer.placement.policy_num_gpus_per_node": 4,
+    "trainer.placement.policy_num_gpus_per_node": 1,
     "trainer.run_name": "test_run",
     "trainer.ckpt_path": "~/ckpts/${trainer.run_name}",
     _POLICY + "optimizer_config.lr": 1e-6,
@@ -136,6 +135,22 @@ DEFAULTS: dict[str, Any] = {
     "environment.env_class": "gsm8k",
 }
 
+_BEFORE_2026_08: dict[str, Any] = {
+    "trainer.placement.policy_num_gpus_per_node": 4,
+    _ALGORITHM + "cispo.cispo_eps_clip_low": 0.0,
+    _ALGORITHM + "cispo.cispo_eps_clip_high": 5.0,
+}
+VERSIONS: dict[str, dict[str, Any]] = {
+    "2026-03": _BEFORE_2026_08,
+    "2025-09": {
+        **_BEFORE_2026_08,
+        _MEGATRON + "transformer_config_kwargs.recompute_granularity": None,
+        _MEGATRON + "transformer_config_kwargs.recompute_method": None,
+        _MEGATRON + "transformer_config_kwargs.recompute_num_layers": None,
+    },
+}
+"""Month of a release -> defaults that were others."""
+
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "advantage": "group"},
     "gae": {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"},
@@ -191,7 +206,11 @@ def program(source: Source) -> dict[str, Any]:
     if name is not None and name.rpartition(".")[2] not in PROGRAMS:
         source.lacks("-m", "another program than main_base: it may do what no key says")
     if not source.flag("trainer.placement.colocate_all"):
-        source.lacks("trainer.placement.colocate_all", "GPUs of their own for sampling")
+        source.lacks(
+            "trainer.placement.colocate_all",
+            "engines share the policy's GPUs: a step waits for its samples there too, so that the numbers are the same",
+            changes_result=False,
+        )
     key = of_engine(source, "run_engines_locally")
     if source.has(key) and not source.flag(key):
         source.lacks(key, "engines that run elsewhere: engine.url names such servers here")
@@ -470,7 +489,8 @@ def rewards(source: Source) -> dict[str, Any]:
         return {}
     if name == "aime" and source.text(_ALGORITHM + "advantage_estimator") in ("gae", "reinforce++"):
         source.lacks("environment.env_class", "rewards of -1 and 1, of which only the difference is kept here")
-    return {"reward.functions": dict(REWARDS[name])}
+    spec = "reward_spec.ground_truth" if name == "gsm8k" else None
+    return {"reward.functions": dict(REWARDS[name]), "data.ground_truth_key": spec}
 
 
 def run(source: Source) -> dict[str, Any]:
@@ -590,7 +610,7 @@ SECTIONS = (
         to("generator.sampling_params.max_generate_length", "data.max_response_tokens", shared.whole),
         used(
             "environment.env_class",
-            "reward.functions",
+            "reward.functions data.ground_truth_key",
             "aime scores -1 and 1: 0 and 2 here, of which a group's mean takes the constant away.",
         ),
         fixed("environment.skyrl_gym.**", "read by other environments only"),
@@ -800,6 +820,18 @@ SECTIONS = (
             "trainer.policy.torch_profiler_config.*",
             SHOWN,
         ),
+        fixed(
+            "trainer.placement.colocate_critic_reward trainer.*.deepspeed_config trainer.reward.** deepspeed_config.** "
+            "generator.enable_http_endpoint generator.http_endpoint_* generator.override_existing_update_group "
+            "generator.model_name use_torch_compile record_memory torch_profiler_config.* enable_ray_gpu_monitor "
+            "model_config_kwargs",
+            SPREAD,
+        ),
+        lacks("trainer.rope_scaling trainer.rope_theta generator.rope_scaling generator.rope_theta", "another RoPE"),
+        lacks("trainer.algorithm.use_kl_estimator_k3", "the name of 2025: trainer.algorithm.kl_estimator_type", [True]),
+        lacks(
+            "trainer.algorithm.use_abs_kl trainer.algorithm.normalize_reward trainer.use_orm_score", "keys of 2025", [False]
+        ),
         lacks("trainer.num_dummy_steps trainer.override_entrypoint trainer.arctic_rl.**", "another program's key"),
         used("-m", "algorithm.name", "main_base, and DAPO's main_dapo."),
         fixed("--config-name --config-path", "how the program is started"),
@@ -851,6 +883,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    versions=VERSIONS,
     command=(
         "`fivefold train --from skyrl KEY=VALUE ...`: the arguments of `python -m "
         "skyrl.train.entrypoints.main_base` as they are, or the "
@@ -867,7 +900,4 @@ TABLE = Table(
     ),
 )
 
-
-def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
-    """SkyRL's configuration in our spelling."""
-    return translate_table(TABLE, tree, overrides, environment)
+translate = dialect(TABLE)

@@ -101,6 +101,8 @@ class Table:
     """Later ones come over earlier ones."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key -> what it is when a configuration leaves it out, as far as a row or function asks for it."""
+    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Month of an older release -> defaults that were others then."""
     command: str = ""
     """How its users start a run, in our command."""
     loses: tuple[str, ...] = ()

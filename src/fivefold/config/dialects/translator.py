@@ -6,23 +6,49 @@ import dataclasses
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from fivefold.config.dialects import Line, Outcome, Translation, Tree
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Row, Table
+from fivefold.config.ranges import OneOf
 from fivefold.config.schema import RunConfig
 
 
-def translate(table: Table, tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
-    """Translate a tree and `key=value` words over it; `environment` has the variables that stand open.
+class SystemDialect(Protocol):
+    """A dialect that knows the system's versions and the variables that stand open."""
+
+    def __call__(
+        self, tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None, version: str = ""
+    ) -> Translation: ...
+
+
+def dialect(table: Table | Callable[[Mapping[str, Any]], Table]) -> SystemDialect:
+    """The dialect of a table, or of the table that fits the settings."""
+
+    def read(
+        tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None, version: str = ""
+    ) -> Translation:
+        settings = settings_of(tree, overrides)
+        chosen = table if isinstance(table, Table) else table(settings)
+        if version and (fault := OneOf(chosen.versions).fault(version)):
+            raise ValueError(f"the version of {chosen.name} {fault}")
+        defaults = {**chosen.defaults, **chosen.versions.get(version, {})}
+        return translate(chosen, settings, defaults, os.environ if environment is None else environment)
+
+    return read
+
+
+def translate(
+    table: Table, settings: Mapping[str, Any], defaults: Mapping[str, Any], environment: Mapping[str, str]
+) -> Translation:
+    """Translate settings by their full key; `environment` has the variables that stand open.
 
     Every key of the source has one outcome; a value that cannot be read is a fault, never a guess.
     """
-    settings = settings_of(tree, overrides)
-    source = Source(settings, table.defaults, os.environ if environment is None else environment)
+    source = Source(settings, defaults, environment)
     values: dict[str, tuple[Any, frozenset[str]]] = {}
     faults: list[str] = []
     outcomes: dict[str, Outcome] = {}

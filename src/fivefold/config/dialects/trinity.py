@@ -13,7 +13,8 @@ from fivefold.config.dialects import Translation, Tree, shared
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
-from fivefold.config.dialects.translator import translate as translate_table
+from fivefold.config.dialects.translator import dialect
+from fivefold.config.loader import read
 
 _VERL = "trainer.trainer_config."
 _ACTOR, _CRITIC = _VERL + "actor_rollout_ref.actor.", _VERL + "critic."
@@ -430,6 +431,8 @@ def data(source: Source) -> dict[str, Any]:
         "data.train": shared.files(source, _TASKSET + "path"),
         "data.prompt_key": source.text(_TASKSET + "format.prompt_key"),
     }
+    if truth := source.text(_TASKSET + "format.response_key"):
+        found["data.ground_truth_key"] = truth
     sets = [each.get("path") for each in source.items("buffer.explorer_input.eval_tasksets") if isinstance(each, dict)]
     if sets:
         found["data.val"] = [str(path) for path in sets]
@@ -547,7 +550,12 @@ SECTIONS = (
             "data.max_prompt_tokens data.max_response_tokens",
             "Prompts that are too long are refused: Trinity cuts them off.",
         ),
-        used("model.temperature model.top_p model.top_k", "engine.sampling"),
+        used(
+            "model.temperature model.top_p model.top_k",
+            "engine.sampling",
+            "Trinity's trainer does not divide logits by the temperature, ours does: ratios compare the "
+            "distribution that was sampled from.",
+        ),
         lacks("model.lora_configs model.lora_configs.**", "low-rank adapters: all weights are trained"),
         lacks("model.enable_thinking", "an argument of the chat template", [True]),
         lacks(
@@ -573,7 +581,11 @@ SECTIONS = (
         used("buffer.total_steps trainer.total_steps", "trainer.steps"),
         used(_TASKSET + "path", "data.train", "A name on the hub is to be written as parquet first."),
         used(_TASKSET + "format.prompt_key", "data.prompt_key"),
-        fixed(f"{_TASKSET}format.response_key", "the ground truth is read from reward_model.ground_truth or answer"),
+        used(
+            f"{_TASKSET}format.response_key",
+            "data.ground_truth_key",
+            "Of a solution that ends in `#### answer` it is the answer.",
+        ),
         lacks(
             _TASKSET + "format.system_prompt buffer.explorer_input.system_prompt buffer.explorer_input.reply_prefix",
             "a system prompt that is put before each prompt: write it into the data",
@@ -711,6 +723,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    versions={"2025-09": {"cluster.gpu_per_node": 8}},
     command="`fivefold train --from trinity --config run.yaml`, as `trinity run --config run.yaml`.",
     loses=(
         "workflows with tools, environments and other models",
@@ -725,13 +738,13 @@ TABLE = Table(
 )
 
 
-def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
+def translate(
+    tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None, version: str = ""
+) -> Translation:
     """Trinity-RFT's configuration in our spelling, with the file of `trainer.trainer_config_path` where it is here."""
-    from fivefold.config.loader import read
-
     trainer = tree.get("trainer")
     if isinstance(trainer, dict) and Path(str(trainer.get("trainer_config_path") or "")).is_file():
         inner = {**read(str(trainer["trainer_config_path"])), **(trainer.get("trainer_config") or {})}
         rest = {key: value for key, value in trainer.items() if key != "trainer_config_path"}
         tree = {**tree, "trainer": {**rest, "trainer_config": inner}}
-    return translate_table(TABLE, tree, overrides, environment)
+    return dialect(TABLE)(tree, overrides, environment, version)

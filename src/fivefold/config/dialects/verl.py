@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects import Translation, Tree, shared, verl_sft
+from fivefold.config.dialects import shared, verl_sft
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Table
-from fivefold.config.dialects.translator import settings_of
-from fivefold.config.dialects.translator import translate as translate_table
+from fivefold.config.dialects.translator import dialect
 from fivefold.config.dialects.verl_rows import SECTIONS
 
 _A, _R, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model.", "critic."
@@ -448,7 +447,10 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
     if not uses_megatron:
         # verl does not hand betas to Megatron's optimizer, whose own are 0.9 and 0.999.
         found["betas"] = [float(beta) for beta in said.items("betas")]
-        found["clip_grad"] = source.number(role + "grad_clip")
+        found["eps"] = said.number("eps")
+        # The newer engine reads optim.clip_grad, the older workers grad_clip: whichever is set.
+        set_there = said.has("clip_grad") and not source.has(role + "grad_clip")
+        found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
         found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
     style = (
@@ -663,6 +665,4 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     return TABLE if is_rl or not verl_sft.looks_like(settings) else verl_sft.TABLE
 
 
-def translate(tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None) -> Translation:
-    """verl's configuration in our spelling."""
-    return translate_table(table_of(settings_of(tree, overrides)), tree, overrides, environment)
+translate = dialect(table_of)

@@ -379,6 +379,14 @@ SECTIONS = (
         lacks(_A + "use_prefix_grouper", "prompts shared by a group are computed once", [False], changes_result=False),
         fixed(_A + "use_rollout_log_probs", "read by asynchronous training only"),
         fixed("**._target_", "Hydra's name of a class"),
+        used(_A + "optim.eps", "policy.optimizer.eps"),
+        fixed(
+            "**.optim.use_precision_aware_optimizer **.optim.main_grads_dtype **.optim.exp_avg_dtype "
+            "**.optim.exp_avg_sq_dtype **.optim.use_layer_wise_distributed_optimizer",
+            "the optimizer's state is in float32: policy.megatron.optimizer has other types",
+        ),
+        fixed("**.optim.muon_* **.optim.name **.optim.decay_type **.optim.min_lr_factor", "read by other optimizers only"),
+        fixed(f"{_A}torchtitan.** {_A}load_weight critic.load_weight {_R}layer_name_map.* {_R}skip_dump_dir", SPREAD),
     ),
     Section.of(
         "Critic and reference",
@@ -404,7 +412,8 @@ SECTIONS = (
         fixed(
             (
                 "critic.strategy critic.megatron.** critic.model.** critic.ulysses_sequence_parallel_size "
-                "critic.fsdp.* critic.fsdp_config.* critic.forward_* critic.ppo_micro_batch_size critic.shuffle "
+                "critic.fsdp.** critic.torchtitan.** critic.veomni.** reward_model.load_weight "
+                "critic.fsdp_config.* critic.forward_* critic.ppo_micro_batch_size critic.shuffle "
                 "critic.rollout_n critic.enable critic.data_loader_seed critic.nccl_timeout "
                 "critic.loss_scale_factor"
             ),
@@ -416,7 +425,11 @@ SECTIONS = (
                 "actor_rollout_ref.ref.fsdp_config.** actor_rollout_ref.ref.ulysses_sequence_parallel_size "
                 "actor_rollout_ref.ref.log_prob_* actor_rollout_ref.ref.entropy_* "
                 "actor_rollout_ref.ref.rollout_n actor_rollout_ref.ref.veomni.* "
-                "actor_rollout_ref.ref.profiler.** actor_rollout_ref.ref.use_prefix_grouper"
+                "actor_rollout_ref.ref.profiler.** actor_rollout_ref.ref.use_prefix_grouper "
+                "actor_rollout_ref.ref.load_weight actor_rollout_ref.ref.pad_to_length "
+                "actor_rollout_ref.ref.use_* actor_rollout_ref.ref.optim.* "
+                "actor_rollout_ref.ref.torchtitan.** actor_rollout_ref.ref.ppo_micro_batch_size* "
+                "actor_rollout_ref.ref.*_offload actor_rollout_ref.ref.profile"
             ),
             "the reference has the policy's layout, and only computes: no cut changes its numbers",
         ),
@@ -471,7 +484,7 @@ SECTIONS = (
         fixed(f"{_R}agent.* {_R}agent.custom_async_server.*", "how requests are spread"),
         lacks(_R + "enable_rollout_routing_replay", "replaying the routing of experts", [False]),
         fixed(f"{_R}prometheus.* {_R}trace.* {_R}moe_load_balance_metrics_interval", SHOWN),
-        lacks(f"{_R}skip_rollout {_R}use_fire_sampling", "rollouts that are not sampled anew", [False]),
+        lacks(f"{_R}skip_rollout {_R}use_fire_sampling {_R}qat", "rollouts that are not sampled anew", [False]),
         lacks(_R + "limit_images", _NOT_TEXT),
         lacks(_R + "disaggregation.enabled", "prefill and decoding on different GPUs", [False], changes_result=False),
         fixed(_R + "disaggregation.*", "read with disaggregation.enabled only"),

@@ -114,7 +114,8 @@ def optimizer(source: Source) -> dict[str, Any]:
     # The older trainer falls by a cosine when nothing is said.
     older = source.has("model.partial_pretrain")
     style = (
-        said.text("lr_decay_style")
+        said.text("warmup_style")
+        or said.text("lr_decay_style")
         or said.text("lr_scheduler_type")
         or said.text("lr_scheduler")
         or ("cosine" if older else "constant")
@@ -126,6 +127,7 @@ def optimizer(source: Source) -> dict[str, Any]:
     if style != "constant":
         lowest = said.number("min_lr") or (said.number("min_lr_ratio") or 0.0) * (found["lr"] or 0.0)
         found["min_lr"] = lowest or said.number("lr_min")
+        found["decay_steps"] = said.whole("lr_decay_steps")
     steps = said.whole("lr_warmup_steps")
     found["warmup_from"] = 0
     found["warmup_steps"] = steps if steps is not None and steps >= 0 else said.number("lr_warmup_steps_ratio")
@@ -133,12 +135,11 @@ def optimizer(source: Source) -> dict[str, Any]:
 
 
 def columns(source: Source) -> dict[str, Any]:
-    for key, inner in (("prompt_key", "prompt_dict_keys"), ("response_key", "response_dict_keys")):
-        if source.items(f"data.{inner}"):
-            source.lacks(
-                f"data.{inner}", f"a text within a column: write it into a column of its own and name that in {key}"
-            )
-    return {}
+    """The column, and the part of it that the text is in: `extra_info.question`."""
+    return {
+        f"data.{key}": ".".join([source.text(f"data.{key}") or "", *source.texts(f"data.{inner}")])
+        for key, inner in (("prompt_key", "prompt_dict_keys"), ("response_key", "response_dict_keys"))
+    }
 
 
 def lengths(source: Source) -> dict[str, Any]:
@@ -195,7 +196,7 @@ TABLE = Table(
             fixed("data.multiturn.enable", "a row with a conversation is learned as one"),
             to("data.multiturn.messages_key", "data.messages_key", shared.text),
             to("data.shuffle", "data.shuffle", shared.flag),
-            used("data.prompt_dict_keys data.response_dict_keys", "data.prompt_key"),
+            used("data.prompt_dict_keys data.response_dict_keys", "data.prompt_key data.response_key", "`column.part`."),
             used(
                 ("data.use_dynamic_bsz data.max_token_len_per_gpu data.micro_batch_size_per_gpu data.micro_batch_size"),
                 "policy.tokens_per_micro_batch",
@@ -265,6 +266,27 @@ TABLE = Table(
                 ),
                 KERNELS,
             ),
+            fixed("model.fused_kernel_options.* model.tiled_mlp.* model.hf_config_path model.exclude_modules", KERNELS),
+            to("model.tokenizer_path", "model.tokenizer", shared.path),
+            lacks(
+                "model.custom_chat_template model.lora_adapter_path model.override_config", "changes of the model's files"
+            ),
+            lacks("data.tools_key data.multiturn.tools_key", "tools", ["tools"]),
+            lacks(
+                "data.enable_thinking_key data.multiturn.enable_thinking_key data.enable_thinking_default",
+                "an argument of the chat template",
+                ["enable_thinking"],
+            ),
+            used("optim.warmup_style", "policy.optimizer.schedule"),
+            used("optim.lr_decay_steps", "policy.optimizer.decay_steps"),
+            lacks("optim.weight_decay_incr_style", "weight decay that changes", ["constant"]),
+            fixed(
+                "optim.lr_wsd_* optim.use_checkpoint_opt_param_scheduler optim.zero_indexed_step "
+                "optim.muon_* optim.lr_start optim.lr_decay_ratio optim.use_precision_aware_optimizer "
+                "optim.main_grads_dtype optim.use_layer_wise_distributed_optimizer",
+                "read by other schedules and optimizers only",
+            ),
+            fixed("optim.override_optimizer_config", "empty"),
             lacks("model.enable_activation_offload", "activations stay on the GPU", [False], changes_result=False),
             lacks("model.mtp.enable model.mtp.enable_train", "multi-token prediction", [False]),
             fixed("model.mtp.**", "read with mtp.enable only"),
