@@ -279,6 +279,14 @@ actor:
   reward_norm: {mean_level: group, std_level: group, group_size: 4}
 train_dataset: {path: d.parquet, type: rl, batch_size: 256, max_length: 1024}
 """
+AREAL_PPO = (
+    GSM8K_AREAL.replace("fsdp:d4", "megatron:d2t2").replace("kl_ctl: 0.0", "c_clip: 3.0").replace("eps_clip: 0.4", "eps_clip: 0.2\n  eps_clip_higher: 0.28")
+    + "ref: {path: m}\ncritic: {path: c, ppo_n_minibatches: 2}\n"
+)  # fmt: skip
+PPO_ROLL = (
+    GSM8K_ROLL.replace("adv_estimator: grpo", "adv_estimator: gae\nadd_token_level_kl: true").replace("use_kl_loss: true\nkl_loss_coef: 0.01\n", "")
+    .replace("dual_clip_loss: true\n", "").replace("warmup_steps: 20", "lr_scheduler_type: constant")
+)  # fmt: skip
 GSM8K_TRINITY = """
 mode: both
 algorithm: {algorithm_type: grpo, repeat_times: 8, optimizer: {lr: 1.0e-5, lr_warmup_steps: 20}}
@@ -299,6 +307,17 @@ PPO_TRINITY = (
     + """  trainer_config: {actor_rollout_ref: {actor: {strategy: megatron, megatron: {tensor_model_parallel_size: 2, override_transformer_config: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}}}}}
 """
 )
+
+DPO_TRINITY = """
+mode: train
+algorithm: {algorithm_type: dpo, optimizer: {lr: 1.0e-5, lr_warmup_steps: 20}, kl_loss_fn: k1, kl_loss_fn_args: {kl_coef: 0.1}}
+model: {model_path: m, max_response_tokens: 1024, max_model_len: 2048}
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer:
+  batch_size: 64
+  trainer_input: {experience_buffer: {path: d.parquet, format: {prompt_key: prompt, chosen_key: chosen, rejected_key: rejected}}}
+trainer: {max_token_len_per_gpu: 16384}
+"""
 
 GRPO_VERL = [
     *VERL, "algorithm.adv_estimator=grpo", "data.train_batch_size=256", "data.max_prompt_length=512", "data.max_response_length=1536",
@@ -354,6 +373,38 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
          "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"],
         Asked(128, 1024, 8, 24576, 1e-6, None, (0.2, 0.2, 3.0), "token-mean", "megatron:d1t2p4"),
     ),
+    # Returns from each token on, whitened; a weight of 2 at most for what the engine sampled otherwise.
+    "verl reinforce++ with truncated weights": (
+        ["verl", *GRPO_VERL, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.rollout_correction.rollout_is=token",
+         "algorithm.rollout_correction.rollout_is_threshold=2.0", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
+        Asked(256, 1280, 4, 2048, 1e-6, None, (0.2, 0.2, 3.0), "token-mean"),
+    ),
+    "verl sapo": (
+        ["verl", *GRPO_VERL, "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
+        Asked(256, 1280, 4, 2048, 1e-6, None, (None, None, None), "seq-mean-token-mean"),
+    ),
+    # A clip_ratio_low of 10 bounds nothing below, as CISPO has it.
+    "verl cispo": (
+        ["verl", *GRPO_VERL, "actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "actor_rollout_ref.actor.clip_ratio_low=10",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
+        Asked(256, 1280, 4, 2048, 1e-6, None, (1.0, 0.2, None), "token-mean"),
+    ),
+    "verl clip_cov": (
+        ["verl", *GRPO_VERL, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "actor_rollout_ref.actor.clip_ratio_high=1", "actor_rollout_ref.actor.clip_ratio_low=1",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
+        Asked(256, 1280, 4, 2048, 1e-6, None, (1.0, 1.0, None), "token-mean"),
+    ),
+    # Four nodes of the page's own multiples: prompts and mini-batch are per node there, so updates stay eight.
+    "siirl ppo on fsdp": (
+        ["siirl", *[word for word in GRPO_VERL if "adv_estimator" not in word], "trainer.nnodes=4", "critic.model.path=c", "critic.ppo_mini_batch_size=64",
+         "actor_rollout_ref.actor.grad_clip=0.5"],
+        Asked(256, 1280, 4, 2048, 1e-6, None, (0.2, 0.2, 3.0), "token-mean", "megatron:d32t1p1", "vllm:d32t1"),
+    ),
+    "skyrl ppo": (
+        ["skyrl", *SKYRL, "trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=c", "trainer.algorithm.use_kl_loss=false",
+         "trainer.algorithm.use_kl_in_reward=true", "generator.n_samples_per_prompt=2", "trainer.logger=console", "trainer.algorithm.loss_reduction=sequence_mean"],
+        Asked(1024, 2048, 4, 1536, 1e-6, ("reward", "k3", 0.001), (0.2, 0.2, None), "seq-mean-token-mean"),
+    ),
     # KL is on, a mean over sequences; the ratio is bounded once; warm-up counts updates, of which step 10 ends with the 40th.
     "skyrl grpo": (
         ["skyrl", *SKYRL, "trainer.train_batch_size=1024", "trainer.policy_mini_batch_size=256", "generator.n_samples_per_prompt=5", "trainer.micro_train_batch_size_per_gpu=4",
@@ -369,12 +420,27 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
     ),
     # Warm-up is a fifth of the run, in steps from rate 0: step 10 of 100 has 9/20.
     "areal grpo": (["areal", GSM8K_AREAL], Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, None, (0.4, 0.4, None), "token-mean", "megatron:d4t1p1", "vllm:d4t1")),
+    # KL in the reward against a reference, 0.1 when nothing is said; the critic learns in the same updates.
+    "areal ppo": (
+        ["areal", AREAL_PPO],
+        Asked(256, 1024, 2, 10240, 0.45 * 1.7e-5, ("reward", "k1", 0.1), (0.2, 0.28, 3.0), "token-mean", "megatron:d2t2p1", "vllm:d4t1"),
+    ),
     # 2 x 8 samples on each of 4 replicas are an update of 64, of 512: eight. Linear decay over 800 updates behind 20 of warm-up.
     "roll grpo": (
         ["roll", GSM8K_ROLL],
         Asked(64, 512, 8, 4096, (800 - 79) / (800 - 20) * 1e-6, ("loss", "k3", 0.01), (0.2, 0.2, 1.4), "seq-mean-token-mean", "megatron:d4t2p1", "vllm:d4t2"),
     ),
     "roll dpo": (["roll", DPO_ROLL], Asked(32, 64, 1, 2048, 1e-6, None, (None, None, None), "seq-mean-token-mean", "megatron:d4t2p1", None)),
+    # A value of each token with lambda 0.95, KL in the reward only where it is added; the rate stays constant where it is said.
+    "roll ppo": (
+        ["roll", PPO_ROLL],
+        Asked(64, 512, 8, 4096, 1e-6, ("reward", "k1", 0.2), (0.2, 0.2, None), "seq-mean-token-mean", "megatron:d4t2p1", "vllm:d4t2"),
+    ),
+    # All GPUs train; pairs, which the whole batch weighs alike.
+    "trinity dpo": (
+        ["trinity", DPO_TRINITY],
+        Asked(64, 128, 1, 16384, 0.45e-5, None, (None, None, None), "seq-mean-token-mean", "megatron:d8t1p1", None),
+    ),
     # Four of eight GPUs train; k2 with 0.001 in the loss, and two bounds of the ratio, when nothing is said.
     "trinity grpo": (
         ["trinity", GSM8K_TRINITY],
@@ -414,6 +480,27 @@ def test_details_of_those_runs():
     assert (areal.advantage, areal.normalize, areal.rollout_correction.old_logprobs_from) == ("group", "group", "trainer")
     roll = config("roll", tree=DPO_ROLL)
     assert (roll.algorithm.name, roll.algorithm.resolved.beta, roll.data.prompt_key) == ("dpo", 0.2, "instruction")
+    plus = config(*ASKED["verl reinforce++ with truncated weights"][0]).algorithm.resolved
+    assert (plus.credit, plus.gamma, plus.whiten) == ("discounted", 1.0, True)
+    assert (plus.rollout_correction.weight, plus.rollout_correction.high, plus.rollout_correction.outside) == (
+        "token",
+        2.0,
+        "truncate",
+    )
+    sapo = config(*ASKED["verl sapo"][0]).algorithm.resolved
+    assert (sapo.temperature_positive, sapo.temperature_negative) == (1.0, 1.05)
+    cov = config(*ASKED["verl clip_cov"][0]).algorithm.resolved
+    assert (cov.surrogate, cov.cov_fraction, cov.cov_low, cov.cov_high) == ("clip_cov", 2e-4, 1.0, 5.0)
+    siirl = config(*ASKED["siirl ppo on fsdp"][0])
+    assert (siirl.policy.optimizer.clip_grad, siirl.policy.recompute, siirl.algorithm.resolved.credit) == (
+        0.5,
+        "full",
+        "gae",
+    )
+    value = config("areal", tree=AREAL_PPO)
+    assert (value.critic.path, value.critic.value_clip, value.algorithm.resolved.lam) == ("c", 0.5, 1.0)
+    assert config("roll", tree=PPO_ROLL).algorithm.resolved.lam == 0.95
+    assert config("trinity", tree=DPO_TRINITY).algorithm.resolved.beta == 0.1
     trinity = config("trinity", tree=PPO_TRINITY)
     assert (trinity.policy.recompute, trinity.algorithm.resolved.credit) == ("full", "gae")
 
