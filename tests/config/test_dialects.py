@@ -531,6 +531,21 @@ def test_bounds_of_verls_rejection_are_turned_round():
     assert (found.reject, found.reject_low, found.reject_high) == ("geometric", 0.25, 2.0)
 
 
+def test_old_logprobs_are_those_that_areal_takes():
+    """The engine's unless they are computed again; with the decoupled loss the trainer's, and the engine's give a weight."""
+    again, decoupled = (
+        "recompute_logprob: true",
+        "use_decoupled_loss: true\n  behav_imp_weight_cap: 5.0\n  recompute_logprob: true",
+    )
+    found = {}
+    for name, said in (("engine", "recompute_logprob: false"), ("again", again), ("decoupled", decoupled)):
+        correction = config("areal", tree=GSM8K_AREAL.replace(again, said)).algorithm.resolved.rollout_correction
+        found[name] = (correction.old_logprobs_from, correction.weight, correction.outside)
+    assert found == {
+        "engine": ("engine", "none", "truncate"), "again": ("trainer", "none", "truncate"), "decoupled": ("trainer", "token", "mask"),
+    }  # fmt: skip
+
+
 def test_a_group_of_one_has_the_advantage_that_verl_gives_it():
     found = config("verl", *GRPO_VERL, "actor_rollout_ref.rollout.n=1").algorithm.resolved
     assert (found.advantage, found.normalize) == ("reward", "none")

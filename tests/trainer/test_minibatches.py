@@ -1,0 +1,51 @@
+"""The shares of the loss that the tokens of each optimizer step carry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fivefold.algo.objective import make_objective
+from fivefold.config.methods import KLConfig
+from fivefold.rollout.packing import pack
+from fivefold.rollout.stats import gather_stats
+from fivefold.trainer.minibatches import MiniBatches
+from tests.rollout.test_packing import PLAN, make_groups
+
+SIZES = [4, 1, 3, 4, 2, 4]
+
+
+def shares(mesh, penalty: str | None):
+    """Of each optimizer step: (length, weight in the surrogate, weight in the KL) of this replica's samples."""
+    objective = make_objective("grpo", aggregate="token-mean", penalty_aggregate=penalty, kl=KLConfig(coef=0.1))
+    own = make_groups(SIZES) if mesh.ranks.rank == 0 else []
+    stats = gather_stats(own, mesh.ranks, PLAN)
+    batch = pack(own, stats, mesh.ranks, PLAN)
+    found = []
+    for mini in MiniBatches(objective)(batch, stats):
+        part, rows = mini.batch, []
+        for sample in range(len(part.lengths_N)):
+            own_T = part.token_index([sample])[part.loss_mask_T[part.token_index([sample])]]
+            weights = [
+                None if w is None else w[own_T].unique().tolist() for w in (part.loss_weights_T, part.penalty_weights_T)
+            ]
+            rows.append((len(own_T), *weights))
+        found.append(rows)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_kl_and_surrogate_have_the_denominators_of_the_whole_update(cluster, layout):
+    """By hand: a token mean is 1 / tokens, a mean over sequences 1 / (samples x length), over all replicas."""
+    replicas = cluster.run(shares, f"megatron:{layout}", "seq-mean-token-mean")
+    for update in range(PLAN.updates_per_step):
+        rows = [row for replica in replicas for row in replica[update]]
+        tokens, samples = sum(length for length, *_ in rows), len(rows)
+        for length, surrogate, penalty in rows:
+            assert surrogate == pytest.approx([1 / tokens]) and penalty == pytest.approx([1 / (samples * length)])
+
+
+def test_one_aggregation_is_one_set_of_weights(cluster):
+    ((first, *_),) = cluster.run(shares, "megatron:d1", None)
+    assert all(penalty is None for *_, penalty in first)
+    assert torch.tensor([length * weight for length, (weight,), _ in first]).sum() == pytest.approx(1)
