@@ -180,8 +180,8 @@ def _convert(options: argparse.Namespace) -> int:
     if options.system is None:
         raise ValueError("convert needs --from and a system: verl, siirl, trinity, roll, areal or skyrl")
     translation = _translate(options)
-    for fault in translation.faults:
-        print(f"error    {fault}", file=sys.stderr)
+    for refusal in translation.refusals:
+        print(f"{'error   ' if refusal in translation.faults else 'refused '} {refusal}", file=sys.stderr)
     print(writer.write(translation, options.system), end="")
     lacking = [each for each in translation.outcomes if each.kind in ("unsupported", "unknown")]
     return 2 if translation.faults or (options.strict and lacking) else 0

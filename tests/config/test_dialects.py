@@ -509,6 +509,7 @@ def test_details_of_those_runs():
     ("verl", [*GRPO_VERL, "algorithm.adv_estimator=gpg"], "", "the advantage gpg"),
     ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo"], "", "another program than verl.trainer.main_ppo"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
+    ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "their scores would be summed"),
     ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),

@@ -354,7 +354,7 @@ def critic(source: Source) -> dict[str, Any]:
     if kind(source) != "rlvr" or source.text("adv_estimator") not in (None, "gae"):
         return {}
     return {
-        "critic.path": source.text("reward_pretrain") and None,
+        "critic.path": shared.path(source, "reward_pretrain"),
         "critic.value_clip": source.number("value_clip"),
     } | optimizer(source, "critic.", "critic.optimizer")
 
@@ -437,9 +437,6 @@ def other_pipelines(source: Source) -> dict[str, Any]:
     return {"model.path": shared.path(source, "pretrain")}
 
 
-_ROLES = "actor_train critic sft_train actor_infer reference"
-
-
 def _of(roles: str, names: str) -> str:
     return " ".join(f"{role}.{name}" for role in roles.split() for name in names.split())
 
@@ -471,7 +468,7 @@ SECTIONS = (
             "another program",
             ["examples/start_rlvr_pipeline.py", "examples/start_sft_pipeline.py", "examples/start_dpo_pipeline.py"],
         ),
-        used("reward_pretrain", "critic.path", "The critic starts from the policy's weights here."),
+        used("reward_pretrain", "critic.path", "Where the critic starts."),
         fixed("global_template **.data_args.template", "the tokenizer's chat template"),
     ),
     Section.of(
@@ -515,7 +512,11 @@ SECTIONS = (
             "ROLL's own weights of samples",
             [False],
         ),
-        lacks("actor_train.pg_variant", "another policy loss than PPO's", ["vanilla", "ppo"]),
+        lacks("actor_train.pg_variant pg_variant", "another policy loss than PPO's", ["vanilla", "ppo"]),
+        lacks("rl_loss_coef", "a factor of the whole loss", [1, 1.0]),
+        lacks("positive_loss_coef", "an imitation of good samples beside the policy loss", [0, 0.0]),
+        lacks("actor_train.mtp_*", "multi-token prediction", [0]),
+        fixed("token_level_loss", "ROLL reads it nowhere: loss_agg_mode decides"),
         fixed(
             "enable_old_logprobs_recompute force_disable_old_logprobs_recompute actor_train.worker_cls **.system_envs.** "
             "rollout_dump_dir render_save_dir world_size",

@@ -557,13 +557,17 @@ def rewards(source: Source) -> dict[str, Any]:
     for start in ("reward.custom_reward_function.", "custom_reward_function."):
         if (file := source.text(start + "path")) is not None:
             found["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
-    if source.flag("reward_model.enable") and (model := source.text("reward_model.model.path")) is not None:
-        found["reward.model.path"] = shared.path(source, "reward_model.model.path") and model
-    if source.flag("reward.reward_model.enable") and source.text("reward.reward_model.model_path") is not None:
-        found["reward.model.path"] = shared.path(source, "reward.reward_model.model_path")
+    for enabled, model in (
+        ("reward_model.enable", "reward_model.model.path"),
+        ("reward.reward_model.enable", "reward.reward_model.model_path"),
+    ):
+        if source.flag(enabled):
+            found["reward.model.path"] = shared.path(source, model)
+            if "reward.functions" in found:
+                source.lacks(enabled, "a reward model that a reward function asks: here their scores would be summed")
     for key in ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name"):
         name = source.text(key)
-        if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch", "rate_limited", "remote", "gdpo_no"):
+        if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):
             source.lacks(key, f"the reward manager {name}")
     return found
 

@@ -11,7 +11,6 @@ from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, us
 
 _A, _R, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model.", "critic."
 _TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
-_ROLES = ("actor_rollout_ref.ref.", "reward_model.")
 _OF_POLICY = "it has the policy's layout and options"
 _LORA = "low-rank adapters: all weights are trained"
 _ASYNC = "sampling while the policy learns (asynchronous training)"
@@ -95,6 +94,11 @@ SECTIONS = (
             "an older form of rejection",
         ),
         fixed("algorithm.rollout_correction.use_policy_gradient", "an older name of loss_type: False is ppo_clip"),
+        lacks(
+            f"{_A}rollout_correction.*",
+            "verl copies algorithm.rollout_correction there: write that",
+            ["disabled", False],
+        ),
         lacks("algorithm.rollout_is*", "an older form of algorithm.rollout_correction: write that", [False]),
         used(
             ("algorithm.filter_groups.enable algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches"),
