@@ -14,7 +14,7 @@ from fivefold.config.dialects.command import translate_words
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import known_keys
-from fivefold.config.loader import read_text
+from fivefold.config.loader import read_mapping
 
 HOME = {"HOME": "/home/me"}
 VERL = [
@@ -28,7 +28,7 @@ SKYRL += ["generator.inference_engine.num_engines=8", "generator.inference_engin
 
 
 def translated(system: str, *words: str, tree: str = ""):
-    return find_dialect(system)(read_text(tree, "a file"), list(words), environment=HOME)  # type: ignore[call-arg]
+    return find_dialect(system)(read_mapping(tree, "a file"), list(words), environment=HOME)  # type: ignore[call-arg]
 
 
 def config(system: str, *words: str, tree: str = "") -> RunConfig:
@@ -117,7 +117,7 @@ def test_each_line_names_the_key_that_it_comes_from():
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["save_every"].endswith("# trainer.save_freq") and lines["group_size"].endswith("# verl's default")
     assert "#    1 not supported\n#        trainer.logger = wandb: wandb: metrics" in text
-    tree = read_text(text, "what was written")
+    tree = read_mapping(text, "what was written")
     assert tree == translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=wandb").tree
     assert make_config(tree).trainer.save_every == 7
 
@@ -125,7 +125,7 @@ def test_each_line_names_the_key_that_it_comes_from():
 def test_interpolations_are_resolved_as_omegaconf_documents_them():
     """A key, one dot for a sibling, two for the section above; oc.select with a default; oc.env."""
     tree = "a: 3\nb: {c: '${a}', d: '${.c}', e: '${..a}-${.c}', f: '${oc.select:no.such,9}', g: '${oc.select:b.c,9}', h: '${oc.env:HOME}'}"
-    source = Source(dict(flatten(read_text(tree, "t"))), {}, HOME)
+    source = Source(dict(flatten(read_mapping(tree, "t"))), {}, HOME)
     found = {key: source.value(f"b.{key}") for key in "cdefgh"}
     assert found == {"c": 3, "d": 3, "e": "3-3", "f": 9, "g": 3, "h": "/home/me"}
 
