@@ -24,11 +24,14 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fivefold.config import ConfigError, make_config
+from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.data.tokenizer import train_tokenizer
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import load_spec
-from fivefold.plan import check as checks
+from fivefold.models.parameters import VALUE_HEAD
+from fivefold.plan.check import check
+from fivefold.plan.data_files import ROWS
 
 OTHER_KINDS = ("vlm", "agentic", "distill")
 QWEN3 = {
@@ -76,7 +79,23 @@ def source_of(record: dict[str, Any]) -> tuple[Tree, list[str]]:
     return tree, words
 
 
-def stand_in(directory: Path, config: Any, settings: dict[str, Any]) -> str:
+def write_data(path: Path, config: RunConfig) -> None:
+    """More rows than `check` looks at and a step takes, with what the configuration looks for in them."""
+    data, conversation = config.data, [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "11"}]
+    runs_code = any(name.startswith("code") for name in config.reward.functions)
+    truth = json.dumps({"inputs": ["1"], "outputs": ["1"]}) if runs_code else "11"
+    row = {
+        "data_source": "openai/gsm8k",
+        "reward_model": {"ground_truth": truth},
+        data.ground_truth_key: truth,
+        data.prompt_key: conversation[:1],
+        data.response_key: "11",
+        **dict.fromkeys((data.messages_key, data.chosen_key, data.rejected_key), conversation),
+    }
+    path.write_text((json.dumps(row) + "\n") * (data.prompts_per_step + 2 * ROWS))
+
+
+def stand_in(directory: Path, config: RunConfig) -> str:
     """A model that the layout can divide, with experts where the configuration speaks of some."""
     layout: ParallelLayout = config.layout
     split: PipelineSplit = config.policy.megatron.pipeline_split
@@ -85,9 +104,7 @@ def stand_in(directory: Path, config: Any, settings: dict[str, Any]) -> str:
         word in name.lower() for word in ("moe", "a3b", "a22b", "deepseek-v3", "moonlight", "mixtral")
     )
     path = directory / ("moe" if experts else "dense")
-    path.mkdir(exist_ok=True)
-    (path / "model.safetensors").touch()
-    (path / "tokenizer.json").touch()
+    train_tokenizer("char", ["1+=user asnt"], path)
     for layers in range(1, 400):
         (path / "config.json").write_text(
             json.dumps({**QWEN3, **(EXPERTS if experts else {}), "num_hidden_layers": layers, "id2label": {"0": "x"}})
@@ -100,13 +117,16 @@ def stand_in(directory: Path, config: Any, settings: dict[str, Any]) -> str:
     return str(path)
 
 
+def nothing(*_: object) -> None:
+    """In the place of a check that a stand-in cannot pass."""
+
+
 def faults(translation: Translation, directory: Path) -> list[str]:
     """What keeps the run from starting, with stand-ins in the place of files."""
     if translation.refusals:
         return translation.refusals
     tree = translation.tree
-    data = directory / "data.parquet"
-    data.touch()
+    data = directory / "data.jsonl"
     reward = directory / "reward.py"
     reward.write_text("def f(response, ground_truth):\n    return 0.0\n")
     for key in ("train", "val"):
@@ -120,7 +140,8 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         config = make_config(tree)
     except ConfigError as error:
         return error.faults
-    model = stand_in(directory, config, {})
+    write_data(data, config)
+    model = stand_in(directory, config)
     config = replace(
         config,
         model=replace(config.model, path=model, tokenizer=None),
@@ -129,15 +150,15 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         critic=replace(config.critic, path=model if config.critic.path else None),
         reward=replace(config.reward, model=replace(config.reward.model, path=model if config.reward.model.path else None)),
     )
-    many = {"visible_gpus": lambda: 1 << 20}
+    # Memory is the model's matter, and the model is a stand-in, without tensors.
+    many, any_size = {"visible_gpus": lambda: 1 << 20}, {"device_of": lambda config: None}
     with (
         patch.multiple("fivefold.plan.devices", **many),
-        patch.multiple(checks, **many),
-        patch.multiple("fivefold.plan.engine_checks", gpu_bytes=lambda: 80 << 30, check_vllm=lambda *_: None),
+        patch.multiple("fivefold.plan.fit", **any_size),
+        patch.multiple("fivefold.plan.check", check_tensor_files=nothing, tensor_places=lambda path: VALUE_HEAD.hf, **many),
+        patch.multiple("fivefold.plan.engine_checks", check_vllm=nothing, **any_size),
     ):
-        found = checks.check(config).errors
-    # Memory is the model's matter, and the model is a stand-in.
-    return [error for error in found if "MiB for keys and values" not in error]
+        return check(config).errors
 
 
 def main() -> None:
