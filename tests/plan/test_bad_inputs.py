@@ -289,7 +289,7 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "an entropy coefficient that is NaN": (setting("algorithm.entropy_coef", math.nan), "algorithm.entropy_coef must be a finite number"),
     "a warm-up of -3": (setting("policy.optimizer.warmup_steps", -3), "policy.optimizer.warmup_steps must be at least 0: got -3"),
     "a top-p of -5": (setting("engine.sampling.top_p", -5), "engine.sampling.top_p must be in (0, 1]: got -5"),
-    "no memory for rewards": (setting("reward.memory_mb", 0), "reward.memory_mb must be at least"),
+    "no memory for rewards": (setting("reward.memory_mb", 0), "reward.memory_mb must be in [256, 1048576]"),
     "a seed of -1": (setting("trainer.seed", -1), "trainer.seed must be in [0, 4294967295]: got -1"),
     "no updates": (setting("algorithm.updates_per_step", 0), "algorithm.updates_per_step must be above 0"),
     "a number of 400 digits": (setting("algorithm.group_size", 10**400), "algorithm.group_size must be"),

@@ -136,19 +136,6 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
 
-def _check_files(findings: Findings, config: RunConfig) -> None:
-    reference, resume = config.reference.path, config.trainer.resume
-    if reference and reference.startswith((".", "/")) and not Path(reference).is_dir():
-        findings.error("reference.path", f": no directory {reference}")
-    if not config.data.train:
-        findings.error("data.train", "names no file")
-    for name in [*config.data.train, *config.data.val]:
-        if not Path(name).is_file():
-            findings.error("data", f": no file at {name}; `fivefold data` writes data sets")
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
-        findings.error("trainer.resume", f"must be auto, never or a checkpoint directory: got {resume!r}")
-
-
 def _check_spec(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
     """What this model cannot do with its settings."""
     settings, megatron = part.settings, part.settings.megatron

@@ -166,4 +166,5 @@ class _Reader:
         """Raise ValueError where the rewards of the row's source cannot score it."""
         for name in choose_rewards(self.config.reward, row.source).weights:
             if fault := ground_truth_fault(name, row.ground_truth):
-                raise ValueError(f"column 'reward_model', ground_truth {fault}: got {shown(row.ground_truth)}")
+                column, _, part = self.config.data.ground_truth_key.partition(".")
+                raise ValueError(f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}")
