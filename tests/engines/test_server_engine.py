@@ -13,25 +13,25 @@ import psutil
 import pytest
 import torch
 
-from fivefold.types import Completion, Sampling
-from tests.engines.test_vllm_engine import SIZES, difference
+from fivefold.types import Completion
+from tests.engines.test_vllm_engine import SIZES
 from tests.support.commands import wait_for
-from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, named_blocks, requests
+from tests.support.engines import OPTIONS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.servers import (
+    GREEDY,
     LONG,
     check_what_was_sampled_midway,
     kill_api,
     midway,
     refreshed,
     server_engine,
+    three_steps,
     undisturbed,
 )
 from tests.support.tiny_models import load_tensors, make_model
-from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 pytestmark = pytest.mark.vllm
 
-GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
 ARGUMENTS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0, "kv_cache_memory_bytes": 64 << 20}
 
 
@@ -63,28 +63,10 @@ def changed_midway(mesh, directory: Path, address: str):
 
 def two_servers(mesh, directory: Path, logs: Path):
     """Everything that is tried on the same two servers, by name: they take half a minute to start."""
-    from fivefold.engines.weight_sync import weight_sync
-    from fivefold.megatron.model import MegatronModel
-
     said: list[str] = []
-    found: dict[str, object] = {"said": said}
     engine = vllm_engine(mesh, directory, logs, said)
-    trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
-    rank, first = mesh.ranks.rank, requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
-
-    found["differences"], found["drawn"] = [], []
-    for _ in range(4):
-        weight_sync(trained, engine)
-        found["drawn"].append(complete(engine, first))
-        found["differences"].append(difference(trained, first, found["drawn"][-1]))
-        mine = replace(mine, old_logprobs_T=trained.forward(mine))
-        trained.train_step(mine, OBJECTIVE.loss)
-
-    tensors = load_tensors(directory)
-    engine.update_weights(iter(tensors.items()), 3)
-    asked = requests(2, GREEDY)
-    found["greedy"] = complete(engine, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+    found: dict[str, object] = {"said": said, **three_steps(mesh, directory, engine)}
+    rank, tensors = mesh.ranks.rank, load_tensors(directory)
 
     cut = requests(1, replace(SAMPLING, **OPTIONS["all"]))
     found["cut"] = list(zip(cut, complete(engine, cut), strict=True))

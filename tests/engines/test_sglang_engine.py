@@ -11,18 +11,25 @@ import pytest
 import torch
 
 from fivefold.types import Completion, Request, Sampling
-from tests.engines.test_vllm_engine import OTHER_SIZES, SIZES, difference
+from tests.engines.test_vllm_engine import OTHER_SIZES, SIZES
+from tests.support import whole_runs
 from tests.support.commands import fivefold
-from tests.support.engines import PROMPTS, SAMPLING, complete, own_logits, requests
-from tests.support.servers import check_what_was_sampled_midway, kill_api, midway, refreshed, server_engine, undisturbed
+from tests.support.engines import SAMPLING, complete, own_logits, requests
+from tests.support.servers import (
+    GREEDY,
+    check_what_was_sampled_midway,
+    kill_api,
+    midway,
+    refreshed,
+    server_engine,
+    three_steps,
+    undisturbed,
+)
 from tests.support.tiny_models import load_tensors, make_model
-from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
-from tests.support.whole_runs import REWARD
 from tests.support.zygote import THREADS
 
 pytestmark = pytest.mark.sglang
 
-GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
 LONG = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
 CUT = {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "logit_bias": ((7, 2.0),)}
 ON_CPU = {
@@ -66,28 +73,10 @@ def one_server(mesh, directory: Path, logs: Path):
 
 def two_servers(mesh, directory: Path, logs: Path):
     """Everything that is tried on the same two servers, by name."""
-    from fivefold.engines.weight_sync import weight_sync
-    from fivefold.megatron.model import MegatronModel
-
     said: list[str] = []
-    found: dict[str, object] = {"said": said}
     engine = sglang_engine(mesh, directory, logs, said)
-    trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
-    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
-    rank, first = mesh.ranks.rank, requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]])
-
-    found["differences"], found["drawn"] = [], []
-    for _ in range(4):
-        weight_sync(trained, engine)
-        found["drawn"].append(complete(engine, first))
-        found["differences"].append(difference(trained, first, found["drawn"][-1]))
-        mine = replace(mine, old_logprobs_T=trained.forward(mine))
-        trained.train_step(mine, OBJECTIVE.loss)
-
-    tensors = load_tensors(directory)
-    engine.update_weights(iter(tensors.items()), 3)
-    asked = requests(2, GREEDY)
-    found["greedy"] = complete(engine, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+    found: dict[str, object] = {"said": said, **three_steps(mesh, directory, engine)}
+    rank, tensors = mesh.ranks.rank, load_tensors(directory)
     cut = requests(1, replace(SAMPLING, **CUT))
     found["cut"] = list(zip(cut, complete(engine, cut), strict=True))
 
@@ -239,15 +228,8 @@ launch: {{threads: {threads}}}
 
 
 def test_a_whole_run_samples_with_sglang_what_the_trainer_computes(tmp_path):
-    for command in (
-        ["data", "arithmetic", "--out", tmp_path / "data", "--limit", 64],
-        ["train-tokenizer", "char", "--data", tmp_path / "data/train.parquet", "--out", tmp_path / "tokenizer"],
-        ["init-model", "qwen3", "--tokenizer", tmp_path / "tokenizer", "--out", tmp_path / "model", "--hidden", 64, "--heads", 2,
-         "--layers", 2, "--ffn", 64],
-    ):  # fmt: skip
-        done = fivefold(*command)
-        assert done.returncode == 0, done.stderr
-    (tmp_path / "reward.py").write_text(REWARD)
+    whole_runs.make_model(tmp_path, hidden=64, heads=2)
+    (tmp_path / "reward.py").write_text(whole_runs.REWARD)
     (tmp_path / "run.yaml").write_text(RUN.format(root=tmp_path, threads=THREADS, on_cpu=json.dumps(ON_CPU)))
     done = fivefold("train", tmp_path / "run.yaml")
     assert done.returncode == 0, done.stdout + done.stderr

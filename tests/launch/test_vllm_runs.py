@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.commands import Command, children_of, fivefold, gone, wait_for
 from tests.support.engines import named_blocks
-from tests.support.whole_runs import REWARD, assert_same, metrics
+from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
 pytestmark = pytest.mark.vllm
@@ -33,15 +33,8 @@ launch: {{threads: {threads}}}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("vllm")
-    for command in (
-        ["data", "arithmetic", "--out", root / "data", "--limit", 64],
-        ["train-tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
-        # vLLM's attention on CPUs has no heads narrower than 32.
-        ["init-model", "qwen3", "--tokenizer", root / "tokenizer", "--out", root / "model", "--hidden", 64, "--heads", 2,
-         "--layers", 2, "--ffn", 64],
-    ):  # fmt: skip
-        done = fivefold(*command)
-        assert done.returncode == 0, done.stderr
+    # vLLM's attention on CPUs has no heads narrower than 32.
+    make_model(root, hidden=64, heads=2)
     (root / "reward.py").write_text(REWARD)
     (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
     return root

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,14 +16,15 @@ from safetensors.torch import save_file
 
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.types import Completion, Request, Sampling, TokenBatch
-from tests.engines.test_vllm_engine import TOKENIZER
-from tests.support.engines import complete, requests
+from tests.engines.test_vllm_engine import TOKENIZER, difference
+from tests.support.engines import PROMPTS, complete, requests
 from tests.support.tiny_models import load_tensors
-from tests.support.two_steps import POLICY
+from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, whole_batch
 
 BUCKET = 1 << 14
 """Bytes: less than the embeddings of the tiny models, more than most of their tensors."""
 LONG = Sampling(max_tokens=200)
+GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
 
 
 def server_engine(mesh, directory: Path, client, process: ServerProcess | None, said: list[str], each: int = 1, **changes):
@@ -43,6 +45,26 @@ def undisturbed(mesh, directory: Path, tensors, calls: list[list[Request]]) -> l
     engine = TransformersEngine(directory, TOKENIZER, mesh.device, torch.float32, 64)
     engine.update_weights(iter(tensors.items()), 0)
     return [complete(engine, asked) for asked in calls]
+
+
+def three_steps(mesh, directory: Path, engine) -> dict[str, object]:
+    """What an engine of servers samples before and after each of three optimizer steps, and the greedy tokens of the model."""
+    from fivefold.engines.weight_sync import weight_sync
+    from fivefold.megatron.model import MegatronModel
+
+    trained = MegatronModel(directory, POLICY, mesh, total_updates=3)
+    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    first, drawn, differences = requests(2, FREE, [*PROMPTS, [7 + i % 90 for i in range(150)]]), [], []
+    for _ in range(4):
+        weight_sync(trained, engine)
+        drawn.append(complete(engine, first))
+        differences.append(difference(trained, first, drawn[-1]))
+        mine = replace(mine, old_logprobs_T=trained.forward(mine))
+        trained.train_step(mine, OBJECTIVE.loss)
+    tensors, asked = load_tensors(directory), requests(2, GREEDY)
+    engine.update_weights(iter(tensors.items()), 3)
+    greedy = complete(engine, asked), undisturbed(mesh, directory, tensors, [asked])[0]
+    return {"drawn": drawn, "differences": differences, "greedy": greedy}
 
 
 def kill_api(engine) -> None:

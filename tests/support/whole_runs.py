@@ -17,9 +17,9 @@ def digits(response):
 TIMES = ("time/", "throughput/", "memory/", "wall")
 
 
-def make_model(root: Path, *, hidden: int = 32, layers: int = 2, ffn: int = 64, rows: int = 64) -> None:
+def make_model(root: Path, *, hidden: int = 32, heads: int = 4, layers: int = 2, ffn: int = 64, rows: int = 64) -> None:
     """Sums, a tokenizer of their characters and a tiny Qwen3, made by the command line."""
-    sizes = ["--hidden", hidden, "--layers", layers, "--ffn", ffn]
+    sizes = ["--hidden", hidden, "--heads", heads, "--layers", layers, "--ffn", ffn]
     for command in (
         ["data", "arithmetic", "--out", root / "data", "--limit", rows],
         ["train-tokenizer", "char", "--data", root / "data/train.parquet", "--out", root / "tokenizer"],
