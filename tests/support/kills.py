@@ -52,7 +52,7 @@ class Fault:
 
 
 def _at_any_moment(_: Path, draw: random.Random) -> Callable[[], bool]:
-    moment = time.monotonic() + draw.uniform(0, 12)
+    moment = time.monotonic() + draw.uniform(0, 5)
     return lambda: time.monotonic() > moment
 
 
@@ -98,6 +98,7 @@ def flip_a_byte(run: Path, draw: random.Random) -> bool:
 
 def main() -> None:
     count, seed = int(sys.argv[1]) if len(sys.argv) > 1 else 100, int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    random.seed(seed)
     draw, done, runs = random.Random(seed), Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
