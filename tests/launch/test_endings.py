@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from fivefold.launch.local import PAUSE
-from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, wait_for
 from tests.support.whole_runs import assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -170,6 +170,34 @@ def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypa
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed after step {saved} " in resumed.stdout
     assert_same(metrics(root, name), base)
+
+
+def rank_1_is_late():
+    from fivefold.megatron import mesh
+
+    join = mesh.init_process_group
+
+    def late(*arguments):
+        if os.environ["RANK"] == "1":
+            Path("late").touch()
+            time.sleep(LONGEST)
+        join(*arguments)
+
+    mesh.init_process_group = late
+
+
+def test_sigterm_before_ranks_are_joined_ends_those_that_wait_for_others(root, tmp_path, monkeypatch):
+    """Rank 1 ends at once; rank 0 waits for it where no handler of Python's runs."""
+    monkeypatch.chdir(tmp_path)
+    process = Command(
+        "train", root / "run.yaml", f"trainer.run_dir={tmp_path}/run", "policy.backend=megatron:d2", hook=rank_1_is_late
+    )
+    wait_for((tmp_path / "late").exists, process)
+    time.sleep(2)
+    everyone = children_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    wait_for(lambda: gone(everyone))
 
 
 def test_a_second_interrupt_of_a_person_ends_the_run_at_once(root, monkeypatch):

@@ -25,6 +25,8 @@ PAUSE = 2.0
 """Seconds after which a second Ctrl-C is a person's, and not the same one that reached a process by another way too."""
 _REASON_SECONDS = 5.0
 """Time for the rank with the reason to be seen: one whose memory the kernel still takes apart has not ended yet."""
+_LATE_SECONDS = 10.0
+"""Between the first and the last rank that end because they were asked to; then the rest is killed."""
 _GRACE_SECONDS = 3.0
 """Time ranks get to end by themselves after another one failed."""
 
@@ -96,6 +98,10 @@ def spawn(
                 log = opened.enter_context((log_dir / f"rank-{rank}.log").open("wb")) if rank else None
                 processes.append(start_rank(arguments, environment, log, (alive, *inherited)))
         os.close(alive)
+        if signals:
+            # Ranks that were started after the request have not got it; others take it once.
+            for process in processes:
+                process.terminate()
         return _watch(processes, log_dir, signals, memory)
     finally:
         for process in processes:
@@ -109,8 +115,11 @@ def spawn(
 
 
 def _watch(processes: list[subprocess.Popen[bytes]], log_dir: Path, signals: list[int], memory: MemoryWatch) -> int:
+    first_end: float | None = None
     while True:
         codes = [process.poll() for process in processes]
+        if signals and first_end is None and any(code is not None for code in codes):
+            first_end = time.monotonic()
         if any(code not in (None, 0, *ASKED) for code in codes) and len(signals) < 2:
             # Ranks that lose their partner fail too, and now and then they are seen first.
             deadline = time.monotonic() + _REASON_SECONDS
@@ -119,7 +128,9 @@ def _watch(processes: list[subprocess.Popen[bytes]], log_dir: Path, signals: lis
             print(f"\n{reason or _losses(processes, log_dir)}", file=sys.stderr, flush=True)
             _end(processes)
             return FAILED
-        if all(code is not None for code in codes):
+        # Ranks end together. One that ended before they were joined leaves others in a wait that no signal's handler breaks.
+        is_late = first_end is not None and time.monotonic() > first_end + _LATE_SECONDS
+        if is_late or all(code is not None for code in codes):
             return 128 + signals[0] if signals else max(code or 0 for code in codes)
         time.sleep(0.1)
 
