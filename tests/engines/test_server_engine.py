@@ -23,6 +23,7 @@ from tests.support.servers import (
     check_what_was_sampled_midway,
     kill_api,
     midway,
+    one_short_among_endless,
     refreshed,
     server_engine,
     three_steps,
@@ -112,7 +113,7 @@ def two_servers(mesh, directory: Path, logs: Path):
     found["both killed"] = with_deaths({0, 1}) == whole, sorted(engine._lost)
 
     stopped = []
-    for completion in engine.generate(mine_to_ask):
+    for completion in engine.generate(one_short_among_endless(mine_to_ask)):
         stopped.append(completion)
         if len(stopped) == 1:
             engine.abort()
@@ -189,9 +190,8 @@ def test_abort_gives_what_there_is(both):
     for found in both:
         stopped = found["aborted"]
         assert sorted(one.request_id for one in stopped) == list(range(48))
-        aborted = [one for one in stopped if one.finish_reason == "abort"]
-        assert len(aborted) > 20
-        assert all(len(one.token_ids) == len(one.logprobs) < 200 for one in aborted)
+        assert {one.finish_reason for one in stopped if one.request_id != 0} == {"abort"}
+        assert all(len(one.token_ids) == len(one.logprobs) < 240 for one in stopped)
 
 
 def test_servers_refuse_weights_that_are_not_whole_and_take_the_next_ones(both):

@@ -27,6 +27,12 @@ LONG = Sampling(max_tokens=200)
 GREEDY, FREE = Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=16)
 
 
+def one_short_among_endless(asked: list[Request]) -> list[Request]:
+    """The first ends with its first token, the others not before an abort that follows it: they are as long as can be."""
+    endless = Sampling(max_tokens=240, ignore_eos=True)
+    return [replace(request, sampling=replace(endless, max_tokens=240 if request.id else 1)) for request in asked]
+
+
 def server_engine(mesh, directory: Path, client, process: ServerProcess | None, said: list[str], each: int = 1, **changes):
     """`client`: the class that speaks with a server; `process`: the server of this rank."""
     from fivefold.engines.servers.server_engine import ServerEngine
