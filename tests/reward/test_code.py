@@ -312,12 +312,10 @@ def test_a_program_that_never_ends_is_wrong_and_no_failure_of_the_reward():
     )
     pool = RewardPool(config)
     samples = [Sample([1], [0.0], text, True, 0) for text in ("print(input())", "while True: pass")]
-    for sample in samples:
-        pool.submit(Prompt(0, [1], "taco", "q", tests), sample)
-    pool.wait()
+    error = pool.wait([pool.submit(Prompt(0, [1], "taco", "q", tests), sample) for sample in samples])
     server = psutil.Process(pool._workers[-1]._process.pid).children()[0].pid
     pool.close()
-    assert pool.first_error is None
+    assert error is None
     assert [(sample.reward, sample.reward_failed, sample.correct) for sample in samples] == [
         (1.5, False, True),
         (0.0, False, False),

@@ -132,11 +132,9 @@ def group(*texts: str) -> Group:
     return Group(prompt, [Sample([1], [0.0], text, True, 0) for text in texts])
 
 
-def score(pool: RewardPool, *groups: Group) -> None:
-    for scored in groups:
-        for sample in scored.samples:
-            pool.submit(scored.prompt, sample)
-    pool.wait()
+def score(pool: RewardPool, *groups: Group) -> str | None:
+    """The first error."""
+    return pool.wait([pool.submit(scored.prompt, sample) for scored in groups for sample in scored.samples])
 
 
 @pytest.fixture
@@ -159,13 +157,11 @@ def test_a_reward_that_hangs_raises_dies_or_eats_memory_costs_its_sample_only(us
 
 def test_the_first_error_is_kept_with_the_function_s_traceback(user_file):
     pool = RewardPool(RewardConfig(functions={f"{user_file}:shout": 1.0}, workers=1))
-    score(pool, group("ok", "raise", "nan"))
-    assert "Traceback" in pool.first_error and "mine.py" in pool.first_error
-    assert "RuntimeError: as asked" in pool.first_error
-    score(pool, group("ok", "nan"))
-    assert "must be finite" in pool.first_error
-    score(pool, group("ok"))
-    assert pool.first_error is None
+    error = score(pool, group("ok", "raise", "nan"))
+    assert "Traceback" in error and "mine.py" in error
+    assert "RuntimeError: as asked" in error
+    assert "must be finite" in score(pool, group("ok", "nan"))
+    assert score(pool, group("ok")) is None
     pool.close()
 
 
@@ -180,9 +176,8 @@ def test_whatever_goes_wrong_in_the_pool_fails_the_sample_and_is_shown(user_file
 
     monkeypatch.setattr("fivefold.reward.pool._Worker.ask", fail)
     scored = group("ok", "fine")
-    score(pool, scored)
+    assert type(error).__name__ in score(pool, scored)
     assert [sample.reward_failed for sample in scored.samples] == [True, True]
-    assert type(error).__name__ in pool.first_error
     monkeypatch.undo()
     score(pool, scored)
     assert [sample.reward for sample in scored.samples] == [0.5, 1.0]
@@ -202,10 +197,10 @@ def test_files_with_high_numbers_and_none_left_are_no_zeros(user_file):
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, before[1]))
         try:
-            score(pool, scored)
+            error = score(pool, scored)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert scored.samples[0].reward_failed and "Too many open files" in pool.first_error
+        assert scored.samples[0].reward_failed and "Too many open files" in error
     finally:
         for file in held:
             os.close(file)
@@ -287,12 +282,12 @@ def test_a_function_that_does_what_it_should_not_fails_its_own_sample_only(troub
     try:
         for response, says in FAIL.items():
             scored = group(response)
-            score(pool, scored)
+            error = score(pool, scored)
             assert scored.samples[0].reward_failed, response
-            assert says in pool.first_error, (response, pool.first_error)
+            assert says in error, (response, error)
             scored = group(*SCORED)
-            score(pool, scored)
-            assert pool.first_error is None, (response, pool.first_error)
+            error = score(pool, scored)
+            assert error is None, (response, error)
             assert {sample.text: sample.reward for sample in scored.samples} == SCORED, response
     finally:
         pool.close()
@@ -322,9 +317,9 @@ def test_every_function_is_called_once_before_the_first_sample(trouble_file):
     assert pool.start([trial()]) is None
     for text in ("calls", "segfault", "calls"):
         scored = group(text)
-        score(pool, scored)
+        error = score(pool, scored)
         assert text == "segfault" or scored.samples[0].reward == 2.0
-    assert "RuntimeError" not in (pool.first_error or "")
+    assert "RuntimeError" not in (error or "")
     pool.close()
 
 
@@ -353,8 +348,7 @@ def test_rewards_that_take_too_long_together_end_with_the_wait(tmp_path):
     assert time.monotonic() - begin < 30
     assert all(sample.reward_failed for sample in scored.samples)
     # The next step has its own time.
-    score(pool, group("x"))
-    assert "no reward within 1 s" in pool.first_error
+    assert "no reward within 1 s" in score(pool, group("x"))
     pool.close()
 
 
@@ -433,9 +427,7 @@ def scored_on_two_ranks(mesh, functions: dict[str, float], texts: list[list[str]
     try:
         groups = [group(*texts[mesh.ranks.rank])]
         manager = RewardManager(pool, mesh.ranks, max_failed=max_failed, log=said.append)
-        for sample in groups[0].samples:
-            manager.submit(groups[0].prompt, sample)
-        manager.finish(groups)
+        manager.finish(groups, [manager.submit(groups[0].prompt, sample) for sample in groups[0].samples])
     except RuntimeError as error:
         return str(error), said
     finally:

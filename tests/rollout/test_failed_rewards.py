@@ -18,6 +18,7 @@ from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
 from fivefold.trainer.minibatches import MiniBatches
 from fivefold.types import Completion, Group, Prompt, Sample
 from tests.rollout.test_sources import gradients, model_groups
+from tests.support.toy import ToyScorer, scored
 
 FAILED = math.nan
 
@@ -197,17 +198,15 @@ def without_greedy_reward(mesh, tmp_path: Path):
     from fivefold.rollout.sources import PromptQueue
     from fivefold.types import Sampling
 
-    class Scorer:
+    class Scorer(ToyScorer):
         """The most likely response of the second prompt has no reward."""
 
-        first_error = "as asked"
-
-        def submit(self, prompt: Prompt, sample: Sample) -> None:
+        def submit(self, prompt: Prompt, sample: Sample):
             sample.reward, sample.reward_failed = 0.5, False
             if sample.text == "greedy" and prompt.id == 1:
                 sample.reward, sample.reward_failed = math.nan, True
-
-        def wait(self) -> None: ...
+                return scored("as asked")
+            return scored()
 
     class Engine:
         version, replica = 0, EngineReplica(0, 1)

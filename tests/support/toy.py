@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from fivefold.config import methods
 from fivefold.engines.sampling import request_seed, sample_token, uniform
 from fivefold.interfaces import EngineReplica
+from fivefold.reward.pool import Scoring
 from fivefold.types import Completion, DatasetResponse, LossFn, Prompt, Request, Sample, Sampling, StepReport, TokenBatch
 
 PROMPTS, LENGTH, VOCAB = 8, 3, 12
@@ -103,17 +105,25 @@ class ToyTokenizer:
         return str(token_ids)
 
 
+def scored(error: str | None = None) -> Scoring:
+    """What scoring gives that is done."""
+    found: Scoring = Future()
+    found.set_result(error)
+    return found
+
+
 class ToyScorer:
     """The share of tokens that are the prompt's own."""
 
-    first_error = None
-
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
         sample.reward = sum(token == target(prompt.id) for token in sample.token_ids) / LENGTH
         sample.reward_parts = {"own": sample.reward}
         sample.correct = sample.reward >= 1
+        return scored()
 
-    def wait(self) -> None: ...
+    def wait(self, scoring: Sequence[Scoring]) -> str | None:
+        return next((each.result() for each in scoring if each.result() is not None), None)
+
     def close(self) -> None: ...
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
 from fivefold.distributed.ranks import Ranks
+from fivefold.reward.pool import Scoring
 from fivefold.types import Group, Prompt, Sample
 
 _SECONDS = 0.5
@@ -17,17 +18,12 @@ _SECONDS = 0.5
 class Scorer(Protocol):
     """Sets reward, reward_parts and reward_failed of every sample."""
 
-    @property
-    def first_error(self) -> str | None:
-        """Why the first sample failed that did, of those up to the last `wait`."""
-        ...
-
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
         """Begin to score a sample."""
         ...
 
-    def wait(self) -> None:
-        """Until every sample that was submitted has its reward."""
+    def wait(self, scoring: Sequence[Scoring]) -> str | None:
+        """Until each of these samples has its reward or has failed; the first error."""
         ...
 
     def close(self) -> None: ...
@@ -52,30 +48,29 @@ class RewardManager:
     """Largest share of samples, over all ranks, whose reward may fail."""
     log: Callable[[str], None] = print
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
         """Begin to score a sample while others are still being sampled."""
-        self.pool.submit(prompt, sample)
+        return self.pool.submit(prompt, sample)
 
-    def finish(self, groups: list[Group]) -> None:
-        """Wait for the rewards of this rank's groups, whose samples were submitted, and add a reward model's; raises
-        RuntimeError on all ranks where too many fail. Collective."""
-        self._wait()
-        error = self.pool.first_error
+    def finish(self, groups: list[Group], scoring: Sequence[Scoring]) -> None:
+        """Wait for the rewards of this rank's groups and add a reward model's; raises RuntimeError on all ranks where too
+        many fail. Collective."""
+        error = self._wait(scoring)
         if self.reward_model is not None:
             found = self.reward_model.score(groups)
             error = error or found
         self._check_failures(groups, error)
 
-    def _wait(self) -> None:
-        """Until the rewards are there, or the run is to end."""
+    def _wait(self, scoring: Sequence[Scoring]) -> str | None:
+        """Until the rewards are there, or the run is to end; the first error."""
         thread = ThreadPoolExecutor(1)
-        done = thread.submit(self.pool.wait)
+        done = thread.submit(self.pool.wait, scoring)
         # The thread is not waited for: where the run is to end, a function may take its time.
         thread.shutdown(wait=False)
         while not wait([done], timeout=_SECONDS).done:
             if self.ranks.heartbeat.check():
-                return
-        done.result()
+                return None
+        return done.result()
 
     def _check_failures(self, groups: list[Group], first_error: str | None) -> None:
         samples = [sample for group in groups for sample in group.samples]

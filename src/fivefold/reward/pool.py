@@ -10,11 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,8 @@ _START_SECONDS = 300.0
 _END_SECONDS = 5.0
 """Until a process that has closed its files is gone."""
 _MOST_WORKERS = 32
+Scoring = Future[str | None]
+"""Of a sample: why it failed, once that is known."""
 KEPT_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
     "CONDA_PREFIX", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE",
@@ -53,7 +54,7 @@ def clean_environment(passed: Iterable[str], environment: Mapping[str, str] = os
 class RewardPool:
     """Scores samples; a function that hangs, raises or dies costs its sample the reward and leaves its error behind.
 
-    A sample that was submitted has a finite reward when `wait` returns, or has failed: there is nothing in between.
+    A sample whose scoring is done has a finite reward, or has failed: there is nothing in between.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -68,11 +69,7 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(count)
-        self._running: list[Future[None]] = []
-        self._deadline = math.inf
-        self._lock = threading.Lock()
-        self.first_error: str | None = None
-        """The first sample's that failed since the last `wait`: a traceback where the function raised."""
+        self._is_closed = False
 
     def weights(self, source: str) -> dict[str, float]:
         """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
@@ -103,48 +100,50 @@ class RewardPool:
             raise ValueError(f"the reward functions {', '.join(first.names)} do not start:\n{error}") from error
         return first.trial_error
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
-        """Set reward, reward_parts, correct and reward_failed of a sample, in the time until `wait` returns."""
-        if not self._running:
-            self.first_error, self._deadline = None, math.inf
+    def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
+        """Set reward, reward_parts, correct and reward_failed of a sample, in the time until that is done."""
         # It has failed until it is scored.
         _fail(sample)
-        self._running.append(self._threads.submit(self._score, prompt, sample))
+        return self._threads.submit(self._score, prompt, sample)
 
-    def wait(self) -> None:
-        """Until every sample that was submitted is scored, or has failed because that took too long."""
-        running, self._running = self._running, []
-        if not running:
-            self.first_error = None
-        self._deadline = time.monotonic() + self._config.wait_seconds
-        for done in running:
-            done.result()
+    def wait(self, scoring: Sequence[Scoring]) -> str | None:
+        """Until all of these are done, or those that were not begun within `reward.wait_seconds` have failed; the first of
+        their errors."""
+        late = wait(scoring, self._config.wait_seconds).not_done
+        given_up = {each for each in late if each.cancel()}
+        # What has begun ends within its own time.
+        wait(late - given_up)
+        waited = f"no reward within {self._config.wait_seconds:g} s after the last response (reward.wait_seconds)"
+        errors = (waited if each.cancelled() else each.result() for each in scoring)
+        return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
         """End the processes, and what is still being scored with them."""
-        self._deadline = -math.inf
+        self._is_closed = True
         for _ in range(2):
             for worker in self._workers:
                 worker.kill()
             # A thread that was just starting a process has done so now.
             self._threads.shutdown(cancel_futures=True)
 
-    def _score(self, prompt: Prompt, sample: Sample) -> None:
+    def _score(self, prompt: Prompt, sample: Sample) -> str | None:
+        """Why it failed: a traceback where the function raised."""
         try:
-            self._score_now(prompt, sample)
+            error = self._score_now(prompt, sample)
         except Exception:
             # Whatever goes wrong here (no files or memory for a process) is this sample's failure, and counted as such.
-            self._failed(sample, traceback.format_exc())
+            error = traceback.format_exc()
+        if error is not None:
+            _fail(sample)
+        return error
 
-    def _score_now(self, prompt: Prompt, sample: Sample) -> None:
+    def _score_now(self, prompt: Prompt, sample: Sample) -> str | None:
         chosen = self._rewards(prompt.source)
         if chosen.accuracy is None:
             sample.reward, sample.reward_failed = 0.0, False
-            return
-        if time.monotonic() > self._deadline:
-            waited = f"no reward within {self._config.wait_seconds:g} s after the last response (reward.wait_seconds)"
-            self._failed(sample, waited)
-            return
+            return None
+        if self._is_closed:
+            return "the run has ended"
         worker = self._idle.get()
         try:
             answer = worker.ask(self._request(prompt, sample), self._config.timeout_seconds)
@@ -152,15 +151,14 @@ class RewardPool:
             self._idle.put(worker)
         error = _error_of(answer)
         if error is not None:
-            self._failed(sample, error)
-            return
+            return error
         parts = {name: float(answer["values"][name]) for name in chosen.weights}
         reward = sum(chosen.weights[name] * value for name, value in parts.items())
         if not all(map(math.isfinite, [reward, *parts.values()])):
-            self._failed(sample, f"a reward must be finite: got {parts}")
-            return
+            return f"a reward must be finite: got {parts}"
         sample.reward, sample.reward_parts, sample.reward_failed = reward, parts, False
         sample.correct = parts[chosen.accuracy] >= 1
+        return None
 
     def _request(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
         offered = {
@@ -172,11 +170,6 @@ class RewardPool:
             "extra_info": prompt.extra,
         }
         return {"rewards": list(self._rewards(prompt.source).weights), "sample": offered}
-
-    def _failed(self, sample: Sample, error: str) -> None:
-        _fail(sample)
-        with self._lock:
-            self.first_error = self.first_error or error
 
 
 def _fail(sample: Sample) -> None:

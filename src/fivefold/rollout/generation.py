@@ -12,6 +12,7 @@ from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import Engine
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.manager import RewardManager
+from fivefold.reward.pool import Scoring
 from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 
@@ -55,6 +56,7 @@ class Generator:
             for number in range(group_size)
         ]
         found: dict[int, Sample] = {}
+        scoring: list[Scoring] = []
         finished, is_ending = count(), False
         while True:
             for completion in self.engine.generate([request for request in requests if request.id not in found]):
@@ -64,7 +66,7 @@ class Generator:
                 if replica.leads:
                     sample = self._sample(completion)
                     found[completion.request_id] = sample
-                    self.rewards.submit(prompts[completion.request_id // group_size], sample)
+                    scoring.append(self.rewards.submit(prompts[completion.request_id // group_size], sample))
                 self.logger.advance(len(found), len(requests))
             if self.engine.version >= 0 or self.refresh is None:
                 break
@@ -74,7 +76,7 @@ class Generator:
             for place in (own if replica.leads else ())
         ]
         with self.logger.stage("reward"):
-            self.rewards.finish(groups)
+            self.rewards.finish(groups, scoring)
         return groups
 
     def _sample(self, completion: Completion) -> Sample:
