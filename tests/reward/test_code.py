@@ -226,9 +226,9 @@ EXCESSIVE = {
     "endless sleep": ("import time\nwhile True: time.sleep(1000)", "time"),
     "endless loop that catches": ("import signal\nfor n in range(1, 65):\n  try: signal.signal(n, signal.SIG_IGN)\n  except Exception: pass\n"
                                   "while True:\n  try:\n    while True: pass\n  except BaseException: pass", "time"),
-    "memory bomb": ("held = []\nwhile True: held.append(bytearray(1 << 20))", "exit code 1"),
+    "memory bomb": ("held = []\nwhile True: held.append(bytearray(1 << 20))", "exit code 1|time"),
     "memory bomb that catches": ("held = []\nwhile True:\n  try: held.append(bytearray(1 << 20))\n  except MemoryError: pass", "time"),
-    "shared memory bomb": ("import mmap\nheld = []\nwhile True: held.append(mmap.mmap(-1, 1 << 26))", "exit code 1"),
+    "shared memory bomb": ("import mmap\nheld = []\nwhile True: held.append(mmap.mmap(-1, 1 << 26))", "exit code 1|time"),
     "endless output": ("while True: print('x' * 1000)", "output"),
     "gigabytes at once": ("import os\nwhile True: os.write(1, bytes(1 << 20))", "output"),
     "endless output that catches": ("import os\nwhile True:\n  try: os.write(1, bytes(1 << 20))\n  except OSError: pass", "output"),
