@@ -99,6 +99,7 @@ def _build_servers(
         bucket_bytes=settings.sync_bucket_mb << 20,
         verify_every=0 if settings.own_arguments.get("quantization") else settings.verify_weights_every,
         can_sleep=settings.sleep and device.type == "cuda" and not settings.url,
+        stall_seconds=settings.stall_seconds,
     )
 
 

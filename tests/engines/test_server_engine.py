@@ -81,9 +81,9 @@ def two_servers(mesh, directory: Path, logs: Path):
         seen, router = [0, 0], engine._router
         ask = router._ask
 
-        async def noted(number, run, arrivals):
+        async def noted(number, stream, run):
             seen[number] += len(run)
-            await ask(number, run, arrivals)
+            await ask(number, stream, run)
 
         router._ask = noted
         again = complete(engine, mine_to_ask)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,8 @@ class InMemory:
         self.address, self.seconds, self.asked, self.answered = "memory", seconds, 0, 0
         self.lost_after, self.deaf_after, self.most, self.now = lost_after, deaf_after, 0, 0
 
-    def answers(self) -> bool:
-        return self.answered < self.deaf_after
+    def progress(self) -> float | None:
+        return self.answered if self.answered < self.deaf_after else None
 
     async def generate(self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[tuple[int, int]]):
         self.asked += len(draws)
@@ -112,9 +113,18 @@ def asked(prompts: int, each: int = 4) -> list[Request]:
 
 
 def routed(servers: list[InMemory], requests: list[Request], window: int = 8) -> tuple[list[Completion], set[int]]:
-    lost: set[int] = set()
-    found = list(RequestRouter(0, window, lambda line: None).completions(requests, servers, lost, lambda: 5))
-    return found, lost
+    router = RequestRouter(0, window, lambda line: None, stall_seconds=1.0)
+    router.serve(servers)
+    router.go(5)
+    stream, found = router.open(), []
+    try:
+        stream.submit(requests)
+        while stream.pending and (completion := stream.take()) is not None:
+            found.append(completion)
+        return found, router.lost
+    finally:
+        stream.close()
+        router.close()
 
 
 def test_the_faster_server_gets_more_requests_and_none_more_than_its_window():
@@ -151,6 +161,51 @@ def test_a_server_that_is_slow_is_not_lost(monkeypatch):
     monkeypatch.setattr(module, "_SILENCE", 0.02)
     found, lost = routed([InMemory(0.5)], asked(1, each=1))
     assert len(found) == 1 and not lost
+
+
+class Stalled(InMemory):
+    """Says that it is well, and samples nothing any more."""
+
+    def progress(self) -> float | None:
+        return self.answered
+
+
+def test_a_server_that_samples_no_token_any_more_is_lost(monkeypatch):
+    monkeypatch.setattr(module, "_SILENCE", 0.05)
+    stalled, other = Stalled(0.001, deaf_after=5), InMemory(0.001)
+    found, lost = routed([stalled, other], asked(10))
+    assert sorted(one.request_id for one in found) == list(range(40)) and lost == {0}
+
+
+def test_two_askers_get_their_own_and_one_that_goes_away_leaves_the_other_s():
+    server = InMemory(0.001)
+    router = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)
+    router.serve([server])
+    router.go(5)
+    first, second = router.open(), router.open()
+    first.submit(asked(10))
+    second.submit([replace(one, prompt_ids=[99]) for one in asked(5)])
+    assert first.take() is not None
+    first.close()
+    found = [second.take() for _ in range(20)]
+    assert sorted(one.request_id for one in found) == list(range(20)) and {one.token_ids[0] for one in found} == {99}
+    assert second.pending == 0 and not any(router.call(lambda: router._loads)) and router.lost == set()
+    router.close()
+
+
+def test_nothing_is_asked_between_hold_and_go():
+    server = InMemory()
+    router = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)
+    router.serve([server])
+    stream = router.open()
+    stream.submit(asked(2))
+    assert stream.take(0.05) is None and server.asked == 0
+    router.go(7)
+    assert {stream.take().policy_version for _ in range(8)} == {7}
+    router.hold()
+    stream.submit(asked(1))
+    assert stream.take(0.05) is None and server.asked == 8
+    router.close()
 
 
 class Broken(InMemory):

@@ -205,6 +205,8 @@ class EngineConfig:
     """The engine leaves the GPU between rollouts; on a CPU there is nothing to leave."""
     verify_weights_every: Annotated[int, at_least(0), HARMLESS] = 20
     """Weight syncs between comparisons of what the engine holds with what the trainer sent, from the first on; 0: never."""
+    stall_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 300.0
+    """A server of vLLM that has requests and samples no token for so long is started again, and its requests with it."""
     vllm: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """vLLM's own arguments by its names: enforce_eager, max_num_batched_tokens, enable_prefix_caching, ..."""
     sglang: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)

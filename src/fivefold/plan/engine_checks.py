@@ -134,6 +134,8 @@ def report_engine(findings: Findings, config: RunConfig) -> None:
     for name, whose in others.items():
         if getattr(engine, name) != getattr(usual, name):
             section.ignore(name, f"{whose}, and engine.backend is {engine.kind}")
+    if engine.stall_seconds != usual.stall_seconds and (engine.kind != "vllm" or not engine.is_server):
+        section.ignore("stall_seconds", "only servers of vLLM say how many tokens they have sampled")
     if engine.url:
         for name in ("memory_fraction", "max_model_len", "sleep", "dtype", engine.kind, "mode"):
             if getattr(engine, name) != getattr(usual, name):

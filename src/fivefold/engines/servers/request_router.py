@@ -1,111 +1,233 @@
-"""One rank's requests, spread over servers by load."""
+"""One rank's requests, spread over servers by load, in a thread of its own: whoever asks goes on meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, groupby
-from typing import Any, cast
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
+from fivefold.engines.servers.load_meter import LoadMeter
 from fivefold.engines.servers.server import Answer, Server, ServerLostError
 from fivefold.types import Completion, Request
 
 _SILENCE, _MOST_SILENCES = 10.0, 6
 """Seconds without a completion after which servers are asked whether they are still there, and how often in vain."""
-Arrival = tuple[int, Completion | list[Request] | Exception]
-"""Number of a server, and what it sampled, what it had when it was lost, or another error."""
+T = TypeVar("T")
+
+
+class RequestStream:
+    """Requests of one asker, and their completions as they come."""
+
+    def __init__(self, router: RequestRouter) -> None:
+        self._router, self.arrivals = router, SimpleQueue[Completion | Exception | None]()
+        self.pending = 0
+        """Requests whose completion was not taken yet."""
+        self.is_closed = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.pending += len(requests)
+        self._router.call_soon(self._router.add, self, requests)
+
+    def take(self, seconds: float | None = None) -> Completion | None:
+        """The next completion; None where none came in time or no server is left. Raises what a server refuses."""
+        try:
+            found = self.arrivals.get(timeout=seconds)
+        except Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        self.pending -= found is not None
+        return found
+
+    def close(self) -> None:
+        """Servers end what is still in flight."""
+        self._router.call(self._router.forget, self)
 
 
 class RequestRouter:
     """Gives requests to servers, all of a prompt to one of them, and takes back what a server had when it ended."""
 
-    def __init__(self, rank: int, window: int, log: Callable[[str], None]) -> None:
-        """`window`: most requests of this rank that a server has at once."""
-        self._rank, self._window, self._log = rank, window, log
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, rank: int, window: int, log: Callable[[str], None], stall_seconds: float) -> None:
+        """`window`: most requests of this rank that a server has at once; `stall_seconds`: time in which a server that has
+        requests must sample a token."""
+        self._rank, self._window, self._log, self._stall_seconds = rank, window, log, stall_seconds
         self._numbers = count()
-        self._waiting: deque[list[Request]] = deque()
-        self._aborted: list[Request] = []
+        self._waiting: deque[tuple[RequestStream, list[Request]]] = deque()
+        self._asked: dict[asyncio.Task[None], tuple[int, RequestStream]] = {}
         self._servers: Sequence[Server] = ()
+        self._loads: list[int] = []
+        self._watched: list[_Watched] = []
         self._lost: set[int] = set()
-        self._version: Callable[[], int] = int
+        self._version, self._is_held, self._is_closed = -1, True, False
+        self.meter = LoadMeter()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
+        self._thread.start()
 
-    def completions(
-        self, requests: Sequence[Request], servers: Sequence[Server], lost: set[int], version: Callable[[], int]
-    ) -> Iterator[Completion]:
-        """One of each request, as they finish; fewer where no server is left. `lost` gets the servers that are gone."""
-        self._servers, self._lost, self._version = servers, lost, version
-        # One server answers all requests of a prompt: it computes the prompt once.
-        self._waiting = deque(list(run) for _, run in groupby(requests, lambda one: (one.prompt_ids, one.sampling)))
-        self._aborted = []
-        arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
-        loads, silences = [0] * len(self._servers), [0] * len(self._servers)
-        asked: dict[asyncio.Task[None], int] = {}
-        try:
-            while self._waiting or self._aborted or any(loads):
-                while self._aborted:
-                    yield Completion(self._aborted.pop().id, [], [], "abort", version())
-                while self._waiting and (number := self._freest(loads)) is not None:
-                    run = self._waiting.popleft()
-                    loads[number] += len(run)
-                    task = self._loop.create_task(self._ask(number, run, arrivals))
-                    asked[task] = number
-                    task.add_done_callback(asked.pop)
-                if not any(loads):
-                    return
-                try:
-                    number, what = self._loop.run_until_complete(asyncio.wait_for(arrivals.get(), _SILENCE))
-                except TimeoutError:
-                    self._look_after(silences, asked)
-                    continue
-                silences[number] = 0
-                if isinstance(what, Exception):
-                    raise what
-                if isinstance(what, Completion):
-                    loads[number] -= 1
-                    yield what
-                else:
-                    loads[number] -= len(what)
-                    self._lost.add(number)
-                    if what:
-                        self._waiting.appendleft(what)
-        finally:
-            # Whoever asked may have gone away: servers end what nobody waits for.
-            left = list(asked)
-            for task in left:
-                task.cancel()
-            if left:
-                self._loop.run_until_complete(asyncio.wait(left))
+    # --- for other threads -------------------------------------------------------------------------------------------
+
+    def open(self) -> RequestStream:
+        return RequestStream(self)
+
+    def serve(self, servers: Sequence[Server]) -> None:
+        """Ask these from now on; a later call has others in the place of those that were lost."""
+
+        def change() -> None:
+            if len(servers) != len(self._servers):
+                self._loads, self._watched = [0] * len(servers), [_Watched() for _ in servers]
+            self._servers = servers
+            self._lost.clear()
+            self._dispatch()
+
+        self.call(change)
+
+    @property
+    def lost(self) -> set[int]:
+        """Numbers of the servers that were seen to be gone."""
+        return self.call(lambda: set(self._lost))
+
+    def lose(self, numbers: set[int]) -> None:
+        """Somebody else has seen that these are gone."""
+        self.call(lambda: self._lose(numbers))
+
+    def hold(self) -> bool:
+        """Ask no server for anything new until `go`; whether any has requests."""
+
+        def change() -> bool:
+            self._is_held = True
+            return any(self._loads)
+
+        return self.call(change)
+
+    def go(self, version: int) -> None:
+        """What is sampled from now on is by weights of this version."""
+
+        def change() -> None:
+            self._version, self._is_held = version, False
+            for each in self._watched:
+                each.reset()
+            self._dispatch()
+
+        self.call(change)
 
     def abort(self) -> None:
         """What waits here is given back as it is; what servers have is theirs to end."""
-        self._aborted += [request for run in self._waiting for request in run]
-        self._waiting.clear()
 
-    def _freest(self, loads: Sequence[int]) -> int | None:
+        def change() -> None:
+            for stream, run in self._waiting:
+                for request in run:
+                    stream.arrivals.put(Completion(request.id, [], [], "abort", self._version))
+            self._waiting.clear()
+
+        self.call(change)
+
+    def close(self) -> None:
+        """End the thread, and what is in flight."""
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call it in the thread of the requests."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call it there, and wait for what it gives."""
+
+        async def run() -> T:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    # --- in the thread of the requests -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        watch = self._loop.create_task(self._watch())
+        self._loop.run_forever()
+        left = [watch, *self._asked]
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.wait(left))
+
+    def add(self, stream: RequestStream, requests: Sequence[Request]) -> None:
+        # One server answers all requests of a prompt: it computes the prompt once.
+        runs = groupby(requests, lambda one: (one.prompt_ids, one.sampling))
+        self._waiting.extend((stream, list(run)) for _, run in runs)
+        if self._lost and self._is_stranded:
+            stream.arrivals.put(None)
+        self._dispatch()
+
+    def forget(self, stream: RequestStream) -> None:
+        stream.is_closed = True
+        self._waiting = deque(each for each in self._waiting if each[0] is not stream)
+        for task, (_, asker) in list(self._asked.items()):
+            if asker is stream:
+                task.cancel()
+
+    @property
+    def _is_stranded(self) -> bool:
+        return len(self._lost) == len(self._servers)
+
+    def _dispatch(self) -> None:
+        while self._waiting and not self._is_held and (number := self._freest()) is not None:
+            stream, run = self._waiting.popleft()
+            if not self._loads[number]:
+                self._watched[number].reset()
+            self._count(number, len(run))
+            task = self._loop.create_task(self._ask(number, stream, run))
+            self._asked[task] = number, stream
+            task.add_done_callback(self._asked.pop)
+
+    def _count(self, number: int, change: int) -> None:
+        self._loads[number] += change
+        self.meter.now(sum(self._loads))
+
+    def _freest(self) -> int | None:
         """The server with the fewest requests of this rank; ranks begin with different ones."""
+        loads = self._loads
         free = [number for number, load in enumerate(loads) if load < self._window and number not in self._lost]
         return min(free, key=lambda number: (loads[number], (number - self._rank) % len(loads)), default=None)
 
-    async def _ask(self, number: int, run: list[Request], arrivals: asyncio.Queue[Arrival]) -> None:
+    async def _ask(self, number: int, stream: RequestStream, run: list[Request]) -> None:
         missing = {request.id: request for request in run}
         name, first = f"{self._rank}-{next(self._numbers)}", run[0]
-        draws, asked_at = [(request.id, request.seed) for request in run], self._version()
+        draws, asked_at = [(request.id, request.seed) for request in run], self._version
         try:
             async for answer in self._servers[number].generate(name, first.prompt_ids, first.sampling, draws):
+                found = self._completion(answer, asked_at)
                 del missing[answer[0]]
-                arrivals.put_nowait((number, self._completion(answer, asked_at)))
-        except (ServerLostError, asyncio.CancelledError):
-            arrivals.put_nowait((number, list(missing.values())))
-        except Exception as error:
-            arrivals.put_nowait((number, error))
-        else:
+                self._watched[number].reset()
+                self._count(number, -1)
+                stream.arrivals.put(found)
+                self._dispatch()
             if missing:
-                arrivals.put_nowait((number, RuntimeError(f"{self._servers[number]} left {len(missing)} requests out")))
+                raise RuntimeError(f"{self._servers[number]} left {len(missing)} requests out")
+        except (ServerLostError, asyncio.CancelledError):
+            self._count(number, -len(missing))
+            if stream.is_closed or self._is_closed:
+                return
+            if missing:
+                self._waiting.appendleft((stream, list(missing.values())))
+            self._lose({number})
+            self._dispatch()
+        except Exception as error:
+            self._count(number, -len(missing))
+            stream.arrivals.put(error)
+
+    def _lose(self, numbers: set[int]) -> None:
+        before = self._is_stranded
+        self._lost |= numbers
+        if self._is_stranded and not before:
+            for stream in {stream for stream, _ in (*self._waiting, *((s, 0) for _, s in self._asked.values()))}:
+                stream.arrivals.put(None)
 
     def _completion(self, answer: Answer, asked_at: int) -> Completion:
-        (found, tokens, logprobs, reason, versions), now = answer, self._version()
+        (found, tokens, logprobs, reason, versions), now = answer, self._version
         if not versions and now != asked_at:
             raise RuntimeError(
                 f"weights changed from {asked_at} to {now} while a request ran, and this release of the engine "
@@ -116,11 +238,45 @@ class RequestRouter:
         mixed = each if len(versions or ()) > 1 else None
         return Completion(found, tokens, logprobs, cast(Any, reason), first, mixed)
 
-    def _look_after(self, silences: list[int], asked: dict[asyncio.Task[None], int]) -> None:
-        """A server that has requests and does not answer any more is as good as gone."""
-        for number in set(asked.values()):
-            silences[number] = 0 if self._servers[number].answers() else silences[number] + 1
-            if silences[number] == _MOST_SILENCES:
-                self._log(f"{self._servers[number]} does not answer any more")
-                for task in [task for task, place in asked.items() if place == number]:
-                    task.cancel()
+    async def _watch(self) -> None:
+        """A server that has requests and does not answer, or samples nothing, is as good as gone."""
+        while True:
+            await asyncio.sleep(_SILENCE / 2)
+            for number, watched in enumerate(self._watched):
+                if not self._loads[number] or self._is_held or number in self._lost or not watched.is_due():
+                    continue
+                tokens = await self._loop.run_in_executor(None, self._servers[number].progress)
+                if reason := watched.look(tokens, self._stall_seconds):
+                    self._log(f"{self._servers[number]} {reason}")
+                    for task, (place, _) in list(self._asked.items()):
+                        if place == number:
+                            task.cancel()
+
+
+class _Watched:
+    """What is known of a server that gives no completion."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """It has just given one, or something to do."""
+        self._looked = self._moved = time.monotonic()
+        self._tokens: float | None = None
+        self._silences = 0
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._looked >= _SILENCE
+
+    def look(self, tokens: float | None, stall_seconds: float) -> str | None:
+        """Why it is as good as gone; `tokens`: sampled so far, None where it did not answer."""
+        self._looked = time.monotonic()
+        if tokens is None:
+            self._silences += 1
+            return "does not answer any more" if self._silences == _MOST_SILENCES else None
+        self._silences = 0
+        if tokens != self._tokens:
+            self._tokens, self._moved = tokens, self._looked
+            return None
+        silent = self._looked - self._moved
+        return f"has sampled no token for {silent:.0f} s" if silent >= stall_seconds else None

@@ -47,6 +47,10 @@ class Server(Protocol):
         """It is there and ready."""
         ...
 
+    def progress(self) -> float | None:
+        """A number that grows while it samples; None where it does not answer."""
+        ...
+
     def workers(self) -> int:
         """How many processes take weights."""
         ...

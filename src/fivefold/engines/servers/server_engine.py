@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.servers.request_router import RequestRouter
+from fivefold.engines.servers.request_router import RequestRouter, RequestStream
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.servers.weight_sender import WeightSender
@@ -41,22 +41,23 @@ class ServerEngine:
         bucket_bytes: int,
         verify_every: int,
         can_sleep: bool,
+        stall_seconds: float = 300.0,
     ) -> None:
         """Servers on the policy's ranks, or those that are there already at `addresses`.
 
         `process`: the server that this rank starts, the first of `ranks_per_server` ranks whose weights it gets;
-        `window`: most requests of this rank that a server has at once.
+        `window`: most requests of this rank that a server has at once; `stall_seconds`: as in RequestRouter.
         """
         self._ranks, self._device, self._process, self._connect, self._log = ranks, device, process, connect, log
         self._verify_every, self._can_sleep = verify_every, can_sleep
         self._given, self._ranks_per_server = list(addresses), ranks_per_server
         self._sender = WeightSender(ranks, device, None if addresses else ranks_per_server, bucket_bytes)
-        self._router = RequestRouter(ranks.rank, window, log)
+        self._router = RequestRouter(ranks.rank, window, log, stall_seconds)
         self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
         self._servers: list[Server] = []
         self._lost: set[int] = set()
         self._restarts = self._updates = 0
-        self._is_asleep = self._is_cache_asleep = self._is_generating = False
+        self._is_asleep = self._is_cache_asleep = False
         self.replica = EngineReplica(ranks.rank, ranks.layout.world_size)
         self.version = -1
         self._start()
@@ -90,6 +91,7 @@ class ServerEngine:
         addresses, before = [address for address in found if address], {server.address: server for server in self._servers}
         self._servers = [before[address] if address in before else self._connect(address) for address in addresses]
         self._lost.clear()
+        self._router.serve(self._servers)
         for server in self._own.values():
             if server.address not in before:
                 server.take()
@@ -111,6 +113,7 @@ class ServerEngine:
 
     def close(self) -> None:
         """End the servers that this engine has started."""
+        self._router.close()
         if self._process is not None:
             self._process.close()
 
@@ -119,10 +122,11 @@ class ServerEngine:
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Send full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else.
 
-        In the middle of `generate` requests wait meanwhile, and go on with the new weights. Where a server ends, the version
-        stays below 0, and `wake` starts it again.
+        Requests in flight wait meanwhile, and go on with the new weights. Where a server ends, the version stays below 0,
+        and `wake` starts it again.
         """
-        if self._is_generating:
+        is_busy = self._ranks.any(self._router.hold())
+        if is_busy:
             self._each("pause")
         self.version = -1
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
@@ -135,8 +139,10 @@ class ServerEngine:
         if not self._lost:
             self._updates += 1
             self.version = version
-        if self._is_generating:
+        if is_busy:
             self._each("resume")
+        if not self._lost:
+            self._router.go(version)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -176,6 +182,7 @@ class ServerEngine:
         """Every rank knows of the servers that any rank has lost."""
         rows = torch.tensor(sorted(lost), dtype=torch.long)
         self._lost |= set(torch.cat(self._ranks.all_gather_world(rows)).tolist())
+        self._router.lose(self._lost)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -187,17 +194,27 @@ class ServerEngine:
         """
         assert self.version >= 0, "the engine has no weights yet"
         self._wake_cache()
-        before, lost = len(self._lost), set(self._lost)
-        self._is_generating = True
+        before = len(self._lost)
+        stream = self.stream()
         try:
-            yield from self._router.completions(requests, self._servers, lost, lambda: self.version)
+            stream.submit(requests)
+            while stream.pending and (completion := stream.take()) is not None:
+                yield completion
         finally:
-            self._is_generating = False
-        self._agree(lost)
+            stream.close()
+        self.look_after()
+        if len(self._lost) == before:
+            self._restarts = 0
+
+    def stream(self) -> RequestStream:
+        """For requests of this rank that are not waited for."""
+        return self._router.open()
+
+    def look_after(self) -> None:
+        """Know of the servers that any rank has lost: without one that is left the version is below 0. Collective."""
+        self._agree(self._router.lost)
         if len(self._lost) == len(self._servers):
             self.version = -1
-        elif len(self._lost) == before:
-            self._restarts = 0
 
     def abort(self) -> None:
         """End the requests in flight: `generate` gives what they have so far."""

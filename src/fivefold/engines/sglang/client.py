@@ -95,6 +95,10 @@ class SGLangServer:
     def answers(self) -> bool:
         return answers(self.address)
 
+    def progress(self) -> float | None:
+        """It does not say how many tokens it has sampled: while it answers it is taken to go on."""
+        return time.monotonic() if self.answers() else None
+
     def pause(self) -> None:
         """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""
         self._post("/pause_generation", {"mode": "retract"})

@@ -14,7 +14,7 @@ from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError
 from fivefold.engines.vllm.arguments import ROUTE, TAKE
 from fivefold.engines.vllm.parameters import sampling_arguments
-from fivefold.engines.vllm.probe import answers
+from fivefold.engines.vllm.probe import answers, progress
 from fivefold.types import Sampling
 
 _RESET_SECONDS = 30.0
@@ -58,6 +58,10 @@ class VLLMServer:
 
     def answers(self) -> bool:
         return answers(self.address)
+
+    def progress(self) -> float | None:
+        """Tokens read and sampled so far, as its metrics say; None where it does not answer."""
+        return progress(self.address)
 
     def pause(self) -> None:
         """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""

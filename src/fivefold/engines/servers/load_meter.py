@@ -1,0 +1,58 @@
+"""How busy servers were: requests in flight over time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+_FINEST = 0.1
+"""Seconds between two points of the curve at least."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of the time between two readings."""
+
+    seconds: float
+    idle_seconds: float
+    """In which nothing was in flight."""
+    request_seconds: float
+    """Requests in flight, integrated over the time."""
+    curve: list[tuple[float, int]]
+    """Moments (time.time) and what was in flight from there on."""
+
+
+class LoadMeter:
+    """Told by one thread, read by another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count, self._begin = 0, time.monotonic()
+        self._since = self._begin
+        self._idle = self._sum = 0.0
+        self._curve: list[tuple[float, int]] = []
+
+    def now(self, count: int) -> None:
+        """So many are in flight from now on."""
+        with self._lock:
+            self._advance()
+            is_edge = (count == 0) != (self._count == 0)
+            self._count = count
+            if is_edge or not self._curve or time.time() - self._curve[-1][0] > _FINEST:
+                self._curve.append((time.time(), count))
+
+    def read(self) -> Load:
+        """Since the last reading."""
+        with self._lock:
+            self._advance()
+            found = Load(self._since - self._begin, self._idle, self._sum, self._curve)
+            self._begin, self._idle, self._sum = self._since, 0.0, 0.0
+            self._curve = [(time.time(), self._count)]
+        return found
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        self._sum += self._count * (now - self._since)
+        self._idle += 0.0 if self._count else now - self._since
+        self._since = now
