@@ -39,8 +39,10 @@ from fivefold.reward.ground_truth import ground_truth_fault
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import RewardPool
 from fivefold.reward.reward_model import ModelReward
+from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
+from fivefold.rollout.staleness import Admission
 from fivefold.rollout.stats import BatchPlan
 from fivefold.trainer.checks import LogprobGate, SkipGuard
 from fivefold.trainer.evaluation import Evaluation, EvaluationSet
@@ -130,7 +132,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             ranks.heartbeat.on_request = engine.abort
         generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), members)
     plan = build_plan(config, spec)
-    rollouts = build_rollouts(config, loader, generator, ranks, logger, objective)
+    rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
     evaluation = None
     if evaluation_set is not None:
         evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
@@ -251,12 +253,27 @@ def build_rollouts(
     ranks: Ranks,
     logger: RunLogger,
     objective: Objective,
+    steps: int,
 ) -> RolloutSource:
     """Where the groups of each step come from."""
-    algorithm, prompts = config.algorithm, PromptQueue(loader, logger)
+    algorithm, rollout, prompts = config.algorithm, config.rollout, PromptQueue(loader, logger)
     if algorithm.offline:
         return DatasetRollouts(prompts, ranks, config.data.prompts_per_step)
     assert generator is not None
+    if rollout.max_staleness is not None:
+        engine = config.engine
+        replicas = len(engine.url) or (engine.layout.dp if engine.layout else config.layout.world_size)
+        return AsyncRollouts(
+            generator,
+            loader,
+            logger,
+            _sampling(config),
+            Admission(rollout.max_staleness, config.data.prompts_per_step, steps, rollout.oversample),
+            seed=config.trainer.seed,
+            group_size=algorithm.group_size,
+            tail=rollout.tail,
+            capacity=engine.max_num_seqs * replicas,
+        )
     is_dynamic = bool(algorithm.resolved.dynamic_sampling)
     per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     rollouts = EngineRollouts(

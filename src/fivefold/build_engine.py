@@ -100,6 +100,7 @@ def _build_servers(
         verify_every=0 if settings.own_arguments.get("quantization") else settings.verify_weights_every,
         can_sleep=settings.sleep and device.type == "cuda" and not settings.url,
         stall_seconds=settings.stall_seconds,
+        interrupt=config.rollout.interrupt,
     )
 
 

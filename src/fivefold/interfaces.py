@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -60,6 +60,19 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
+class Load:
+    """Requests in flight over some time."""
+
+    seconds: float
+    idle_seconds: float
+    """In which nothing was in flight."""
+    request_seconds: float
+    """Requests in flight, integrated over the time."""
+    curve: list[tuple[float, int]]
+    """Moments (time.time) and what was in flight from there on."""
+
+
+@dataclass(frozen=True)
 class EngineReplica:
     """Which of an engine's replicas this rank belongs to; every rank of one is asked for the same requests."""
 
@@ -84,6 +97,10 @@ class Engine(Protocol):
         """A completion of each request, as they finish."""
         ...
 
+    def stream(self) -> Stream:
+        """For requests of this rank that are not waited for."""
+        ...
+
     def abort(self) -> None:
         """End the requests in flight: `generate` gives what they have so far."""
         ...
@@ -100,8 +117,37 @@ class Engine(Protocol):
         """Take memory for the weights again; what is needed to sample follows with `generate`."""
         ...
 
+    def look_after(self) -> None:
+        """Know what any rank has lost of the engine: the version is below 0 where nothing is left. Collective."""
+        ...
+
     def close(self) -> None:
         """End what the engine has started."""
+        ...
+
+
+class Stream(Protocol):
+    """Requests of this rank to an engine that are not waited for."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Ask for these too."""
+        ...
+
+    def arrived(self, seconds: float) -> Iterator[Completion]:
+        """Completions as they finish, for about so long; an aborted one may be submitted again."""
+        ...
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Do without these."""
+        ...
+
+    @property
+    def is_stranded(self) -> bool:
+        """Nothing is sampled any more until the engine gets new weights."""
+        ...
+
+    def load(self) -> Load | None:
+        """How busy the engine was with this rank's requests since this was last asked, where it samples by itself."""
         ...
 
 
@@ -118,4 +164,17 @@ class RolloutSource(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where `state_dict` was taken."""
+        ...
+
+
+@runtime_checkable
+class BufferedSource(RolloutSource, Protocol):
+    """A rollout source that holds groups which no step has taken yet."""
+
+    def snapshot(self) -> Callable[[Path], list[Path]]:
+        """The groups of this rank as they are; the function writes them into a directory and gives its files."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Read what the ranks of any layout wrote."""
         ...

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fivefold.config import methods
 from fivefold.engines.sampling import request_seed, sample_token, uniform
+from fivefold.engines.turns import Turns
 from fivefold.interfaces import EngineReplica
 from fivefold.reward.pool import Scoring
 from fivefold.types import Completion, DatasetResponse, LossFn, Prompt, Request, Sample, Sampling, StepReport, TokenBatch
@@ -94,6 +95,10 @@ class ToyEngine:
                 logprobs.append(float(logprob))
             yield Completion(request.id, tokens, logprobs, "stop", self.version)
 
+    def stream(self):
+        return Turns(self)
+
+    def look_after(self) -> None: ...
     def abort(self) -> None: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...

@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, size_and_digest, sync_file
 from fivefold.checkpoint.rng import rng_name, rng_states
 from fivefold.distributed.ranks import Ranks
-from fivefold.interfaces import Model
 
 Digests = dict[str, list[int]]
+Writer = Callable[[Path], list[Path]]
+"""Writes this rank's share into a directory and gives its files."""
 
 
 class Saving:
@@ -23,20 +24,19 @@ class Saving:
         self,
         checkpoints: Checkpoints,
         state: RunState,
-        models: Mapping[str, Model],
+        parts: Mapping[str, Writer],
         ranks: Ranks,
         config: str,
         in_background: bool,
     ) -> None:
-        """Take what is to be written; `in_background` copies it to the host, and the run goes on while a thread writes.
+        """Begin to write; `in_background` in a thread, while the run goes on.
 
-        `config`: the resolved configuration as YAML.
+        `parts`: name of a directory -> what writes this rank's share there; `config`: the resolved configuration as YAML.
         """
         self._checkpoints, self._state, self._ranks = checkpoints, state, ranks
-        writers = {name: model.snapshot(copies=in_background) for name, model in models.items()}
         states = rng_states()
         if ranks.is_main:
-            checkpoints.stage(state.step, ["rng", *models])
+            checkpoints.stage(state.step, ["rng", *parts])
         ranks.barrier()
         directory = checkpoints.staging(state.step)
 
@@ -46,7 +46,7 @@ class Saving:
             if ranks.is_main:
                 files.append(directory / "run.yaml")
                 files[-1].write_text(config)
-            for name, writer in writers.items():
+            for name, writer in parts.items():
                 files += writer(directory / name)
             for file in files:
                 sync_file(file)

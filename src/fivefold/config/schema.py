@@ -239,6 +239,23 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling ahead of the trainer; docs/async.md."""
+
+    max_staleness: Annotated[int | None, within("[0, 1000]")] = None
+    """Steps between the weights that sample a response's first token and the step that trains on it, at most: so many steps
+    are sampled ahead, while the trainer trains. 0 waits as a synchronous run does; null is that run."""
+    interrupt: Literal["continue", "finish", "abort"] = "continue"
+    """What becomes of responses in flight when servers get new weights: they go on under the new ones, are finished under
+    the old ones first, or are thrown away and sampled again."""
+    tail: Literal["wait", "carry", "drop"] = "wait"
+    """What becomes of groups that are not complete when they are due, and of those in excess: the step waits for them, their
+    prompts are sampled again, or they are dropped. Not waiting favours short responses."""
+    oversample: Annotated[float, within("[0, 16]")] = 0.0
+    """More groups in flight than are needed, as a share of data.prompts_per_step; a step takes what is complete first."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig(Choices):
     """A published method by its name; every other choice is the method's when left out."""
 
@@ -469,6 +486,7 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -9,7 +9,7 @@ from fivefold.config.findings import Findings
 from fivefold.config.identity import leaves
 from fivefold.config.method_rules import check_method
 from fivefold.config.ranges import check_values, suggest
-from fivefold.config.schema import OptimizerConfig, PolicyConfig, RunConfig
+from fivefold.config.schema import OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
 
@@ -26,6 +26,7 @@ def validate(config: RunConfig) -> Findings:
     _check_engine(findings, config)
     check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates)
     _check_batch(findings, config)
+    _check_rollout(findings.at("rollout"), config)
     _check_models(findings, config)
     _check_evaluation(findings, config)
     _check_accepted(findings, config)
@@ -115,6 +116,41 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
         f"must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
         f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
     )
+
+
+def _check_rollout(findings: Findings, config: RunConfig) -> None:
+    rollout, algorithm, usual = config.rollout, config.algorithm, RolloutConfig()
+    if rollout.max_staleness is None or algorithm.offline:
+        reason = "the method learns from the data" if algorithm.offline else "rollout.max_staleness is left out"
+        for item in fields(rollout):
+            if getattr(rollout, item.name) != getattr(usual, item.name):
+                findings.ignore(item.name, reason)
+        return
+    chosen = algorithm.resolved
+    findings.require(
+        not chosen.dynamic_sampling,
+        "max_staleness",
+        "must be left out with dynamic sampling, which samples until a step has enough; algorithm.dynamic_sampling: false",
+    )
+    findings.require(
+        chosen.advantage != "remax",
+        "max_staleness",
+        "must be left out with remax, whose most likely responses are sampled within the step",
+    )
+    findings.require(
+        rollout.oversample == 0 or rollout.tail != "wait",
+        "oversample",
+        f"needs rollout.tail: carry or drop, for groups in excess are cut: got {rollout.oversample:g} with tail: wait",
+    )
+    engine = config.engine
+    if rollout.max_staleness and engine.is_server and not engine.url:
+        findings.require(
+            not engine.sleep or config.trainer.device == "cpu",
+            "max_staleness",
+            "must be 0 or left out where servers leave the GPUs while the policy trains; engine.url, or engine.sleep: false",
+        )
+    if not engine.is_server and rollout.interrupt != usual.interrupt:
+        findings.ignore("interrupt", "the engine samples in the ranks: nothing is in flight when its weights change")
 
 
 def _check_models(findings: Findings, config: RunConfig) -> None:

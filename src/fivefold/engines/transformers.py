@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from fivefold.engines.sampling import LogitsProcessor, sample_token, uniform
+from fivefold.engines.turns import Turns
 from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.models.parameters import OUTPUT
@@ -78,8 +79,15 @@ class TransformersEngine:
         for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
+    def stream(self) -> Turns:
+        """Requests that are sampled when somebody asks for what has arrived."""
+        return Turns(self)
+
     def abort(self) -> None:
         self._is_aborted = True
+
+    def look_after(self) -> None:
+        """Nothing of it can be lost without its rank."""
 
     def close(self) -> None: ...
 

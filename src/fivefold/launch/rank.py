@@ -164,14 +164,19 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
     from fivefold.build import build_run
     from fivefold.checkpoint.resume import find_checkpoint
     from fivefold.distributed.heartbeat import Interrupted
+    from fivefold.rollout.asynchronous import AsyncRollouts
     from fivefold.trainer.train import train as loop
+    from fivefold.trainer.train_async import train_async
 
     with contextlib.ExitStack() as held:
         if not has_launcher():
             ranks.call_on_main(lambda: held.enter_context(locked(config.run_dir)))
         run = build_run(config, ranks, device, find_checkpoint(config, ranks))
         try:
-            loop(run)
+            if isinstance(run.rollouts, AsyncRollouts):
+                train_async(run, run.rollouts)
+            else:
+                loop(run)
         except Interrupted as asked:
             if run.engine is not None:
                 # What is saved may have to come back to the device that it shares.

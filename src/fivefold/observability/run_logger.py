@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class RunLogger:
         self._progress: Progress | None = None
         self._start = time.time()
         self._spans: list[dict[str, Any]] = []
+        self._curves: dict[str, list[tuple[float, float]]] = {}
         self._inner: list[float] = []
         """Seconds of the stages within each open stage."""
         if not is_main:
@@ -97,6 +98,10 @@ class RunLogger:
         if self._progress is not None:
             self._progress.update(self._stage_task, completed=done, total=total)
 
+    def curve(self, name: str, points: Sequence[tuple[float, float]]) -> None:
+        """Add (moment by time.time, number) to what the step's timeline shows."""
+        self._curves.setdefault(name, []).extend((moment - self._start, number) for moment, number in points)
+
     def record(self, metrics: dict[str, float]) -> None:
         """Add metrics to the step in progress."""
         self._metrics.update(metrics)
@@ -111,9 +116,10 @@ class RunLogger:
         """Write the step's metrics and show its line; `step` counts from 1."""
         metrics = {"step": float(step), **self.pending}
         spans, self._spans, self._times, self._metrics = self._spans, [], {}, {}
+        curves, self._curves = {name: points for name, points in self._curves.items() if points}, {}
         if self._main:
             append_json(self._run_dir / "metrics.jsonl", {**metrics, "step": step, "wall": time.time()})
-            append_json(self._run_dir / "trace" / "stages.jsonl", {"step": step, "spans": spans})
+            append_json(self._run_dir / "trace" / "stages.jsonl", {"step": step, "spans": spans, "curves": curves})
             if self._has_board:
                 self._show_on_board(step, metrics)
             shown = [f"{label} {metrics[name]:.4g}" for name, label in LINE.items() if name in metrics]

@@ -44,13 +44,13 @@ class Generator:
         replica, heartbeat = self.engine.replica, self.rewards.ranks.heartbeat
         heartbeat.begin()
         own = range(replica.index, len(prompts), replica.count)
-        first_numbers = _first_numbers(prompts, group_size)
+        numbers = first_numbers(prompts, group_size)
         requests = [
             Request(
                 place * group_size + number,
                 prompts[place].token_ids,
                 sampling,
-                request_seed((*draw, prompts[place].id, first_numbers[place] + number)),
+                request_seed((*draw, prompts[place].id, numbers[place] + number)),
             )
             for place in own
             for number in range(group_size)
@@ -64,7 +64,7 @@ class Generator:
                     is_ending = heartbeat.check()
                     self.engine.abort()
                 if replica.leads:
-                    sample = self._sample(completion)
+                    sample = self.to_sample(completion)
                     found[completion.request_id] = sample
                     scoring.append(self.rewards.submit(prompts[completion.request_id // group_size], sample))
                 self.logger.advance(len(found), len(requests))
@@ -79,7 +79,8 @@ class Generator:
             self.rewards.finish(groups, scoring)
         return groups
 
-    def _sample(self, completion: Completion) -> Sample:
+    def to_sample(self, completion: Completion) -> Sample:
+        """What was sampled, not scored yet."""
         return Sample(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
@@ -90,7 +91,7 @@ class Generator:
         )
 
 
-def _first_numbers(prompts: Sequence[Prompt], group_size: int) -> list[int]:
+def first_numbers(prompts: Sequence[Prompt], group_size: int) -> list[int]:
     """For each place the number of its first response among all of the same prompt."""
     seen: Counter[int] = Counter()
     numbers = []

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from fivefold.distributed.ranks import Ranks
-from fivefold.types import StepReport, TokenBatch
+from fivefold.types import RolloutStats, StepReport, TokenBatch
 
 
 class LogprobGate:
-    """Ends the run at its first step if the engine's log-probs are not the trainer's."""
+    """Ends the run, at the first step of which it can be seen, if the engine's log-probs are not the trainer's."""
 
     def __init__(self, ranks: Ranks, max_diff: float, is_open: bool) -> None:
         """`is_open`: nothing is to be compared, the responses come from a dataset or from a cut distribution."""
@@ -23,16 +23,23 @@ class LogprobGate:
         """Fields of the batch that the check reads, as long as it was not made."""
         return frozenset() if self._is_open else frozenset({"old_logprobs_T"})
 
-    def check(self, batch: TokenBatch) -> None:
-        """Compare once; raises RuntimeError on all ranks. Collective."""
+    def check(self, batch: TokenBatch, stats: RolloutStats, version: int) -> None:
+        """Compare once the tokens sampled by weights of this version; raises RuntimeError on all ranks. Collective."""
         if self._is_open or batch.rollout_logprobs_T is None:
             return
         assert batch.old_logprobs_T is not None
-        gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[batch.loss_mask_T].abs().double()
+        version_T = batch.version_T
+        if version_T is None:
+            version_T = stats.version_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
+        compared_T = batch.loss_mask_T & (version_T == version)
+        gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[compared_T].abs().double()
         total, count = self._ranks.all_reduce_sum(
             torch.stack([gap_T.sum(), torch.tensor(float(len(gap_T))).double()])
         ).tolist()
-        mean = total / max(1, count)
+        if not count:
+            # All of the step was sampled ahead.
+            return
+        mean = total / count
         self._is_open = True
         if not mean <= self._max_diff:
             raise RuntimeError(

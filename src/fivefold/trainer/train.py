@@ -23,7 +23,7 @@ def train(run: Run) -> None:
             batch = pack(groups, stats, ranks, plan)
         with stage("logprobs"):
             models.annotate(batch, objective.needs(run.updates) | gate.needs)
-        gate.check(batch)
+        gate.check(batch, stats, models.policy.version)
         objective.assign_advantages(batch, stats, ranks)
         with stage("critic"):
             critic_reports = models.update_critic(minibatches(batch, stats), step)

@@ -17,10 +17,10 @@ from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.checkpoint.resume import load_run
 from fivefold.checkpoint.rng import rng_states, set_rng_states
-from fivefold.checkpoint.saving import Saving
+from fivefold.checkpoint.saving import Saving, Writer
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
-from fivefold.interfaces import RolloutSource
+from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.observability.profiler import profiled
 from fivefold.observability.run_logger import RunLogger, sample_rows
 from fivefold.rollout.stats import rollout_metrics
@@ -49,6 +49,8 @@ class BeforeStep:
 
     rollouts: dict[str, Any]
     """State of the rollout source."""
+    groups: Writer | None
+    """Those of this rank that no step had taken."""
     rng: dict[str, Tensor]
     updates: int
     """Optimizer steps of all models."""
@@ -102,7 +104,7 @@ class Trainer:
             self._evaluate(self.evaluation)
             self._last_metrics = self.logger.end_step(0)
         while self.step < self.total_steps:
-            self._before = BeforeStep(self.rollouts.state_dict(), rng_states(), self._updates())
+            self._before = BeforeStep(self.rollouts.state_dict(), self._groups(), rng_states(), self._updates())
             trace = profiled(self.config.profile, self.run_dir, self.ranks.rank, self.step + 1)
             with trace, self.logger.stage("step"):
                 yield self.step
@@ -124,6 +126,8 @@ class Trainer:
             assert self.models.policy.version == state.version, "the checkpoint's optimizer steps and its schedule differ"
             self.step = self._saved = state.step
             self.rollouts.load_state_dict(state.rollouts)
+            if isinstance(self.rollouts, BufferedSource) and self.resume_from is not None:
+                self.rollouts.load(self.resume_from / "rollouts")
             if state.pending is not None:
                 self._is_pending, self._saved = True, -1
                 self.logger.record(state.pending)
@@ -192,15 +196,15 @@ class Trainer:
         """Write a checkpoint of the run as it stands, unless there is one; `is_last`: the run ends with it."""
         if self._saved != self.step:
             with self.ranks.heartbeat.shielded():
-                self._write(self.rollouts.state_dict(), is_last)
+                self._write(self.rollouts.state_dict(), self._groups(), is_last)
 
     def save_interrupted(self, number: int) -> None:
         """Write a checkpoint of a run that was asked to end, in a step, in an evaluation or between them. Collective."""
         self._settle(wait=True)
         asked = f"asked to end by {signal.Signals(number).name}"
-        rollouts = self.rollouts.state_dict()
+        rollouts, groups = self.rollouts.state_dict(), self._groups()
         if self._before is not None:
-            rollouts = self._before.rollouts
+            rollouts, groups = self._before.rollouts, self._before.groups
             set_rng_states(self._before.rng)
             asked += f" in step {self.step + 1}, which is done anew on resume"
         if self.step == 0:
@@ -211,12 +215,17 @@ class Trainer:
             if self._before is not None and (updates := self._updates() - self._before.updates):
                 asked += f"; {updates} of its optimizer steps were taken and stay"
             self.logger.log(asked)
-            self._write(rollouts, True, self.logger.pending if self._is_pending else None)
+            self._write(rollouts, groups, True, self.logger.pending if self._is_pending else None)
+
+    def _groups(self) -> Writer | None:
+        return self.rollouts.snapshot() if isinstance(self.rollouts, BufferedSource) else None
 
     def _updates(self) -> int:
         return sum(model.version for model in self.models.learners.values())
 
-    def _write(self, rollouts: dict[str, Any], is_last: bool, pending: dict[str, float] | None = None) -> None:
+    def _write(
+        self, rollouts: dict[str, Any], groups: Writer | None, is_last: bool, pending: dict[str, float] | None = None
+    ) -> None:
         state = RunState(
             step=self.step,
             version=self.models.policy.version,
@@ -230,8 +239,11 @@ class Trainer:
         )
         with self.logger.stage("save"):
             self._settle(wait=True)
-            models, in_background = self.models.learners, self.config.async_save and not is_last
-            self._saving = Saving(self.checkpoints, state, models, self.ranks, self.resolved_config, in_background)
+            in_background = self.config.async_save and not is_last
+            parts = {name: model.snapshot(copies=in_background) for name, model in self.models.learners.items()}
+            if groups is not None:
+                parts["rollouts"] = groups
+            self._saving = Saving(self.checkpoints, state, parts, self.ranks, self.resolved_config, in_background)
             self._saved = self.step
             self._settle(wait=not in_background)
 

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+
+from fivefold.interfaces import Load
 
 _FINEST = 0.1
 """Seconds between two points of the curve at least."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """Of the time between two readings."""
-
-    seconds: float
-    idle_seconds: float
-    """In which nothing was in flight."""
-    request_seconds: float
-    """Requests in flight, integrated over the time."""
-    curve: list[tuple[float, int]]
-    """Moments (time.time) and what was in flight from there on."""
 
 
 class LoadMeter:

@@ -6,13 +6,14 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count, groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 from fivefold.engines.servers.load_meter import LoadMeter
 from fivefold.engines.servers.server import Answer, Server, ServerLostError
+from fivefold.interfaces import Load
 from fivefold.types import Completion, Request
 
 _SILENCE, _MOST_SILENCES = 10.0, 6
@@ -25,28 +26,57 @@ class RequestStream:
 
     def __init__(self, router: RequestRouter) -> None:
         self._router, self.arrivals = router, SimpleQueue[Completion | Exception | None]()
-        self.pending = 0
-        """Requests whose completion was not taken yet."""
+        self._wanted: set[int] = set()
         self.is_closed = False
 
+    @property
+    def pending(self) -> int:
+        """Requests whose completion was not taken yet."""
+        return len(self._wanted)
+
     def submit(self, requests: Sequence[Request]) -> None:
-        self.pending += len(requests)
+        self._wanted.update(request.id for request in requests)
         self._router.call_soon(self._router.add, self, requests)
 
     def take(self, seconds: float | None = None) -> Completion | None:
         """The next completion; None where none came in time or no server is left. Raises what a server refuses."""
-        try:
-            found = self.arrivals.get(timeout=seconds)
-        except Empty:
-            return None
-        if isinstance(found, Exception):
-            raise found
-        self.pending -= found is not None
-        return found
+        while True:
+            try:
+                found = self.arrivals.get(timeout=seconds)
+            except Empty:
+                return None
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                return None
+            if found.request_id in self._wanted:
+                self._wanted.remove(found.request_id)
+                return found
+
+    def arrived(self, seconds: float) -> Iterator[Completion]:
+        """Completions as they finish, for about so long."""
+        end = time.monotonic() + seconds
+        while (found := self.take(max(0.0, end - time.monotonic()))) is not None:
+            yield found
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Do without these: servers end them."""
+        self._wanted.difference_update(request_ids)
+        self._router.call_soon(self._router.forget, self, set(request_ids))
 
     def close(self) -> None:
-        """Servers end what is still in flight."""
-        self._router.call(self._router.forget, self)
+        """Do without all that is still in flight."""
+        self._wanted.clear()
+        self._router.call(self._router.forget, self, None)
+
+    @property
+    def is_stranded(self) -> bool:
+        """No server is left."""
+        return self._router.is_stranded
+
+    def load(self) -> Load:
+        """What all streams had in flight since this was last asked."""
+        return self._router.meter.read()
 
 
 class RequestRouter:
@@ -58,12 +88,12 @@ class RequestRouter:
         self._rank, self._window, self._log, self._stall_seconds = rank, window, log, stall_seconds
         self._numbers = count()
         self._waiting: deque[tuple[RequestStream, list[Request]]] = deque()
-        self._asked: dict[asyncio.Task[None], tuple[int, RequestStream]] = {}
+        self._asked: dict[asyncio.Task[None], tuple[int, RequestStream, list[Request]]] = {}
         self._servers: Sequence[Server] = ()
         self._loads: list[int] = []
         self._watched: list[_Watched] = []
         self._lost: set[int] = set()
-        self._version, self._is_held, self._is_closed = -1, True, False
+        self._version, self._is_held, self._is_watching, self._is_closed = -1, True, True, False
         self.meter = LoadMeter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
@@ -104,11 +134,24 @@ class RequestRouter:
 
         return self.call(change)
 
+    def stop_watching(self) -> None:
+        """Until `go` no server is expected to sample."""
+
+        def change() -> None:
+            self._is_watching = False
+
+        self.call(change)
+
+    @property
+    def is_idle(self) -> bool:
+        """No server has a request."""
+        return self.call(lambda: not any(self._loads))
+
     def go(self, version: int) -> None:
         """What is sampled from now on is by weights of this version."""
 
         def change() -> None:
-            self._version, self._is_held = version, False
+            self._version, self._is_held, self._is_watching = version, False, True
             for each in self._watched:
                 each.reset()
             self._dispatch()
@@ -158,19 +201,26 @@ class RequestRouter:
         # One server answers all requests of a prompt: it computes the prompt once.
         runs = groupby(requests, lambda one: (one.prompt_ids, one.sampling))
         self._waiting.extend((stream, list(run)) for _, run in runs)
-        if self._lost and self._is_stranded:
+        if self._lost and self.is_stranded:
             stream.arrivals.put(None)
         self._dispatch()
 
-    def forget(self, stream: RequestStream) -> None:
-        stream.is_closed = True
-        self._waiting = deque(each for each in self._waiting if each[0] is not stream)
-        for task, (_, asker) in list(self._asked.items()):
-            if asker is stream:
+    def forget(self, stream: RequestStream, request_ids: set[int] | None) -> None:
+        """End these requests of a stream; without ids all of them, and no more follow."""
+        stream.is_closed = request_ids is None
+
+        def is_meant(asker: RequestStream, run: list[Request]) -> bool:
+            return asker is stream and (request_ids is None or run[0].id in request_ids)
+
+        self._waiting = deque(each for each in self._waiting if not is_meant(*each))
+        for task, (_, asker, run) in list(self._asked.items()):
+            if is_meant(asker, run):
+                # What is cancelled because nobody wants it is not given to another server.
+                run.clear()
                 task.cancel()
 
     @property
-    def _is_stranded(self) -> bool:
+    def is_stranded(self) -> bool:
         return len(self._lost) == len(self._servers)
 
     def _dispatch(self) -> None:
@@ -180,7 +230,7 @@ class RequestRouter:
                 self._watched[number].reset()
             self._count(number, len(run))
             task = self._loop.create_task(self._ask(number, stream, run))
-            self._asked[task] = number, stream
+            self._asked[task] = number, stream, run
             task.add_done_callback(self._asked.pop)
 
     def _count(self, number: int, change: int) -> None:
@@ -209,21 +259,23 @@ class RequestRouter:
                 raise RuntimeError(f"{self._servers[number]} left {len(missing)} requests out")
         except (ServerLostError, asyncio.CancelledError):
             self._count(number, -len(missing))
-            if stream.is_closed or self._is_closed:
+            if self._is_closed:
                 return
-            if missing:
+            if missing and run:
                 self._waiting.appendleft((stream, list(missing.values())))
-            self._lose({number})
+            if run:
+                self._lose({number})
             self._dispatch()
         except Exception as error:
             self._count(number, -len(missing))
             stream.arrivals.put(error)
 
     def _lose(self, numbers: set[int]) -> None:
-        before = self._is_stranded
+        before = self.is_stranded
         self._lost |= numbers
-        if self._is_stranded and not before:
-            for stream in {stream for stream, _ in (*self._waiting, *((s, 0) for _, s in self._asked.values()))}:
+        if self.is_stranded and not before:
+            askers = [*(stream for stream, _ in self._waiting), *(stream for _, stream, _ in self._asked.values())]
+            for stream in dict.fromkeys(askers):
                 stream.arrivals.put(None)
 
     def _completion(self, answer: Answer, asked_at: int) -> Completion:
@@ -243,12 +295,13 @@ class RequestRouter:
         while True:
             await asyncio.sleep(_SILENCE / 2)
             for number, watched in enumerate(self._watched):
-                if not self._loads[number] or self._is_held or number in self._lost or not watched.is_due():
+                is_quiet = not self._loads[number] or number in self._lost
+                if is_quiet or not self._is_watching or not watched.is_due():
                     continue
                 tokens = await self._loop.run_in_executor(None, self._servers[number].progress)
                 if reason := watched.look(tokens, self._stall_seconds):
                     self._log(f"{self._servers[number]} {reason}")
-                    for task, (place, _) in list(self._asked.items()):
+                    for task, (place, *_) in list(self._asked.items()):
                         if place == number:
                             task.cancel()
 

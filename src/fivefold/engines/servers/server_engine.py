@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import Completion, Request
 
+_POLL_SECONDS = 0.02
 MOST_RESTARTS = 3
 """Times in a row that servers are started again, before the run ends."""
 
@@ -42,11 +45,13 @@ class ServerEngine:
         verify_every: int,
         can_sleep: bool,
         stall_seconds: float = 300.0,
+        interrupt: Literal["continue", "finish", "abort"] = "continue",
     ) -> None:
         """Servers on the policy's ranks, or those that are there already at `addresses`.
 
         `process`: the server that this rank starts, the first of `ranks_per_server` ranks whose weights it gets;
-        `window`: most requests of this rank that a server has at once; `stall_seconds`: as in RequestRouter.
+        `window`: most requests of this rank that a server has at once; `stall_seconds`: as in RequestRouter;
+        `interrupt`: what becomes of requests in flight when weights come.
         """
         self._ranks, self._device, self._process, self._connect, self._log = ranks, device, process, connect, log
         self._verify_every, self._can_sleep = verify_every, can_sleep
@@ -58,6 +63,7 @@ class ServerEngine:
         self._lost: set[int] = set()
         self._restarts = self._updates = 0
         self._is_asleep = self._is_cache_asleep = False
+        self._interrupt = interrupt
         self.replica = EngineReplica(ranks.rank, ranks.layout.world_size)
         self.version = -1
         self._start()
@@ -122,12 +128,10 @@ class ServerEngine:
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Send full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else.
 
-        Requests in flight wait meanwhile, and go on with the new weights. Where a server ends, the version stays below 0,
-        and `wake` starts it again.
+        Requests in flight wait meanwhile and go on with the new weights, are finished before or aborted, as `interrupt`
+        says. Where a server ends, the version stays below 0, and `wake` starts it again.
         """
-        is_busy = self._ranks.any(self._router.hold())
-        if is_busy:
-            self._each("pause")
+        is_busy = self._hold()
         self.version = -1
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
@@ -143,6 +147,21 @@ class ServerEngine:
             self._each("resume")
         if not self._lost:
             self._router.go(version)
+
+    def _hold(self) -> bool:
+        """Let nothing be sampled from here on; whether servers keep requests meanwhile."""
+        if not self._ranks.any(self._router.hold()):
+            return False
+        if self._interrupt == "continue":
+            self._router.stop_watching()
+            self._each("pause")
+            return True
+        if self._interrupt == "abort":
+            # Every rank has stopped asking: nothing comes behind it.
+            self.abort()
+        while self._ranks.any(not self._router.is_idle):
+            time.sleep(_POLL_SECONDS)
+        return False
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -221,4 +240,6 @@ class ServerEngine:
         self._router.abort()
         for number, server in self._own.items():
             if number not in self._lost:
-                server.abort()
+                # Whoever has its requests sees that it is gone.
+                with contextlib.suppress(ServerLostError):
+                    server.abort()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fivefold.distributed.processes import unname_shared_memory
 from fivefold.engines.transformers import stop_token_ids
+from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
 from fivefold.engines.weight_sync import crossed_off, not_come
@@ -110,6 +111,10 @@ class VLLMEngine:
             # Whoever asked may have gone away.
             self.abort()
 
+    def stream(self) -> Turns:
+        """Requests that are sampled when somebody asks for what has arrived."""
+        return Turns(self)
+
     def abort(self) -> None:
         """End the requests in flight: `generate` gives what they have so far."""
         processor = self._llm.llm_engine.output_processor
@@ -139,6 +144,9 @@ class VLLMEngine:
         # vLLM takes memory from the driver: what the trainer has freed must be back there, not in torch's cache.
         torch.cuda.empty_cache()
         self._llm.wake_up([part])
+
+    def look_after(self) -> None:
+        """Nothing of it can be lost without its rank."""
 
     def close(self) -> None:
         """End the engine; the trainer's process groups, which vLLM takes for its own, stay."""

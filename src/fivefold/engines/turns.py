@@ -1,0 +1,37 @@
+"""A stream of requests to an engine that samples in the ranks themselves: sampling and training take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fivefold.types import Completion, Request
+
+if TYPE_CHECKING:
+    from fivefold.interfaces import Engine
+
+
+class Turns:
+    """What was submitted is sampled when somebody asks for it, all of it at once: ranks of a replica do so in step."""
+
+    is_stranded = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiting: dict[int, Request] = {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._waiting |= {request.id: request for request in requests}
+
+    def arrived(self, seconds: float) -> Iterator[Completion]:
+        """Everything, however long it takes."""
+        requests, self._waiting = list(self._waiting.values()), {}
+        if requests:
+            yield from self._engine.generate(requests)
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        for each in request_ids:
+            self._waiting.pop(each, None)
+
+    def load(self) -> None:
+        """It samples only while it is asked."""

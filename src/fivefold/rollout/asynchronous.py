@@ -1,0 +1,278 @@
+"""Groups that are sampled ahead of the step that trains on them: engines go on while the trainer trains."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fivefold.data.prompt_loader import PromptLoader
+from fivefold.engines.sampling import request_seed
+from fivefold.interfaces import Load, Stream
+from fivefold.observability.run_logger import RunLogger
+from fivefold.reward.pool import Scoring
+from fivefold.rollout.generation import Generator, first_numbers
+from fivefold.rollout.group_files import read_groups, write_groups
+from fivefold.rollout.staleness import Admission, staleness
+from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
+
+_POLL_SECONDS = 0.05
+"""Between two agreements of the ranks on what is complete."""
+FILE = "groups-{:05d}.safetensors"
+
+
+@dataclass
+class _Open:
+    """A group of this rank that was given out and not used."""
+
+    prompt: Prompt
+    requests: dict[int, Request] = field(default_factory=dict)
+    """Those in flight, by id."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Id of a request in flight -> its number in the group."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+    scoring: list[Scoring] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.requests and all(each.done() for each in self.scoring)
+
+
+@dataclass
+class _Tokens:
+    """What became of tokens that were sampled while weights changed, on this rank."""
+
+    aborted: int = 0
+    """Thrown away."""
+    reused: int = 0
+    """Of older weights than the end of their response."""
+
+
+class AsyncRollouts:
+    """A RolloutSource whose groups are given out, sampled and scored before the step that takes them asks.
+
+    Every rank has the prompts whose place in the run is its own (place mod replicas of the engine). Which groups are given
+    out and not used is known on all ranks and is the same there; who has completed which is exchanged while a step waits.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompts: PromptLoader[Prompt],
+        log: RunLogger,
+        sampling: Sampling,
+        admission: Admission,
+        *,
+        seed: int,
+        group_size: int,
+        tail: Literal["wait", "carry", "drop"] = "wait",
+        capacity: int = 0,
+    ) -> None:
+        """`tail`: whether a step waits for groups that may not be used later, or samples their prompts again, or drops them;
+        `capacity`: requests that the engine can have in flight, over all its replicas."""
+        self._generator, self._prompts, self._log, self._sampling = generator, prompts, log, sampling
+        self._admission, self._seed, self._group_size, self._tail = admission, seed, group_size, tail
+        self._capacity = capacity
+        self._engine, self._ranks = generator.engine, generator.rewards.ranks
+        self._stream: Stream = self._engine.stream()
+        self._ids = count()
+        self._position = 0
+        """Prompts given out."""
+        self._unused: dict[int, int] = {}
+        """Place in the run -> step before which it was given out, of all ranks."""
+        self._versions: list[tuple[int, int]] = []
+        """(step, optimizer steps taken before it) of the last steps, as far back as what is unused."""
+        self._open: dict[int, _Open] = {}
+        self._owner: dict[int, int] = {}
+        """Request in flight -> place."""
+        self._tokens = _Tokens()
+        self._began = -1
+
+    # --- giving out --------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Give out what may be sampled once the engine has the weights of `step`; nothing behind the run's end."""
+        if step == self._began or self._admission.room(0, step) == 0:
+            return
+        self._began = step
+        oldest = min([step, *self._unused.values()])
+        self._versions = [each for each in self._versions if oldest <= each[0] < step] + [(step, self._engine.version)]
+        for _ in range(self._admission.room(len(self._unused), step)):
+            self._unused[self._position] = step
+            self._position += 1
+        replica = self._engine.replica
+        for place in sorted(self._unused):
+            if place % replica.count == replica.index and place not in self._open:
+                self._ask(place)
+
+    def _ask(self, place: int) -> None:
+        """Sample a prompt, by the draws of the step that would take it if nothing were sampled ahead."""
+        begin = place - place % self._admission.per_step
+        together = self._prompts.take(begin, self._admission.per_step)
+        prompt, first = together[place - begin], first_numbers(together, self._group_size)[place - begin]
+        group = self._open[place] = _Open(prompt)
+        for number in range(self._group_size):
+            draw = (self._seed, begin // self._admission.per_step, prompt.id, first + number)
+            request = Request(next(self._ids), prompt.token_ids, self._sampling, request_seed(draw))
+            group.requests[request.id], group.numbers[request.id] = request, number
+            self._owner[request.id] = place
+        self._stream.submit(list(group.requests.values()))
+
+    # --- taking ------------------------------------------------------------------------------------------------------
+
+    def next(self, step: int) -> list[Group]:
+        """This rank's groups of the step."""
+        self.begin(step)
+        self._log.record({"epoch": float(self._prompts.epoch(min(self._unused)))})
+        began, waited = time.monotonic(), 0
+        self._collect(0.0)
+        while (chosen := self._choice(step)) is None:
+            self._collect(_POLL_SECONDS)
+            self._log.advance(waited := waited + 1, 0)
+            if self._is_stranded():
+                assert self._generator.refresh is not None
+                self._generator.refresh()
+        seconds = time.monotonic() - began
+        groups: list[Group] = []
+        scoring: list[Scoring] = []
+        for index, place in enumerate(chosen):
+            del self._unused[place]
+            if (group := self._open.pop(place, None)) is not None and self._engine.replica.leads:
+                samples = [group.samples[number] for number in range(self._group_size)]
+                groups.append(Group(group.prompt, samples, index=index))
+                scoring += group.scoring
+        with self._log.stage("reward"):
+            self._generator.rewards.finish(groups, scoring)
+        stale = self._check(groups, step)
+        cut = self._cut(step) if self._tail != "wait" else 0
+        self._record(stale, cut, seconds)
+        return groups
+
+    def _collect(self, seconds: float) -> None:
+        for completion in self._stream.arrived(seconds):
+            self._keep(completion)
+
+    def _keep(self, completion: Completion) -> None:
+        group = self._open[self._owner[completion.request_id]]
+        if completion.finish_reason == "abort":
+            # The weights change: it is sampled again by the new ones.
+            self._tokens.aborted += len(completion.token_ids)
+            self._stream.submit([group.requests[completion.request_id]])
+            return
+        del self._owner[completion.request_id], group.requests[completion.request_id]
+        number = group.numbers.pop(completion.request_id)
+        versions = completion.token_versions or []
+        self._tokens.reused += sum(version < versions[-1] for version in versions)
+        sample = group.samples[number] = self._generator.to_sample(completion)
+        if self._engine.replica.leads:
+            group.scoring.append(self._generator.rewards.submit(group.prompt, sample))
+
+    def _choice(self, step: int) -> list[int] | None:
+        """What the step takes, the same on all ranks. Collective."""
+        leads = self._engine.replica.leads
+        mine = torch.tensor([place for place, group in self._open.items() if leads and group.is_complete], dtype=torch.long)
+        ready = torch.cat(self._ranks.all_gather_world(mine)).tolist()
+        return self._admission.choose(self._unused, ready, step, cuts=self._tail != "wait")
+
+    def _is_stranded(self) -> bool:
+        """No server is left on any rank. Collective."""
+        if not self._ranks.any(self._stream.is_stranded):
+            return False
+        self._engine.look_after()
+        return self._engine.version < 0
+
+    def _cut(self, step: int) -> int:
+        """Do without what no later step may use, and say how many groups that were."""
+        overdue = self._admission.overdue(self._unused, step)
+        for place in overdue:
+            if (group := self._open.pop(place, None)) is not None:
+                self._stream.drop(group.requests)
+                for request_id in group.requests:
+                    del self._owner[request_id]
+                self._tokens.aborted += sum(len(sample.token_ids) for sample in group.samples.values())
+            if self._tail == "drop":
+                del self._unused[place]
+            else:
+                # It is given out again before the next step.
+                self._unused[place] = step + 1
+        return len(overdue)
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+
+    def _check(self, groups: list[Group], step: int) -> list[int]:
+        """Steps between each sample's oldest weights and its use; raises RuntimeError above `max_staleness`."""
+        samples = [sample for group in groups for sample in group.samples]
+        found = [staleness(self._versions, sample.policy_version, step) for sample in samples]
+        if max(found, default=0) > self._admission.max_staleness:
+            raise RuntimeError(
+                f"a sample of step {step + 1} is {max(found)} steps old, rollout.max_staleness is "
+                f"{self._admission.max_staleness}: the engine has used weights that it should not have had"
+            )
+        return found
+
+    def _record(self, stale: list[int], cut: int, seconds: float) -> None:
+        """Metrics of the step, over all ranks. Collective."""
+        stale_N = torch.cat(self._ranks.all_gather_world(torch.tensor(stale, dtype=torch.long)))
+        complete = sum(group.is_complete for group in self._open.values()) if self._engine.replica.leads else 0
+        load = self._stream.load() or Load(0.0, 0.0, 0.0, [])
+        tokens, self._tokens = self._tokens, _Tokens()
+        own = [complete, tokens.aborted, tokens.reused, load.request_seconds, load.idle_seconds, load.seconds]
+        waiting, aborted, reused, busy, idle, total = self._ranks.all_reduce_sum_world([float(each) for each in own])
+        record = {
+            "async/staleness_mean": float(stale_N.double().mean()),
+            "async/staleness_max": float(stale_N.max()),
+            **{f"async/staleness_{age}": float((stale_N == age).double().mean()) for age in stale_N.unique().tolist()},
+            "async/unused_groups": float(len(self._unused)),
+            "async/complete_groups": waiting,
+            "async/trainer_wait_seconds": seconds,
+            "async/aborted_tokens": aborted,
+            "async/reused_tokens": reused,
+            "async/cut_groups": float(cut),
+        }
+        if total:
+            ranks = self._ranks.layout.world_size
+            record["async/engine_wait_seconds"] = idle / ranks
+            record["async/engine_load"] = busy / (total / ranks) / self._capacity
+        self._log.record(record)
+        self._log.curve("requests in flight", load.curve)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "unused": sorted(self._unused.items()), "versions": list(self._versions)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = int(state["position"])
+        self._unused = {int(place): int(step) for place, step in state["unused"]}
+        self._versions = [(int(step), int(version)) for step, version in state["versions"]]
+
+    def snapshot(self) -> Callable[[Path], list[Path]]:
+        """The complete groups of this rank as they are; the function writes them into a directory and gives its files."""
+        rank, held = self._ranks.rank, {}
+        if self._engine.replica.leads:
+            for place, group in self._open.items():
+                if group.is_complete:
+                    # A reward model adds to the reward when the group is taken.
+                    held[place] = [copy.copy(group.samples[number]) for number in range(self._group_size)]
+
+        def write(directory: Path) -> list[Path]:
+            path = directory / FILE.format(rank)
+            write_groups(path, held)
+            return [path]
+
+        return write
+
+    def load(self, directory: Path) -> None:
+        """Take this rank's of the groups that the ranks of any layout have written; the others are sampled again."""
+        replica = self._engine.replica
+        for path in sorted(directory.glob("*.safetensors")):
+            for place, samples in read_groups(path).items():
+                is_own = place % replica.count == replica.index and place in self._unused
+                if is_own and len(samples) == self._group_size:
+                    self._open[place] = _Open(self._prompts.take(place, 1)[0], samples=dict(enumerate(samples)))

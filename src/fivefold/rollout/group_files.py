@@ -1,0 +1,64 @@
+"""Groups that wait to be trained on <-> safetensors files: one for each rank, which any number of ranks can read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fivefold.types import Sample
+
+_FIELDS = ("text", "finished", "policy_version", "reward_parts", "correct", "reward_failed")
+
+
+def write_groups(path: Path, groups: Mapping[int, list[Sample]]) -> None:
+    """Samples by the place of their group in the run."""
+    samples = [sample for group in groups.values() for sample in group]
+    described = {
+        "groups": {place: len(group) for place, group in groups.items()},
+        "samples": [
+            {
+                "tokens": len(sample.token_ids),
+                "has_versions": sample.token_versions is not None,
+                "reward": None if math.isnan(sample.reward) else sample.reward,
+                **{name: getattr(sample, name) for name in _FIELDS},
+            }
+            for sample in samples
+        ],
+    }
+    tensors = {
+        "token_ids_T": torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int32),
+        "logprobs_T": torch.tensor([number for sample in samples for number in sample.logprobs], dtype=torch.float64),
+        "versions_T": torch.tensor(
+            [version for sample in samples for version in sample.token_versions or ()], dtype=torch.int64
+        ),
+    }
+    save_file(tensors, path, metadata={"described": json.dumps(described)})
+
+
+def read_groups(path: Path) -> dict[int, list[Sample]]:
+    """What `write_groups` wrote."""
+    with safe_open(path, framework="pt") as file:
+        described = json.loads(file.metadata()["described"])
+        token_ids, logprobs, versions = (
+            iter(file.get_tensor(name).tolist()) for name in ("token_ids_T", "logprobs_T", "versions_T")
+        )
+
+    def sample(found: dict[str, Any]) -> Sample:
+        length = range(found["tokens"])
+        return Sample(
+            token_ids=[next(token_ids) for _ in length],
+            logprobs=[next(logprobs) for _ in length],
+            token_versions=[next(versions) for _ in length] if found["has_versions"] else None,
+            reward=math.nan if found["reward"] is None else found["reward"],
+            **{name: found[name] for name in _FIELDS},
+        )
+
+    samples = map(sample, described["samples"])
+    return {int(place): [next(samples) for _ in range(count)] for place, count in described["groups"].items()}

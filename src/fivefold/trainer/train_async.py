@@ -1,0 +1,36 @@
+"""The loop of a run whose groups are sampled ahead: engines work while the trainer trains, by the newest weights."""
+
+from __future__ import annotations
+
+from fivefold.engines.weight_sync import sleeping_after, weight_sync
+from fivefold.rollout.asynchronous import AsyncRollouts
+from fivefold.rollout.packing import pack
+from fivefold.rollout.stats import gather_stats
+from fivefold.trainer.run import Run
+
+
+def train_async(run: Run, rollouts: AsyncRollouts) -> None:
+    """Train from where the run stands to its last step; `rollouts` are the run's."""
+    trainer, models, engine, ranks, plan = run.trainer, run.models, run.engine, run.ranks, run.plan
+    objective, minibatches, gate, stage = run.objective, run.minibatches, run.gate, run.logger.stage
+
+    for step in trainer.steps():
+        with stage("weight_sync"), models.on_device():
+            weight_sync(models.policy, engine)
+        with stage("rollout"), models.on_device(), sleeping_after(engine):
+            groups = rollouts.next(step)
+        with stage("pack"):
+            stats = gather_stats(groups, ranks, plan)
+            batch = pack(groups, stats, ranks, plan)
+        with stage("logprobs"):
+            models.annotate(batch, objective.needs(run.updates) | gate.needs)
+        gate.check(batch, stats, models.policy.version)
+        objective.assign_advantages(batch, stats, ranks)
+        with stage("critic"):
+            critic_reports = models.update_critic(minibatches(batch, stats), step)
+        with stage("train"):
+            policy_reports = models.update_policy(minibatches(batch, stats), step)
+        with stage("weight_sync"), models.on_device():
+            weight_sync(models.policy, engine)
+            rollouts.begin(step + 1)
+        trainer.record(groups, stats, policy_reports, critic_reports)

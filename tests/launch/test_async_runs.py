@@ -1,0 +1,77 @@
+"""Whole runs whose groups are sampled ahead, by an engine in the ranks: what is sampled when is the same in every run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
+from tests.support.zygote import THREADS
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 512, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.01}}}}
+data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+eval: {{samples: 2, max_prompts: 4}}
+trainer: {{run_dir: {root}/runs/base, steps: 6, eval_every: 2, save_every: 1, keep: 9, loggers: [console], logged_samples_per_step: 4}}
+launch: {{threads: {threads}}}
+"""
+WHEN = ("async/complete_groups", "async/trainer_wait_seconds")
+"""Metrics that say when something was there, not what."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("ahead")
+    make_model(root, rows=40)
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+def train(root: Path, name: str, *overrides: str):
+    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(root, name)
+
+
+@pytest.fixture(scope="module")
+def ahead(root):
+    return train(root, "ahead", "rollout.max_staleness=2")
+
+
+def without(rows, *starts: str):
+    return [{name: value for name, value in row.items() if not name.startswith(starts)} for row in rows]
+
+
+def test_nothing_ahead_is_the_synchronous_run(root):
+    found = train(root, "none", "rollout.max_staleness=0")
+    assert {row["async/staleness_max"] for row in found[1:]} == {0.0}
+    assert_same(without(found, "async/"), train(root, "base"))
+
+
+def test_what_is_sampled_ahead_is_as_old_as_it_may_be_and_no_older(ahead):
+    assert [row["async/staleness_max"] for row in ahead[1:]] == [0, 1, 2, 2, 2, 2]
+    # Two optimizer steps a step.
+    assert [row["rollout/staleness_mean"] for row in ahead[1:]] == [0, 2, 4, 4, 4, 4]
+    assert [row["async/unused_groups"] for row in ahead[1:]] == [8, 8, 8, 8, 4, 0], "nothing is sampled for after the end"
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
+    """Groups that were complete are those of older weights: sampled again they would be others."""
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed-{layout}", "rollout.max_staleness=2")
+    wait_for((root / f"runs/killed-{layout}/checkpoints/step-000003").exists, process)
+    everyone = children_of(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: gone(everyone))
+    found = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
+    assert_same(without(found, *WHEN), without(ahead, *WHEN))
+    assert (root / f"runs/killed-{layout}/checkpoints/step-000003/rollouts/groups-00000.safetensors").is_file()

@@ -1,0 +1,82 @@
+"""Which groups a step takes: none too old, each once, and no wait that never ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fivefold.rollout.staleness import Admission, staleness
+
+PER_STEP, STEPS = 4, 30
+
+
+def simulate(rule: Admission, cuts: bool, seed: int, slowness: float) -> tuple[list[list[tuple[int, int]]], int]:
+    """(place, step before which it was given out) of what each step took, and groups that were cut; each group takes a random
+    time, and what is given out later may be complete earlier."""
+    draw = random.Random(seed)
+    unused: dict[int, int] = {}
+    done_at: dict[int, float] = {}
+    taken, now, position, cut = [], 0.0, 0, 0
+    for step in range(STEPS):
+        for place in [place for place, given_out in unused.items() if given_out == step]:
+            done_at[place] = now + draw.expovariate(1 / slowness)
+        for _ in range(rule.room(len(unused), step)):
+            unused[position], done_at[position] = step, now + draw.expovariate(1 / slowness)
+            position += 1
+        assert len(unused) <= (rule.max_staleness + 1) * PER_STEP + round(rule.oversample * PER_STEP)
+        for moment in sorted([now, *done_at.values()]):
+            ready = [place for place in unused if done_at[place] <= max(moment, now)]
+            if (chosen := rule.choose(unused, ready, step, cuts)) is not None:
+                now = max(moment, now)
+                break
+        else:
+            raise AssertionError(f"step {step} waits for ever: {unused}")
+        taken.append([(place, unused.pop(place)) for place in chosen])
+        for place in chosen:
+            del done_at[place]
+        if cuts:
+            for place in rule.overdue(unused, step):
+                unused[place] = step + 1
+                cut += 1
+        now += 1.0
+    assert len(unused) <= round(rule.oversample * PER_STEP)
+    return taken, cut
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("slowness", [0.1, 1.0, 20.0])
+@pytest.mark.parametrize("oversample", [None, 0.0, 0.5])
+def test_no_step_takes_what_is_too_old_and_every_group_is_taken_once(max_staleness, slowness, oversample):
+    """Without cuts, and where what is overdue is given out again."""
+    for seed in range(20):
+        rule = Admission(max_staleness, PER_STEP, STEPS, oversample or 0.0)
+        taken, cut = simulate(rule, oversample is not None, seed, slowness)
+        for step, groups in enumerate(taken):
+            assert len(groups) == PER_STEP
+            assert all(0 <= step - given_out <= max_staleness for _, given_out in groups)
+        places = [place for groups in taken for place, _ in groups]
+        assert len(set(places)) == len(places) == PER_STEP * STEPS
+        if not oversample:
+            assert sorted(places) == list(range(PER_STEP * STEPS))
+        assert oversample is not None or cut == 0
+
+
+def test_nothing_ahead_takes_the_groups_of_the_synchronous_run():
+    taken, _ = simulate(Admission(0, PER_STEP, STEPS), False, 0, 1.0)
+    assert [[place for place, _ in groups] for groups in taken] == [
+        list(range(PER_STEP * step, PER_STEP * (step + 1))) for step in range(STEPS)
+    ]
+
+
+def test_a_step_waits_for_what_is_due_or_takes_what_is_there():
+    rule, unused = Admission(2, 2, 10), {0: 0, 3: 2, 4: 2, 5: 2}
+    assert rule.choose(unused, [3, 4, 5], 2, cuts=False) is None, "group 0 is due at step 2"
+    assert rule.choose(unused, [0, 3, 5], 2, cuts=False) == [0, 3]
+    assert rule.choose(unused, [3, 4, 5], 2, cuts=True) == [3, 4]
+    assert rule.overdue({0: 0, 5: 2}, 2) == [0]
+
+
+def test_staleness_counts_steps_and_not_the_updates_within_them():
+    versions = [(3, 12), (4, 16), (5, 16), (6, 20)]
+    assert [staleness(versions, version, 6) for version in (12, 13, 16, 20)] == [3, 3, 1, 0]
