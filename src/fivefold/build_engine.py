@@ -21,6 +21,9 @@ from fivefold.models.families import load_spec
 from fivefold.plan.engine_checks import engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
+_CPU_BATCH = 4096
+"""Tokens that vLLM computes at once on a CPU."""
+
 
 def build_engine(
     config: RunConfig, directory: Path, tokenizer: Any, ranks: Ranks, device: torch.device, log: Callable[[str], None]
@@ -68,6 +71,10 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
     if "kv_cache_memory_bytes" not in settings.vllm:
         is_cpu = device.type == "cpu"
         arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
+    if device.type == "cpu":
+        # Where a prompt is read in parts its draws are taken back, which the generator of a CPU cannot do (seen with 0.32).
+        longest = max(arguments["max_model_len"], _CPU_BATCH)
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
     return arguments | settings.vllm
 
 

@@ -100,6 +100,9 @@ class AsyncRollouts:
         """Give out what may be sampled once the engine has the weights of `step`; nothing behind the run's end."""
         if step == self._began or self._admission.room(0, step) == 0:
             return
+        if self._began < 0:
+            # How long it took to start is nobody's waiting.
+            self._stream.load()
         self._began = step
         oldest = min([step, *self._unused.values()])
         self._versions = [each for each in self._versions if oldest <= each[0] < step] + [(step, self._engine.version)]

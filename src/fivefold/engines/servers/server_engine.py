@@ -81,6 +81,7 @@ class ServerEngine:
     def _start(self) -> None:
         """Start what has ended, and know where every server is."""
         fault = ""
+        self._router.hold()
         # What a server got first is compared, whenever it was started.
         self._updates = 0
         if self._process is not None and self._process.has_ended:

@@ -1,0 +1,123 @@
+"""Whole runs that sample ahead with real servers of vLLM: bounded age, every prompt once, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
+from tests.support.zygote import THREADS
+
+pytestmark = pytest.mark.vllm
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 2048, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+engine: {{backend: "vllm:d1", mode: server, vllm: {{kv_cache_memory_bytes: 67108864}}}}
+algorithm: {{name: grpo, group_size: 4, kl: {{coef: 0.01}}}}
+data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 48}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+eval: {{max_prompts: 4}}
+trainer: {{run_dir: {root}/runs/base, steps: 8, eval_every: 4, save_every: 2, keep: 9, loggers: [console], device: cpu, logged_samples_per_step: 99}}
+launch: {{threads: {threads}}}
+"""
+STEPS, PROMPTS = 8, 64
+ENDLESS = ["data.max_response_tokens=200", "engine.sampling.ignore_eos=true", "policy.tokens_per_micro_batch=8192"]
+"""Responses that take longer than a step."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("servers")
+    make_model(root, hidden=64, heads=2, rows=PROMPTS)
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+def command(root: Path, name: str, *overrides: str) -> Command:
+    return Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+
+
+def finished(root: Path, process: Command, name: str) -> list[dict[str, float]]:
+    done = process.finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(root, name)
+
+
+def check_ages_and_prompts(root: Path, name: str, max_staleness: int) -> list[dict[str, float]]:
+    """Nothing too old was used, and every prompt of the epoch exactly once."""
+    rows = metrics(root, name)[1:]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert row["async/staleness_max"] <= max_staleness
+        # One optimizer step a step: the ages by the tokens' versions and by steps are the same.
+        assert row["rollout/staleness_max"] == row["async/staleness_max"]
+    lines = (root / f"runs/{name}/samples.jsonl").read_text().splitlines()
+    used = Counter(row["prompt_id"] for row in map(json.loads, lines) if row["kind"] == "train")
+    assert used == Counter(range(PROMPTS)), {place: count for place, count in used.items() if count != 1}
+    return rows
+
+
+def test_nothing_ahead_with_a_server_is_the_synchronous_run(root):
+    """Float32 on a CPU: what is drawn depends on the key of a request and on the weights alone."""
+    runs = {name: command(root, name, *more) for name, more in {"base": [], "none": ["rollout.max_staleness=0"]}.items()}
+    base, none = (finished(root, process, name) for name, process in runs.items())
+    check_ages_and_prompts(root, "none", 0)
+    assert_same([{k: v for k, v in row.items() if not k.startswith("async/")} for row in none], base)
+
+
+@pytest.mark.parametrize("interrupt", ["continue", "finish", "abort"])
+def test_ages_stay_within_their_bound_and_each_prompt_is_used_once(root, interrupt):
+    given = ["rollout.max_staleness=2", f"rollout.interrupt={interrupt}", *ENDLESS]
+    finished(root, command(root, interrupt, *given), interrupt)
+    rows = check_ages_and_prompts(root, interrupt, 2)
+    assert max(row["async/staleness_max"] for row in rows) == 2
+    aborted, reused = (sum(row[f"async/{name}_tokens"] for row in rows) for name in ("aborted", "reused"))
+    assert (aborted > 0, reused > 0) == (interrupt == "abort", interrupt == "continue"), (aborted, reused)
+
+
+def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_and_use_none_twice(root):
+    process = command(root, "killed", "rollout.max_staleness=2")
+    checkpoints = root / "runs/killed/checkpoints"
+    wait_for((checkpoints / "step-000002").exists, process)
+    everyone = children_of(process.pid)
+    (api,) = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+    os.kill(api, signal.SIGKILL)
+    wait_for((checkpoints / "step-000004").exists, process)
+    everyone = children_of(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: gone(everyone))
+    finished(root, command(root, "killed", "rollout.max_staleness=2"), "killed")
+    check_ages_and_prompts(root, "killed", 2)
+
+
+@pytest.mark.parametrize("tail", ["carry", "drop"])
+def test_more_groups_than_needed_are_cut(root, tail):
+    given = ["rollout.max_staleness=1", f"rollout.tail={tail}", "rollout.oversample=0.5", "trainer.steps=4"]
+    rows = finished(root, command(root, tail, *given), tail)[1:]
+    assert all(row["async/staleness_max"] <= 1 for row in rows)
+    lines = (root / f"runs/{tail}/samples.jsonl").read_text().splitlines()
+    used = Counter(row["prompt_id"] for row in map(json.loads, lines) if row["kind"] == "train")
+    assert set(used.values()) == {1} and len(used) == 32
+
+
+def test_a_stalled_server_is_started_again(root):
+    """Stopped and not ended: it holds its requests, and answers nothing."""
+    process = command(root, "stalled", "rollout.max_staleness=2", "engine.stall_seconds=5", "trainer.steps=8")
+    wait_for((root / "runs/stalled/checkpoints/step-000002").exists, process)
+    for each in children_of(process.pid):
+        if "fivefold.engines.vllm.serve" not in psutil.Process(each).cmdline() and "vllm" in psutil.Process(each).name().lower():
+            os.kill(each, signal.SIGSTOP)
+    done = process.finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "has sampled no token for" in done.stdout and "started again" in done.stdout
+    check_ages_and_prompts(root, "stalled", 2)
