@@ -93,6 +93,7 @@ class AsyncRollouts:
         """Request in flight -> place."""
         self._tokens = _Tokens()
         self._began = -1
+        self._cached: tuple[int, list[Prompt], list[int]] = (-1, [], [])
 
     # --- giving out --------------------------------------------------------------------------------------------------
 
@@ -117,8 +118,8 @@ class AsyncRollouts:
     def _ask(self, place: int) -> None:
         """Sample a prompt, by the draws of the step that would take it if nothing were sampled ahead."""
         begin = place - place % self._admission.per_step
-        together = self._prompts.take(begin, self._admission.per_step)
-        prompt, first = together[place - begin], first_numbers(together, self._group_size)[place - begin]
+        prompts, numbers = self._of_step(begin)
+        prompt, first = prompts[place - begin], numbers[place - begin]
         group = self._open[place] = _Open(prompt)
         for number in range(self._group_size):
             draw = (self._seed, begin // self._admission.per_step, prompt.id, first + number)
@@ -126,6 +127,13 @@ class AsyncRollouts:
             group.requests[request.id], group.numbers[request.id] = request, number
             self._owner[request.id] = place
         self._stream.submit(list(group.requests.values()))
+
+    def _of_step(self, begin: int) -> tuple[list[Prompt], list[int]]:
+        """The prompts from a place on that a step would take, and the number of the first response to each."""
+        if self._cached[0] != begin:
+            prompts = self._prompts.take(begin, self._admission.per_step)
+            self._cached = begin, prompts, first_numbers(prompts, self._group_size)
+        return self._cached[1:]
 
     # --- taking ------------------------------------------------------------------------------------------------------
 
