@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.commands import Command, children_of, gone, wait_for
 from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -115,7 +115,10 @@ def test_a_stalled_server_is_started_again(root):
     process = command(root, "stalled", "rollout.max_staleness=2", "engine.stall_seconds=5", "trainer.steps=8")
     wait_for((root / "runs/stalled/checkpoints/step-000002").exists, process)
     for each in children_of(process.pid):
-        if "fivefold.engines.vllm.serve" not in psutil.Process(each).cmdline() and "vllm" in psutil.Process(each).name().lower():
+        if (
+            "fivefold.engines.vllm.serve" not in psutil.Process(each).cmdline()
+            and "vllm" in psutil.Process(each).name().lower()
+        ):
             os.kill(each, signal.SIGSTOP)
     done = process.finish()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -73,3 +73,15 @@ def test_a_damaged_line_within_a_file_is_named(run):
         file.write('{"step": 4,\n{"step": 5}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 4 is not JSON"):
         write_report(run)
+
+
+def test_a_report_shows_what_the_trainer_did_above_what_the_engine_had(run):
+    """Of the steps since the run was resumed: its clock began anew then."""
+    (run / "trace").mkdir()
+    for step, start in ((1, 50.0), (2, 0.0), (3, 10.0)):
+        spans = [{"name": name, "start": start + at, "seconds": 2.0} for at, name in enumerate(("rollout", "train", "step"))]
+        curves = {"requests in flight": [[start, 7], [start + 2, 3]]}
+        append_json(run / "trace/stages.jsonl", {"step": step, "spans": spans, "curves": curves})
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "Stages of steps 2 to 3; in flight at most 7 requests" in page
+    assert page.count("<title>train 2 s</title>") == 2 and page.count("<polygon") == 1

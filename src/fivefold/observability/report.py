@@ -10,6 +10,7 @@ from typing import Any
 
 from fivefold.files import read_json_lines, read_text
 from fivefold.observability.metrics import find
+from fivefold.observability.timeline import timeline
 
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 58, 26, 12
@@ -35,6 +36,9 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Engine against trainer: log-prob difference", ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")),
     ("Response length", ("response/length_mean", "response/length_max")),
     ("Truncated and repetitive responses", ("response/truncated_fraction", "response/repetition")),
+    ("Sampling ahead: age of samples in steps", ("async/staleness_mean", "async/staleness_max")),
+    ("Sampling ahead: groups not used yet", ("async/unused_groups", "async/complete_groups")),
+    ("Sampling ahead: who waits, seconds", ("async/trainer_wait_seconds", "async/engine_wait_seconds")),
     ("Learning rate", ("policy/lr", "critic/lr")),
     ("Tokens a second", ("throughput/tokens_per_second", "throughput/train_tokens_per_second")),
     ("Peak memory, GB", ("memory/peak_gb",)),
@@ -73,7 +77,7 @@ def write_report(run_dir: Path) -> Path:
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>
 <h1>{html.escape(str(run_dir))}</h1><p class="meta">{steps} steps, {_duration(rows)}</p>
 {_summary(rows)}<h2>Curves</h2><div class="charts">{charts}</div>
-<h2>Where the time goes</h2>{_times(rows)}
+<h2>Where the time goes</h2>{timeline(_read_rows(run_dir / "trace" / "stages.jsonl"), COLORS)}{_times(rows)}
 <h2>Samples</h2>{_samples(samples)}
 <h2>Configuration</h2><details><summary>run.yaml</summary><pre>{html.escape(config)}</pre></details></body></html>"""
     out = run_dir / "report.html"

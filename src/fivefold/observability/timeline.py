@@ -1,0 +1,89 @@
+"""trace/stages.jsonl -> a picture of the last steps: what the trainer did when, and what the engine had in flight."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+WIDTH, LEFT, LANE, LOAD, GAP = 1440, 92, 26, 60, 8
+MOST_STEPS = 12
+WAITS = "rollout"
+"""The stage in which the trainer waits for the engine."""
+
+
+def timeline(rows: Sequence[dict[str, Any]], colors: Sequence[str]) -> str:
+    """SVG and legend; empty where nothing was recorded. The first rank's stages, and its requests."""
+    rows = _last_steps(rows)
+    spans = [span for row in rows for span in row["spans"]]
+    if not spans:
+        return ""
+    begin: float = min(span["start"] for span in spans)
+    end: float = max(span["start"] + span["seconds"] for span in spans)
+    # What is too short to be seen needs no colour.
+    spans = [span for span in spans if span["name"] == "step" or span["seconds"] > (end - begin) / WIDTH]
+    stages = sorted({span["name"] for span in spans if span["name"] != "step"})
+    color = {name: colors[place % len(colors)] for place, name in enumerate(stages)}
+
+    def x(moment: float) -> float:
+        return LEFT + (min(max(moment, begin), end) - begin) / max(end - begin, 1e-9) * (WIDTH - LEFT - 10)
+
+    parts = [_label("trainer", LANE / 2)]
+    for span in spans:
+        left, right = x(span["start"]), x(span["start"] + span["seconds"])
+        if span["name"] == "step":
+            parts.append(f'<line class="grid" x1="{left:.1f}" x2="{left:.1f}" y1="0" y2="{LANE + GAP + LOAD}"/>')
+        else:
+            parts.append(
+                f'<rect x="{left:.1f}" y="2" width="{max(right - left, 0.5):.1f}" height="{LANE - 4}" '
+                f'fill="{color[span["name"]]}"><title>{html.escape(span["name"])} {span["seconds"]:.3g} s</title></rect>'
+            )
+    curve = [point for row in rows for point in row.get("curves", {}).get("requests in flight", [])]
+    height = LANE
+    if curve:
+        height = LANE + GAP + LOAD
+        parts.append(_label("in flight", LANE + GAP + LOAD / 2))
+        parts.append(_area([(x(moment), count) for moment, count in curve], x(end), height))
+    ticks = [begin + (end - begin) * share / 6 for share in range(7)]
+    parts += [
+        f'<text x="{x(tick):.1f}" y="{height + 16}" text-anchor="middle">{tick - begin:.3g} s</text>' for tick in ticks
+    ]
+    legend = " &nbsp; ".join(
+        f'<span style="color:{color[name]}">■</span> {html.escape(name)}{" (waits for the engine)" * (name == WAITS)}'
+        for name in stages
+    )
+    steps = f"steps {rows[0]['step']} to {rows[-1]['step']}" if len(rows) > 1 else f"step {rows[0]['step']}"
+    most = f"; in flight at most {max(count for _, count in curve):.0f} requests of the first rank" if curve else ""
+    return (
+        f"<figure><figcaption>Stages of {steps}{most}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {height + 24}" role="img" aria-label="timeline">{"".join(parts)}</svg>'
+        f'<div class="legend">{legend}</div></figure>'
+    )
+
+
+def _last_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those since the run was last resumed, whose clock began anew then."""
+    kept: list[dict[str, Any]] = []
+    for row in reversed([row for row in rows if row.get("spans")]):
+        first = min(span["start"] for span in row["spans"])
+        if kept and first > min(span["start"] for span in kept[-1]["spans"]):
+            break
+        kept.append(row)
+        if len(kept) == MOST_STEPS:
+            break
+    return kept[::-1]
+
+
+def _label(text: str, y: float) -> str:
+    return f'<text x="{LEFT - 8}" y="{y + 4:.0f}" text-anchor="end">{text}</text>'
+
+
+def _area(points: Sequence[tuple[float, float]], end: float, bottom: float) -> str:
+    """What was in flight from each moment to the next."""
+    most = max(count for _, count in points) or 1
+    corners = [f"{points[0][0]:.1f},{bottom}"]
+    for (left, count), right in zip(points, [*(moment for moment, _ in points[1:]), end], strict=True):
+        y = bottom - count / most * LOAD
+        corners += [f"{left:.1f},{y:.1f}", f"{right:.1f},{y:.1f}"]
+    corners.append(f"{end:.1f},{bottom}")
+    return f'<polygon points="{" ".join(corners)}" fill="#93c5fd"/>'
