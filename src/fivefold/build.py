@@ -260,6 +260,8 @@ def build_rollouts(
     if algorithm.offline:
         return DatasetRollouts(prompts, ranks, config.data.prompts_per_step)
     assert generator is not None
+    is_dynamic = bool(algorithm.resolved.dynamic_sampling)
+    per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     if rollout.max_staleness is not None:
         engine = config.engine
         replicas = len(engine.url) or (engine.layout.dp if engine.layout else config.layout.world_size)
@@ -273,9 +275,8 @@ def build_rollouts(
             group_size=algorithm.group_size,
             tail=rollout.tail,
             capacity=engine.max_num_seqs * replicas,
+            most_prompts=per_call * algorithm.sampling_rounds if is_dynamic else 0,
         )
-    is_dynamic = bool(algorithm.resolved.dynamic_sampling)
-    per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     rollouts = EngineRollouts(
         generator,
         prompts,

@@ -75,3 +75,14 @@ def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
     found = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
     assert_same(without(found, *WHEN), without(ahead, *WHEN))
     assert (root / f"runs/killed-{layout}/checkpoints/step-000003/rollouts/groups-00000.safetensors").is_file()
+
+
+def test_groups_without_reward_variance_make_room_for_others(root):
+    """Rewards that only long responses with few digits tell apart: most groups are left out."""
+    (root / "seldom.py").write_text("def seldom(response):\n    return float(response.count('7') > 1)\n")
+    given = ["algorithm.name=dapo", "rollout.max_staleness=1", f"reward.functions={{'{root}/seldom.py:seldom': 1.0}}",
+             "trainer.steps=3", "algorithm.kl.coef=0", "algorithm.overlong_buffer=0"]  # fmt: skip
+    rows = train(root, "dynamic", *given)[1:]
+    assert all(row["async/staleness_max"] <= 1 for row in rows)
+    assert all(row["dynamic_sampling/prompts"] > 4 for row in rows)
+    assert all(row["filtered/reward/frac_reward_zero_std"] == 0 < row["reward/frac_reward_zero_std"] for row in rows)

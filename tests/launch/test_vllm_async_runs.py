@@ -74,7 +74,9 @@ def test_nothing_ahead_with_a_server_is_the_synchronous_run(root):
     assert_same([{k: v for k, v in row.items() if not k.startswith("async/")} for row in none], base)
 
 
-@pytest.mark.parametrize("interrupt", ["continue", "finish", "abort"])
+@pytest.mark.parametrize(
+    "interrupt", ["continue", *(pytest.param(each, marks=pytest.mark.slow) for each in ("finish", "abort"))]
+)
 def test_ages_stay_within_their_bound_and_each_prompt_is_used_once(root, interrupt):
     given = ["rollout.max_staleness=2", f"rollout.interrupt={interrupt}", *ENDLESS]
     finished(root, command(root, interrupt, *given), interrupt)
@@ -100,6 +102,7 @@ def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_and_use_none_twice(
     check_ages_and_prompts(root, "killed", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["carry", "drop"])
 def test_more_groups_than_needed_are_cut(root, tail):
     given = ["rollout.max_staleness=1", f"rollout.tail={tail}", "rollout.oversample=0.5", "trainer.steps=4"]
@@ -110,6 +113,7 @@ def test_more_groups_than_needed_are_cut(root, tail):
     assert set(used.values()) == {1} and len(used) == 32
 
 
+@pytest.mark.slow
 def test_a_stalled_server_is_started_again(root):
     """Stopped and not ended: it holds its requests, and answers nothing."""
     process = command(root, "stalled", "rollout.max_staleness=2", "engine.stall_seconds=5", "trainer.steps=8")

@@ -128,9 +128,10 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
         return
     chosen = algorithm.resolved
     findings.require(
-        not chosen.dynamic_sampling,
+        not chosen.dynamic_sampling or config.reward.model.path is None,
         "max_staleness",
-        "must be left out with dynamic sampling, which samples until a step has enough; algorithm.dynamic_sampling: false",
+        "must be left out with dynamic sampling and a reward model, which scores what a step takes; "
+        "algorithm.dynamic_sampling: false",
     )
     findings.require(
         chosen.advantage != "remax",

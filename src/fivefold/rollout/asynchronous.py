@@ -40,8 +40,17 @@ class _Open:
     scoring: list[Scoring] = field(default_factory=list)
 
     @property
+    def is_sampled(self) -> bool:
+        return not self.requests
+
+    @property
     def is_complete(self) -> bool:
-        return not self.requests and all(each.done() for each in self.scoring)
+        return self.is_sampled and all(each.done() for each in self.scoring)
+
+    @property
+    def differs(self) -> bool:
+        """In the rewards of its samples, as far as they are known."""
+        return len({sample.reward for sample in self.samples.values() if not sample.reward_failed}) > 1
 
 
 @dataclass
@@ -73,12 +82,14 @@ class AsyncRollouts:
         group_size: int,
         tail: Literal["wait", "carry", "drop"] = "wait",
         capacity: int = 0,
+        most_prompts: int = 0,
     ) -> None:
         """`tail`: whether a step waits for groups that may not be used later, or samples their prompts again, or drops them;
-        `capacity`: requests that the engine can have in flight, over all its replicas."""
+        `capacity`: requests that the engine can have in flight, over all its replicas; `most_prompts`: of a step with
+        dynamic sampling (DAPO, 2503.14476, section 3.2), until which groups without reward variance are left out."""
         self._generator, self._prompts, self._log, self._sampling = generator, prompts, log, sampling
         self._admission, self._seed, self._group_size, self._tail = admission, seed, group_size, tail
-        self._capacity = capacity
+        self._capacity, self._most_prompts = capacity, most_prompts
         self._engine, self._ranks = generator.engine, generator.rewards.ranks
         self._stream: Stream = self._engine.stream()
         self._ids = count()
@@ -107,6 +118,9 @@ class AsyncRollouts:
         self._began = step
         oldest = min([step, *self._unused.values()])
         self._versions = [each for each in self._versions if oldest <= each[0] < step] + [(step, self._engine.version)]
+        self._give_out(step)
+
+    def _give_out(self, step: int) -> None:
         for _ in range(self._admission.room(len(self._unused), step)):
             self._unused[self._position] = step
             self._position += 1
@@ -142,8 +156,9 @@ class AsyncRollouts:
         self.begin(step)
         self._log.record({"epoch": float(self._prompts.epoch(min(self._unused)))})
         began, waited = time.monotonic(), 0
+        left_out: list[int] = []
         self._collect(0.0)
-        while (chosen := self._choice(step)) is None:
+        while (chosen := self._choice(step, left_out)) is None:
             self._collect(_POLL_SECONDS)
             self._log.advance(waited := waited + 1, 0)
             if self._is_stranded():
@@ -152,17 +167,21 @@ class AsyncRollouts:
         seconds = time.monotonic() - began
         groups: list[Group] = []
         scoring: list[Scoring] = []
-        for index, place in enumerate(chosen):
-            del self._unused[place]
+        for index, place in enumerate([*chosen, *left_out]):
+            self._unused.pop(place, None)
             if (group := self._open.pop(place, None)) is not None and self._engine.replica.leads:
                 samples = [group.samples[number] for number in range(self._group_size)]
-                groups.append(Group(group.prompt, samples, index=index))
+                groups.append(Group(group.prompt, samples, index=index, is_used=index < len(chosen)))
                 scoring += group.scoring
         with self._log.stage("reward"):
             self._generator.rewards.finish(groups, scoring)
         stale = self._check(groups, step)
         cut = self._cut(step) if self._tail != "wait" else 0
         self._record(stale, cut, seconds)
+        if self._most_prompts:
+            total = len(chosen) + len(left_out)
+            kept = len(chosen) / total
+            self._log.record({"dynamic_sampling/prompts": float(total), "dynamic_sampling/kept_fraction": kept})
         return groups
 
     def _collect(self, seconds: float) -> None:
@@ -184,12 +203,31 @@ class AsyncRollouts:
         if self._engine.replica.leads:
             group.scoring.append(self._generator.rewards.submit(group.prompt, sample))
 
-    def _choice(self, step: int) -> list[int] | None:
-        """What the step takes, the same on all ranks. Collective."""
+    def _choice(self, step: int, left_out: list[int]) -> list[int] | None:
+        """What the step takes, the same on all ranks; `left_out` gets what it does not want. Collective."""
         leads = self._engine.replica.leads
-        mine = torch.tensor([place for place, group in self._open.items() if leads and group.is_complete], dtype=torch.long)
-        ready = torch.cat(self._ranks.all_gather_world(mine)).tolist()
-        return self._admission.choose(self._unused, ready, step, cuts=self._tail != "wait")
+        mine = [[place, group.differs] for place, group in self._open.items() if leads and group.is_complete]
+        rows = self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2))
+        ready = {place: bool(differs) for place, differs in torch.cat(rows).tolist() if place in self._unused}
+        if self._most_prompts and self._leave_out(ready, left_out):
+            self._give_out(step)
+        return self._admission.choose(self._unused, [*ready], step, cuts=self._tail != "wait")
+
+    def _leave_out(self, ready: dict[int, bool], left_out: list[int]) -> bool:
+        """Take the groups without reward variance out of those that the step would take; whether there were any."""
+        before, wanted = len(left_out), 0
+        for place in sorted(self._unused):
+            if wanted == self._admission.per_step or (place not in ready and self._tail == "wait"):
+                # What comes behind it is looked at when it is the next one's turn.
+                break
+            if place not in ready:
+                continue
+            if ready[place] or len(left_out) + self._admission.per_step >= self._most_prompts:
+                wanted += 1
+            else:
+                left_out.append(place)
+                del self._unused[place], ready[place]
+        return len(left_out) > before
 
     def _is_stranded(self) -> bool:
         """No server is left on any rank. Collective."""
@@ -264,17 +302,19 @@ class AsyncRollouts:
         self._versions = [(int(step), int(version)) for step, version in state["versions"]]
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
-        """The complete groups of this rank as they are; the function writes them into a directory and gives its files."""
-        rank, held = self._ranks.rank, {}
+        """The whole groups of this rank as they are; the function writes them into a directory and gives its files."""
+        rank, held, scored = self._ranks.rank, {}, set()
         if self._engine.replica.leads:
             for place, group in self._open.items():
                 if group.is_complete:
+                    scored.add(place)
+                if group.is_sampled:
                     # A reward model adds to the reward when the group is taken.
                     held[place] = [copy.copy(group.samples[number]) for number in range(self._group_size)]
 
         def write(directory: Path) -> list[Path]:
             path = directory / FILE.format(rank)
-            write_groups(path, held)
+            write_groups(path, held, scored)
             return [path]
 
         return write
@@ -283,7 +323,11 @@ class AsyncRollouts:
         """Take this rank's of the groups that the ranks of any layout have written; the others are sampled again."""
         replica = self._engine.replica
         for path in sorted(directory.glob("*.safetensors")):
-            for place, samples in read_groups(path).items():
+            groups, scored = read_groups(path)
+            for place, samples in groups.items():
                 is_own = place % replica.count == replica.index and place in self._unused
-                if is_own and len(samples) == self._group_size:
-                    self._open[place] = _Open(self._prompts.take(place, 1)[0], samples=dict(enumerate(samples)))
+                if not is_own or len(samples) != self._group_size:
+                    continue
+                group = self._open[place] = _Open(self._prompts.take(place, 1)[0], samples=dict(enumerate(samples)))
+                if place not in scored and replica.leads:
+                    group.scoring = [self._generator.rewards.submit(group.prompt, sample) for sample in samples]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from fivefold.types import Sample
 _FIELDS = ("text", "finished", "policy_version", "reward_parts", "correct", "reward_failed")
 
 
-def write_groups(path: Path, groups: Mapping[int, list[Sample]]) -> None:
-    """Samples by the place of their group in the run."""
+def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collection[int]) -> None:
+    """Samples by the place of their group in the run; `scored`: places whose samples have their rewards."""
     samples = [sample for group in groups.values() for sample in group]
     described = {
         "groups": {place: len(group) for place, group in groups.items()},
+        "scored": sorted(scored),
         "samples": [
             {
                 "tokens": len(sample.token_ids),
@@ -42,7 +43,7 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]]) -> None:
     save_file(tensors, path, metadata={"described": json.dumps(described)})
 
 
-def read_groups(path: Path) -> dict[int, list[Sample]]:
+def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
     """What `write_groups` wrote."""
     with safe_open(path, framework="pt") as file:
         described = json.loads(file.metadata()["described"])
@@ -61,4 +62,5 @@ def read_groups(path: Path) -> dict[int, list[Sample]]:
         )
 
     samples = map(sample, described["samples"])
-    return {int(place): [next(samples) for _ in range(count)] for place, count in described["groups"].items()}
+    groups = {int(place): [next(samples) for _ in range(count)] for place, count in described["groups"].items()}
+    return groups, set(described["scored"])
