@@ -151,12 +151,12 @@ def layers_of_megatron_core(mesh, settings: dict[str, Any], layers: int) -> list
         num_layers=layers, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=mesh.layout.pp,
         pipeline_dtype=torch.float32, **settings,
     )  # fmt: skip
-    virtual = config.virtual_pipeline_model_parallel_size
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
-    found = []
-    for stage in range(virtual or 1):
-        first = get_transformer_layer_offset(config, vp_stage=stage if virtual else None)
-        found.append(list(range(first, first + get_num_layers_to_build(config, vp_stage=stage if virtual else None))))
+    virtual, found = config.virtual_pipeline_model_parallel_size, []
+    with mesh.active():
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+        for stage in range(virtual or 1):
+            first = get_transformer_layer_offset(config, vp_stage=stage if virtual else None)
+            found.append(list(range(first, first + get_num_layers_to_build(config, vp_stage=stage if virtual else None))))
     return found
 
 

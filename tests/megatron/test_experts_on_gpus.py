@@ -35,7 +35,8 @@ def experts_in_both_forms(mesh) -> dict[str, Any]:
         tensors = (output.detach(), x.grad, weights.grad, *(parameter.grad for parameter in experts.parameters()))
         found[grouped] = [tensor.float() for tensor in tensors]
     config.params_dtype = torch.float32
-    exact = GroupedExperts(len(counts), config, get_default_pg_collection()).to(mesh.device)
+    with mesh.active():
+        exact = GroupedExperts(len(counts), config, get_default_pg_collection()).to(mesh.device)
     with torch.no_grad():
         for target, source in zip(exact.parameters(), experts.parameters(), strict=True):
             target.copy_(source)

@@ -85,7 +85,8 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
             ddp.train()
             ddp.zero_grad_buffer()
         part = batch_for(objective, base_T).select(mine)
-        found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._batching, [])
+        with mesh.active():
+            found = step.forward_backward(model._models, model._finalize, part, objective.loss, model._batching, [])
         row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
         rows.append(row.clone() if mesh.ranks.rank == 0 else None)
         assert found.micro_batches == count

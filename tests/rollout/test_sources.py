@@ -243,7 +243,8 @@ def gradients(mesh, directory: Path, dealings: int, step_groups: Callable[[], li
             for ddp in model._models:
                 ddp.train()
                 ddp.zero_grad_buffer()
-            done = step.forward_backward(model._models, model._finalize, mini.batch, objective.loss, model._batching, [])
+            with mesh.active():
+                done = step.forward_backward(model._models, model._finalize, mini.batch, objective.loss, model._batching, [])
             row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())]).clone()
             found.append((stats.owner_N.tolist(), done.loss, row if mesh.ranks.is_main else None))
     return found

@@ -156,7 +156,8 @@ def layer_of_experts(mesh):
         moe_ffn_hidden_size=ffn, hidden_size=width, params_dtype=dtype, use_cpu_initialization=not large,
         recompute_granularity=None, moe_grouped_gemm=True,
     )  # fmt: skip
-    experts = GroupedExperts(count, config, get_default_pg_collection()).to(mesh.device)
+    with mesh.active():
+        experts = GroupedExperts(count, config, get_default_pg_collection()).to(mesh.device)
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.normal_(std=0.02, generator=generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import time
@@ -23,16 +24,29 @@ _POLL_SECONDS = 0.1
 
 
 class Ranks:
-    """This rank's coordinates in a layout and its host groups; one exists per process."""
+    """This rank's coordinates in a layout and its host groups; one exists for each layout of a process."""
 
     def __init__(self, layout: ParallelLayout, timeout_minutes: float) -> None:
         """`timeout_minutes`: longest wait for another rank."""
-        if dist.get_world_size() != layout.world_size:
-            raise ValueError(f"layout {layout} needs {layout.world_size} ranks: got {dist.get_world_size()}")
-        self.layout, self._timeout = layout, timedelta(minutes=timeout_minutes)
+        self._timeout = timedelta(minutes=timeout_minutes)
         self.heartbeat = Heartbeat()
         self.rank = dist.get_rank()
-        self.coords = layout.coordinates(self.rank)
+        with own_groups_only():
+            self.world = self._group(list(range(dist.get_world_size())))
+            self._take(layout)
+
+    def on_layout(self, layout: ParallelLayout) -> Ranks:
+        """The same ranks in another layout, for a model that has one of its own."""
+        other = copy.copy(self)
+        with own_groups_only():
+            other._take(layout)
+        return other
+
+    def _take(self, layout: ParallelLayout) -> None:
+        """Find the place of this rank in the layout and make its groups."""
+        if self.world.size() != layout.world_size:
+            raise ValueError(f"layout {layout} needs {layout.world_size} ranks: got {self.world.size()}")
+        self.layout, self.coords = layout, layout.coordinates(self.rank)
         everyone = [layout.coordinates(rank) for rank in range(layout.world_size)]
 
         def group_with_same(*names: str) -> dist.ProcessGroup:
@@ -40,11 +54,9 @@ class Ranks:
             members = [rank for rank, is_member in enumerate(same) if is_member]
             return self._group(members)
 
-        with own_groups_only():
-            self.world = group_with_same()
-            self.pp = group_with_same("tp", "cp", "dp")
-            self.dp = group_with_same("tp", "cp", "pp")
-            self.replica = group_with_same("dp")
+        self.pp = group_with_same("tp", "cp", "dp")
+        self.dp = group_with_same("tp", "cp", "pp")
+        self.replica = group_with_same("dp")
         self.dp_of_rank = torch.tensor([place.dp for place in everyone])
         """Replica of each rank of the world."""
         self.place_of_rank = torch.tensor([place.tp + layout.tp * (place.cp + layout.cp * place.pp) for place in everyone])
@@ -115,9 +127,15 @@ class Ranks:
 
         The first `counts[0]` rows of this rank go to replica 0, the next `counts[1]` to replica 1, and so on.
         """
-        received = rows_NF.new_empty(sum(expected), *rows_NF.shape[1:])
-        dist.all_to_all_single(received, rows_NF.contiguous(), expected, counts, group=self.dp)
-        return received
+        return _all_to_all(rows_NF, counts, expected, self.dp)
+
+    def all_to_all_world(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
+        """The rows that other ranks sent here, in order of ranks: `expected[i]` of them from rank i.
+
+        The first `counts[0]` rows of this rank go to rank 0, the next `counts[1]` to rank 1, and so on.
+        """
+        self.heartbeat.begin()
+        return _all_to_all(rows_NF, counts, expected, self.world)
 
     # --- small objects -----------------------------------------------------------------------------------------------
 
@@ -191,6 +209,12 @@ class Ranks:
     def _group(self, members: list[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(members, backend="gloo", timeout=self._timeout)
         return group
+
+
+def _all_to_all(rows_NF: Tensor, counts: list[int], expected: list[int], group: dist.ProcessGroup) -> Tensor:
+    received = rows_NF.new_empty(sum(expected), *rows_NF.shape[1:])
+    dist.all_to_all_single(received, rows_NF.contiguous(), expected, counts, group=group)
+    return received
 
 
 def _all_gather(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TRAINERS = ("megatron", "fsdp")
 ENGINES = ("vllm", "sglang")
@@ -97,6 +97,10 @@ class ParallelLayout:
         if self.etp > 1:
             return f"{head}:(attn:{attention}|ffn:d{self.edp}t{self.etp}p{self.pp}e{self.ep})"
         return f"{head}:{attention}" + (f"e{self.ep}" if self.ep > 1 else "")
+
+    def is_same(self, other: ParallelLayout) -> bool:
+        """The same place for every rank, whatever the names of the layouts."""
+        return replace(self, name=None) == replace(other, name=None)
 
     @property
     def world_size(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,20 @@ from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files
 from fivefold.types import LossFn, StepReport, TokenBatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _on_its_mesh(method: Callable[Concatenate[MegatronModel, P], R]) -> Callable[Concatenate[MegatronModel, P], R]:
+    """Megatron-Core works on the model's own layout during the call."""
+
+    @wraps(method)
+    def call(self: MegatronModel, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._mesh.active():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class MegatronModel:
@@ -52,58 +67,60 @@ class MegatronModel:
         a value head, which starts at 0 where the directory has none (`score.weight`).
         `read_weights` False leaves the weights unset: a checkpoint will be loaded.
         """
-        self.spec: ModelSpec = load_spec(directory, value_head)
-        self.spec.check_layout(mesh.layout, policy.megatron.pipeline_split)
         self._mesh = mesh
-        config = transformer_config(self.spec, mesh, policy)
-        self._chunks = build_chunks(config, self.spec, mesh, policy)
-        self._routers = routers(self._chunks)
-        self._batching = step.BatchingConfig(
-            mesh,
-            policy.tokens_per_micro_batch,
-            self.spec.vocab,
-            self.spec.value_head,
-            fused=config.transformer_impl == "transformer_engine",
-            experts=self.spec.moe is not None,
-            virtual=len(self._chunks),
-            fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
-            equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
-        )
-        kind = policy.megatron.bridge_type
-        if value_head and kind != "native":
-            raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
-        if read_weights:
-            _check_files(directory, self.spec, mesh.ranks)
-        external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
-        self.value_head_is_new = False
-        """The directory has no value head, so it started at 0."""
-        if read_weights and external is not None:
-            external.load(directory)
-        elif read_weights:
-            source = SafetensorsSource(directory)
-            self.value_head_is_new = value_head and not source.has_value_head
-            load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
-        stream = WeightStream(lambda: named_weights(self._chunks), self.spec, mesh, bucket_mb)
-        self._stream = stream if external is None else external.weights
-        self._updater = None
-        self._finalize = step.FinalizeOnce()
-        if total_updates is None:
-            for chunk in self._chunks:
-                chunk.requires_grad_(False)
-            self._models: list[Any] = list(self._chunks)
-        else:
-            self._updater = build_updater(self._chunks, config, policy, total_updates, updates_per_step)
-            self._models = list(self._updater.ddps)
-            config.finalize_model_grads_func = self._finalize
-            config.grad_scale_func = self._updater.optimizer.scale_loss
-        self._copies = dist_checkpoint.HostCopies(mesh.device)
-        self._offload = Offload(policy.offload, mesh.device, self._chunks, self._updater)
+        with mesh.active():
+            self.spec: ModelSpec = load_spec(directory, value_head)
+            self.spec.check_layout(mesh.layout, policy.megatron.pipeline_split)
+            config = transformer_config(self.spec, mesh, policy)
+            self._chunks = build_chunks(config, self.spec, mesh, policy)
+            self._routers = routers(self._chunks)
+            self._batching = step.BatchingConfig(
+                mesh,
+                policy.tokens_per_micro_batch,
+                self.spec.vocab,
+                self.spec.value_head,
+                fused=config.transformer_impl == "transformer_engine",
+                experts=self.spec.moe is not None,
+                virtual=len(self._chunks),
+                fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
+                equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
+            )
+            kind = policy.megatron.bridge_type
+            if value_head and kind != "native":
+                raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
+            if read_weights:
+                _check_files(directory, self.spec, mesh.ranks)
+            external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
+            self.value_head_is_new = False
+            """The directory has no value head, so it started at 0."""
+            if read_weights and external is not None:
+                external.load(directory)
+            elif read_weights:
+                source = SafetensorsSource(directory)
+                self.value_head_is_new = value_head and not source.has_value_head
+                load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
+            stream = WeightStream(lambda: named_weights(self._chunks), self.spec, mesh, bucket_mb)
+            self._stream = stream if external is None else external.weights
+            self._updater = None
+            self._finalize = step.FinalizeOnce()
+            if total_updates is None:
+                for chunk in self._chunks:
+                    chunk.requires_grad_(False)
+                self._models: list[Any] = list(self._chunks)
+            else:
+                self._updater = build_updater(self._chunks, config, policy, total_updates, updates_per_step)
+                self._models = list(self._updater.ddps)
+                config.finalize_model_grads_func = self._finalize
+                config.grad_scale_func = self._updater.optimizer.scale_loss
+            self._copies = dist_checkpoint.HostCopies(mesh.device)
+            self._offload = Offload(policy.offload, mesh.device, self._chunks, self._updater)
 
     @property
     def version(self) -> int:
         """Optimizer steps taken."""
         return 0 if self._updater is None else int(self._updater.schedule.num_steps)
 
+    @_on_its_mesh
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
         self._settle()
@@ -111,6 +128,7 @@ class MegatronModel:
             model.eval()
         return step.forward_only(self._models, batch, self._batching)
 
+    @_on_its_mesh
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
         """One optimizer step over the whole batch; skipped on all ranks where loss or gradients are not finite."""
         assert self._updater is not None, "a model built without total_updates does not train"
@@ -195,20 +213,24 @@ class MegatronModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on every rank; collective."""
-        self._settle()
-        return self._stream()
+        with self._mesh.active():
+            self._settle()
+        return self._mesh.iterate(self._stream())
 
+    @_on_its_mesh
     def verify(self) -> None:
         """Compare what must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
         self._settle()
         verify_copies(self._chunks, self._mesh)
 
+    @_on_its_mesh
     def offload(self) -> dict[str, int]:
         """Move to the host what `policy.offload` names; bytes that left the device by part."""
         if self._offload.anything:
             self._settle()
         return self._offload.offload()
 
+    @_on_its_mesh
     def onload(self) -> None:
         """Bring back what is on the host; every method that needs it does this by itself."""
         self._offload.onload()
@@ -217,6 +239,7 @@ class MegatronModel:
         """Write a layout-free checkpoint into the directory `path`; collective."""
         self.snapshot(copies=False)(path)
 
+    @_on_its_mesh
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
         """This rank's share of a layout-free checkpoint, to be written into a directory; the function gives its files.
 
@@ -227,6 +250,7 @@ class MegatronModel:
         share = dist_checkpoint.share_of(self._chunks, self._updater, self._mesh)
         return (self._copies.of(share) if copies else share).write
 
+    @_on_its_mesh
     def load(self, path: Path) -> None:
         """Read a checkpoint written on any layout; collective."""
         self.onload()
