@@ -1,0 +1,172 @@
+"""A model on a layout of its own: samples go from the policy's replicas to its replicas, and its numbers come back.
+
+Its callers are on the policy's replicas, with a TokenBatch each, and get the numbers of their own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.distributed.balance import balance
+from fivefold.distributed.ranks import Ranks
+from fivefold.interfaces import Model
+from fivefold.types import LossFn, StepReport, TokenBatch
+
+
+def on_replicas_of(ranks: Ranks, model: Model, own: Ranks) -> Model:
+    """The model, which lies on the layout of `own`, for callers who have the replicas of `ranks`."""
+    if torch.equal(ranks.dp_of_rank, own.dp_of_rank):
+        # The ranks of a replica work together in another way, on the samples that they have.
+        return model
+    return RedealtModel(ranks, model, own)
+
+
+class RedealtModel:
+    """A model whose replicas are others than its callers'; samples travel over the host, as bytes."""
+
+    def __init__(self, ranks: Ranks, model: Model, own: Ranks) -> None:
+        """`ranks` are those of the callers' layout, `own` those of the model's."""
+        self._ranks, self._model, self._own = ranks, model, own
+
+    @property
+    def version(self) -> int:
+        return self._model.version
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        deal = self._deal(batch)
+        # What the model does not look at stays where it is.
+        read = TokenBatch(
+            batch.token_ids_T,
+            batch.loss_mask_T,
+            batch.lengths_N,
+            batch.sample_index_N,
+            temperature=batch.temperature,
+            samples_per_comparison=batch.samples_per_comparison,
+        )
+        return deal.back(self._model.forward(deal.there(read)))
+
+    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
+        return self._model.train_step(self._deal(batch).there(batch), loss_fn)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._model.weights()
+
+    def verify(self) -> None:
+        self._model.verify()
+
+    def offload(self) -> dict[str, int]:
+        return self._model.offload()
+
+    def onload(self) -> None:
+        self._model.onload()
+
+    def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
+        return self._model.snapshot(copies)
+
+    def load(self, path: Path) -> None:
+        self._model.load(path)
+
+    def _deal(self, batch: TokenBatch) -> Deal:
+        """Samples of all replicas to the model's, those that are compared together, balanced by their tokens; collective."""
+        own_N2 = torch.tensor([batch.lengths_N, batch.sample_index_N], dtype=torch.long).T.contiguous()
+        everyone = self._ranks.all_gather_replicas(own_N2)
+        held_N = torch.cat([torch.full((len(rows),), replica) for replica, rows in enumerate(everyone)])
+        lengths_N, index_N = torch.cat(everyone).T
+        size = batch.samples_per_comparison
+        work_U = lengths_N.view(-1, size).sum(1).tolist()
+        owner_U = torch.zeros(len(work_U), dtype=torch.long)
+        for replica, units in enumerate(balance(work_U, self._own.layout.dp)):
+            owner_U[units] = replica
+        return Deal(self._ranks, self._own, lengths_N, index_N, held_N, owner_U.repeat_interleave(size))
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which of two layouts' replicas has each sample of a batch; the same on every rank.
+
+    Example: the samples of the callers' replicas 0, 0, 1 go to the model's replicas 1, 0, 0 of two: `held_N = [0, 0, 1]`,
+    `owner_N = [1, 0, 0]`.
+    """
+
+    ranks: Ranks
+    """In the callers' layout."""
+    own: Ranks
+    """In the model's."""
+    lengths_N: Tensor
+    index_N: Tensor
+    """`TokenBatch.sample_index_N` of each."""
+    held_N: Tensor
+    """The callers' replica."""
+    owner_N: Tensor
+    """The model's replica."""
+
+    def there(self, batch: TokenBatch) -> TokenBatch:
+        """The batch of the model's replica, with every field that this one has. Collective."""
+        fields = batch.tensors()
+        rows_TB = torch.cat([_bytes(value_T) for value_T in fields.values()], 1)
+        rows_TB = _move(rows_TB, self.lengths_N, (self.ranks, self.held_N), (self.own, self.owner_N))
+        columns = rows_TB.split([value_T.element_size() for value_T in fields.values()], 1)
+        moved: dict[str, Any] = {
+            name: _numbers(column_TB, value_T.dtype)
+            for (name, value_T), column_TB in zip(fields.items(), columns, strict=True)
+        }
+        kept_N = self.owner_N == self.own.coords.dp
+        return replace(
+            batch, lengths_N=self.lengths_N[kept_N].tolist(), sample_index_N=self.index_N[kept_N].tolist(), **moved
+        )
+
+    def back(self, numbers_T: Tensor) -> Tensor:
+        """[T] of the callers' replica, from what the model's has for its samples. Collective."""
+        rows_TB = _move(_bytes(numbers_T), self.lengths_N, (self.own, self.owner_N), (self.ranks, self.held_N))
+        return _numbers(rows_TB, numbers_T.dtype)
+
+
+def _bytes(value_T: Tensor) -> Tensor:
+    """[T, bytes] of one number a token."""
+    return value_T.contiguous().view(torch.uint8).view(len(value_T), value_T.element_size())
+
+
+def _numbers(rows_TB: Tensor, dtype: torch.dtype) -> Tensor:
+    # One row of a slice is contiguous as it is, but may begin where no number of this dtype can.
+    return rows_TB.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
+
+
+def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker: tuple[Ranks, Tensor]) -> Tensor:
+    """The rows of this rank's samples by `taker`, from the ranks that have them by `giver`; collective.
+
+    Both are a layout and the replica of each sample in it, of which every rank has all tokens, in the order of samples. A
+    rank that has a sample by both keeps it; the others ask one rank of the replica each, in turn.
+    """
+    (ranks, giver_N), (others, taker_N) = giver, taker
+    members = [(ranks.dp_of_rank == replica).nonzero()[:, 0] for replica in range(ranks.layout.dp)]
+    own, world = ranks.coords.dp, ranks.layout.world_size
+
+    def source(rank: int, replica: int) -> int:
+        """Whom the rank gets samples of the replica from."""
+        if ranks.dp_of_rank[rank] == replica:
+            return rank
+        return int(members[replica][rank % len(members[replica])])
+
+    held_N = giver_N == own
+    places = torch.arange(len(rows_TB)).split(lengths_N[held_N].tolist())
+    outgoing, counts = [], [0] * world
+    for rank in range(world):
+        if source(rank, own) == ranks.rank:
+            chosen = (taker_N[held_N] == others.dp_of_rank[rank]).nonzero()[:, 0].tolist()
+            outgoing += [places[sample] for sample in chosen]
+            counts[rank] = sum(len(places[sample]) for sample in chosen)
+    wanted = (taker_N == others.coords.dp).nonzero()[:, 0]
+    source_N = torch.tensor([source(ranks.rank, replica) for replica in range(ranks.layout.dp)])[giver_N[wanted]]
+    expected = torch.zeros(world, dtype=torch.long).index_add(0, source_N, lengths_N[wanted]).tolist()
+    index_T = torch.cat(outgoing) if outgoing else torch.zeros(0, dtype=torch.long)
+    arrived_TB = others.all_to_all_world(rows_TB[index_T], counts, expected)
+    # They came ordered by their source.
+    order = source_N.argsort(stable=True)
+    pieces = dict(zip(order.tolist(), arrived_TB.split(lengths_N[wanted][order].tolist()), strict=True))
+    return torch.cat([pieces[place] for place in range(len(wanted))]) if pieces else arrived_TB

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fivefold.layout import ParallelLayout
+from fivefold.types import LossOutput, StepReport, TokenBatch
+from tests.support.cluster import Together
+
+PAIRS = [
+    ("d4", "d2t2"),
+    ("d4", "t4"),
+    ("d2t2", "d2p2"),
+    ("d2p2", "t4"),
+    ("t4", "d4"),
+    ("p4", "d2c2"),
+    ("d2t2", "d4"),
+    ("d4", "p2t2"),
+]
+"""(the callers' layout, the model's)."""
+CASES = [(9, 1), (12, 2), (1, 1), (30, 1)]
+"""(samples, how many are compared with each other)."""
+
+
+def whole(samples: int, size: int) -> TokenBatch:
+    """A batch with every kind of field, whose numbers name sample and position."""
+    generator = torch.Generator().manual_seed(samples)
+    lengths = torch.randint(1, 40, (samples,), generator=generator).tolist()
+    total = sum(lengths)
+    return TokenBatch(
+        torch.arange(total),
+        torch.rand(total, generator=generator) > 0.4,
+        lengths,
+        sample_index_N=list(range(100, 100 + samples)),
+        temperature=0.7,
+        loss_weights_T=torch.rand(total, generator=generator),
+        returns_T=torch.randn(total, generator=generator, dtype=torch.float64),
+        version_T=torch.arange(total) % 7,
+        update_tokens=55,
+        per_micro_batch=True,
+        samples_per_comparison=size,
+    )
+
+
+def numbers_of(batch: TokenBatch) -> torch.Tensor:
+    """A number of each token that no other token has."""
+    return (batch.token_ids_T.double() + 0.1).float().sin()
+
+
+class Recorder:
+    """A model that keeps what it was given."""
+
+    version = 3
+
+    def __init__(self) -> None:
+        self.batches: list[TokenBatch] = []
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        return numbers_of(batch)
+
+    def train_step(self, batch: TokenBatch, loss_fn) -> StepReport:
+        self.batches.append(batch)
+        return StepReport(1.0, 2.0, 3.0, {}, 1, 2, 3)
+
+
+def loss(output_T, entropy_T, batch) -> LossOutput:
+    raise AssertionError("the recorder does not compute")
+
+
+def travel(mesh, callers: str, layout: str):
+    from fivefold.distributed.redealing import on_replicas_of
+
+    ranks, own = (mesh.ranks.on_layout(ParallelLayout.parse(f"megatron:{one}")) for one in (callers, layout))
+    found = []
+    for samples, size in CASES:
+        # Most are the first replica's; of four replicas two have none.
+        owner_U = [int(unit % 5 == 4) if ranks.layout.dp > 1 else 0 for unit in range(samples // size)]
+        held = [unit for unit, owner in enumerate(owner_U) if owner == ranks.coords.dp]
+        batch = whole(samples, size).select([size * unit + place for unit in held for place in range(size)])
+        recorder = Recorder()
+        model = on_replicas_of(ranks, recorder, own)
+        numbers_T, report = model.forward(batch), model.train_step(batch, loss)
+        assert (model.version, report.loss) == (3, 1.0)
+        assert torch.equal(numbers_T, numbers_of(batch))
+        found.append((own.coords.dp, *recorder.batches))
+    return found
+
+
+@pytest.fixture(scope="module")
+def journeys(cluster):
+    """What every rank's model was given, by pair; all pairs in one start of the ranks."""
+    return Together(cluster, {pair: ("megatron:d4", travel, *pair) for pair in PAIRS})
+
+
+@pytest.mark.parametrize(("callers", "layout"), PAIRS)
+def test_every_replica_of_a_layout_of_its_own_gets_whole_samples_and_every_number_comes_back_to_its_token(
+    journeys, callers, layout
+):
+    results = journeys[callers, layout]
+    for number, (samples, size) in enumerate(CASES):
+        batch = whole(samples, size)
+        by_replica: dict[int, TokenBatch] = {}
+        for replica, read, trained in (result[number] for result in results):
+            assert set(read.tensors()) == {"token_ids_T", "loss_mask_T"}
+            assert torch.equal(read.token_ids_T, trained.token_ids_T)
+            # All ranks of a replica have the same.
+            assert torch.equal(by_replica.setdefault(replica, trained).token_ids_T, trained.token_ids_T)
+            places = [index - 100 for index in trained.sample_index_N]
+            expected = batch.select(places)
+            assert set(trained.tensors()) == set(batch.tensors())
+            for name, value_T in expected.tensors().items():
+                assert torch.equal(getattr(trained, name), value_T), name
+                assert getattr(trained, name).dtype == value_T.dtype
+            assert trained.lengths_N == expected.lengths_N
+            assert (trained.temperature, trained.update_tokens, trained.per_micro_batch) == (0.7, 55, True)
+            # Those that are compared stay together.
+            assert all(places[i] % size == i % size for i in range(len(places)))
+        everywhere = sorted(index for each in by_replica.values() for index in each.sample_index_N)
+        assert everywhere == list(range(100, 100 + samples))
+        loads = [sum(each.lengths_N) for each in by_replica.values()]
+        if samples == 30:
+            assert max(loads) - min(loads) <= max(batch.lengths_N)
