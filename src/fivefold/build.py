@@ -23,11 +23,12 @@ from fivefold.data.prompts import PromptSet, Reading, encode_conversation, load_
 from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
+from fivefold.distributed.redealing import on_replicas_of
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
-from fivefold.interfaces import Engine, RolloutSource
-from fivefold.megatron.mesh import Mesh, build_mesh
+from fivefold.interfaces import Engine, Model, RolloutSource
+from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
@@ -105,7 +106,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: "
             f"got {config.critic.warmup_steps}"
         )
-    mesh = build_mesh(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
+    meshes = Meshes(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     logger = RunLogger(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps, settle)
     objective = Objective.of(config.algorithm.resolved)
@@ -113,11 +114,11 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     logger.log(describe(config, spec, steps=steps, **sizes))
     start_reward_pool(pool, first_prompts, logger.log)
-    models = build_models(config, directories, mesh, objective, steps, logger)
+    models = build_models(config, directories, meshes, objective, steps, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
-        reward_model = build_reward_model(config, directories[config.reward.model.path], mesh)
+        reward_model = build_reward_model(config, directories[config.reward.model.path], meshes)
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
     if generates:
         # An engine looks at how much of the device is free when it starts.
@@ -206,32 +207,37 @@ def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[st
 
 
 def build_models(
-    config: RunConfig, directories: Mapping[str, Path], mesh: Mesh, objective: Objective, steps: int, logger: RunLogger
+    config: RunConfig, directories: Mapping[str, Path], meshes: Meshes, objective: Objective, steps: int, logger: RunLogger
 ) -> Models:
     """Policy, reference and critic, as far as the method needs them; `directories` has where they lie."""
     directory = directories[config.model.path]
     updates, bucket_mb = config.algorithm.updates_per_step * config.algorithm.ppo_epochs, config.engine.sync_bucket_mb
     warmup = config.critic.warmup_steps if config.uses_critic else 0
     learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
-    policy = MegatronModel(directory, config.policy, mesh, total_updates=(steps - warmup) * updates, **learning)
-    reference = critic = None
+    ranks = meshes.policy.ranks
+    policy = MegatronModel(directory, config.policy, meshes.policy, total_updates=(steps - warmup) * updates, **learning)
+    reference: Model | None = None
+    critic: Model | None = None
     if objective.needs_reference:
-        other = directories[config.reference.path or config.model.path]
-        reference = MegatronModel(other, config.policy, mesh)
-        same_vocabulary("reference.path", reference.spec, policy.spec)
+        other, settings = directories[config.reference.path or config.model.path], config.reference.settings(config.policy)
+        mesh = meshes.of(settings.layout)
+        model = MegatronModel(other, settings, mesh)
+        same_vocabulary("reference.path", model.spec, policy.spec)
+        reference = on_replicas_of(ranks, model, mesh.ranks)
     if objective.needs_critic:
-        other = directories[config.critic.path or config.model.path]
-        settings = config.critic.settings(config.policy)
-        critic = MegatronModel(other, settings, mesh, total_updates=steps * updates, value_head=True, **learning)
-        same_vocabulary("critic.path", critic.spec, policy.spec)
+        other, settings = directories[config.critic.path or config.model.path], config.critic.settings(config.policy)
+        mesh = meshes.of(settings.layout)
+        model = MegatronModel(other, settings, mesh, total_updates=steps * updates, value_head=True, **learning)
+        same_vocabulary("critic.path", model.spec, policy.spec)
+        critic = on_replicas_of(ranks, model, mesh.ranks)
     return Models(
         policy,
         reference,
         critic,
         objective,
         ValueLoss(config.critic.value_clip),
-        mesh.ranks,
-        SkipGuard(mesh.ranks, config.trainer.guard.max_skipped, config.run_dir, logger.log),
+        ranks,
+        SkipGuard(ranks, config.trainer.guard.max_skipped, config.run_dir, logger.log),
         seed=config.trainer.seed,
         critic_warmup=warmup,
     )
@@ -335,17 +341,20 @@ def _sampling(config: RunConfig) -> Sampling:
     )
 
 
-def build_reward_model(config: RunConfig, directory: Path, mesh: Mesh) -> ModelReward:
+def build_reward_model(config: RunConfig, directory: Path, meshes: Meshes) -> ModelReward:
     """The sequence classifier that scores whole responses."""
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
-    model = MegatronModel(directory, config.reward.model.settings(config.policy), mesh, value_head=True)
+    settings, ranks = config.reward.model.settings(config.policy), meshes.policy.ranks
+    mesh = meshes.of(settings.layout)
+    model = MegatronModel(directory, settings, mesh, value_head=True)
     if model.value_head_is_new:
         raise ValueError(f"reward.model.path: {directory} has no value head (score.weight): it is not a sequence classifier")
 
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
         return encode_conversation(prompt.messages, sample.text, tokenizer)
 
-    return ModelReward(model, mesh.ranks, encode, config.reward.model.weight, model.spec.max_positions)
+    scorer = on_replicas_of(ranks, model, mesh.ranks)
+    return ModelReward(scorer, ranks, encode, config.reward.model.weight, model.spec.max_positions)
 
 
 def _prompts(

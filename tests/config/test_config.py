@@ -59,7 +59,12 @@ def test_overrides_change_one_key(tmp_path):
         ("data.shuffle=1", "data.shuffle must be true or false"),
         ("algorithm.name=grpoo", r"one of ppo, grpo, dr_grpo, .*dpo; got 'grpoo': did you mean 'grpo'\?"),
         ("policy.backend=megatron:d2d2", "given twice"),
-        ("reference.backend=megatron:d4", "must be the policy's layout"),
+        (
+            "reference.backend=megatron:d3",
+            r"shares the policy's ranks, so d·t·p·c must be 4: .* has 3; write for .* megatron:d4",
+        ),
+        ("critic.backend=vllm:d1", "critic.backend must be a megatron layout"),
+        ("reward.model.backend=megatron:x2", "reward.model.backend: unknown dimension 'x'"),
         ("algorithm.updates_per_step=3", "multiple of algorithm.updates_per_step"),
         ("policy.tokens_per_micro_batch=100", "must hold the longest sequence"),
         ("engine.sampling.temperature=0", r"must be in \(0, 100\]: got 0.0"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
-from tests.support.commands import fivefold
+from tests.support.commands import Command, children_of, fivefold, gone, wait_for
 from tests.support.tiny_models import make_classifier
 from tests.support.whole_runs import REWARD, TIMES, assert_same, make_judge, make_model, make_pairs
 from tests.support.zygote import THREADS
@@ -75,21 +75,31 @@ def test_a_ppo_run_tells_what_its_critic_does(root, base):
     assert {"policy", "critic"} <= set(kept)
 
 
-@pytest.mark.parametrize("layout", ["d2", "c2"])
-def test_a_ppo_run_has_the_same_metrics_on_other_layouts(root, base, layout):
-    assert_same(train(root, layout, f"policy.backend=megatron:{layout}")[0], base)
+def on_layouts(policy: str, reference: str, critic: str) -> list[str]:
+    """Overrides: each model on a layout of its own."""
+    layouts = {"policy": policy, "reference": reference, "critic": critic}
+    return [f"{role}.backend=megatron:{layout}" for role, layout in layouts.items()]
+
+
+@pytest.mark.parametrize("layouts", [("d2", "t2", "p2"), ("c2", "d2", "c2")], ids="-".join)
+def test_a_ppo_run_has_the_same_metrics_on_other_layouts(root, base, layouts):
+    assert_same(train(root, "-".join(layouts), *on_layouts(*layouts))[0], base)
 
 
 @pytest.fixture(scope="module")
 def resumed(root):
-    for steps, layout in [(2, "p2"), (4, "t2")]:
-        found, _ = train(
-            root, "resumed", f"trainer.steps={steps}", f"policy.backend=megatron:{layout}", "policy.optimizer.decay_steps=10"
-        )
+    name, moved = "trainer.run_dir=" + str(root / "runs/resumed"), on_layouts("p2", "d2", "t2")
+    killed = Command("train", root / "run.yaml", name, "trainer.save_every=2", *moved)
+    wait_for((root / "runs/resumed/checkpoints/step-000002").exists, killed)
+    everyone = children_of(killed.pid)
+    killed.kill()
+    wait_for(lambda: gone(everyone))
+    found, told = train(root, "resumed", *on_layouts("t2", "p2", "d2"))
+    assert "resumed" in told and "step-000002" in told
     return found
 
 
-def test_a_ppo_run_on_p2_and_resumed_on_t2_goes_on_as_if_never_stopped(base, resumed):
+def test_a_ppo_run_that_was_killed_and_resumed_on_other_layouts_goes_on_as_if_never_stopped(base, resumed):
     assert_same(resumed, base)
 
 
@@ -166,15 +176,15 @@ def judge(root) -> Path:
     return make_judge(root)
 
 
-@pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_a_reward_model_s_score_is_transformers(root, judge, layout):
+@pytest.mark.parametrize(("layout", "own"), [("d2", "t2"), ("p2", "d2")])
+def test_a_reward_model_s_score_is_transformers(root, judge, layout, own):
     """The score of each sample in samples.jsonl, once more by transformers' own classifier."""
     import transformers
 
     name = f"judge-{layout}"
     found, _ = train(
         root, name, "algorithm={name: grpo, group_size: 2}", f"reward.model={{path: {judge}, weight: 0.5}}", "trainer.steps=1",
-        f"policy.backend=megatron:{layout}", "trainer.logged_samples_per_step=8",
+        f"policy.backend=megatron:{layout}", f"reward.model.backend=megatron:{own}", "trainer.logged_samples_per_step=8",
     )  # fmt: skip
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
     words = transformers.AutoTokenizer.from_pretrained(judge)

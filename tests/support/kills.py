@@ -132,11 +132,13 @@ def _abused(root: Path, name: str, choice: str, draw: random.Random, done: Count
     """A run until it has finished, with faults as long as there are some left; whether it says that it is exact."""
     run, is_exact = root / "runs" / name, True
     while True:
-        layout, in_background = draw.choice(LAYOUTS), draw.choice(["true", "false"])
+        policy, in_background = draw.choice(LAYOUTS), draw.choice(["true", "false"])
+        alike = [layout for layout in LAYOUTS if layout[1:] == policy[1:]]
+        layouts = {"policy": policy, "reference": draw.choice(alike), "critic": draw.choice(alike)}
         overrides = [
             f"trainer.run_dir={run}",
             choice,
-            f"policy.backend=megatron:{layout}",
+            *(f"{role}.backend=megatron:{own}" for role, own in layouts.items()),
             f"trainer.async_save={in_background}",
         ]
         process = Command("train", root / "run.yaml", *overrides)

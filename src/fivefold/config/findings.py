@@ -29,8 +29,10 @@ class Findings:
         return f"{self.section}{key}" if key.startswith("[") else f"{self.section}.{key}"
 
     def error(self, key: str, message: str) -> None:
-        """`message` follows the key: "must be above 0: got -1", or ": why it cannot be"."""
-        self.errors.append(f"{self.key(key)}{'' if message.startswith(':') else ' '}{message}")
+        """`message` follows the key: "must be above 0: got -1", or ": why it cannot be". Said twice it stands there once."""
+        text = f"{self.key(key)}{'' if message.startswith(':') else ' '}{message}"
+        if text not in self.errors:
+            self.errors.append(text)
 
     def require(self, holds: bool, key: str, message: str) -> None:
         """An error where something does not hold."""

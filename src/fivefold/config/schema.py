@@ -114,6 +114,19 @@ class PolicyConfig:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     offload: Annotated[OffloadConfig, HARMLESS] = field(default_factory=OffloadConfig)
 
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout.parse(self.backend)
+
+    def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
+        """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no
+        layout. How this layout's pipeline is split says nothing of another one's."""
+        settings = replace(self, **own) if backend is None else replace(self, backend=backend, **own)
+        if megatron is None:
+            is_same = settings.backend == self.backend or settings.layout.is_same(self.layout)
+            megatron = self.megatron if is_same else replace(self.megatron, pipeline={})
+        return replace(settings, megatron=megatron)
+
 
 @dataclass(frozen=True)
 class CriticConfig:
@@ -121,12 +134,16 @@ class CriticConfig:
 
     path: Annotated[str | None, CONTENT] = None
     """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
+    backend: Annotated[str | None, HARMLESS] = None
+    """Layout on the policy's ranks, with as many of them; the policy's when left out. On another one only the own
+    `megatron.pipeline` splits it into stages."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
     """As in `policy`; the policy's when left out."""
     tokens_per_micro_batch: Annotated[int | None, above(0), HARMLESS] = None
     """As in `policy`; the policy's when left out."""
     megatron: MegatronConfig | None = None
+    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
     offload: Annotated[OffloadConfig | None, HARMLESS] = None
     value_clip: Annotated[float, above(0)] | None = 0.5
     """A value may move by so much from what it was before the step; null: no bound."""
@@ -137,10 +154,10 @@ class CriticConfig:
         """The critic's whole settings."""
         own = {
             name: getattr(self, name)
-            for name in ("optimizer", "recompute", "tokens_per_micro_batch", "megatron", "offload")
+            for name in ("optimizer", "recompute", "tokens_per_micro_batch", "offload")
             if getattr(self, name) is not None
         }
-        return replace(policy, **own)
+        return policy.for_role(self.backend, self.megatron, **own)
 
 
 @dataclass(frozen=True)
@@ -148,7 +165,14 @@ class ReferenceConfig:
     path: Annotated[str | None, CONTENT] = None
     """The policy's starting weights when left out."""
     backend: Annotated[str | None, HARMLESS] = None
-    """The policy's layout when left out; one process group serves both, so it must be the same layout."""
+    """Layout on the policy's ranks, with as many of them; the policy's when left out. On another one only the own
+    `megatron.pipeline` splits it into stages."""
+    megatron: MegatronConfig | None = None
+    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
+
+    def settings(self, policy: PolicyConfig) -> PolicyConfig:
+        """The reference's whole settings."""
+        return policy.for_role(self.backend, self.megatron)
 
 
 @dataclass(frozen=True)
@@ -342,18 +366,21 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A sequence classifier with one label that scores whole responses, on the policy's layout."""
+    """A sequence classifier with one label that scores whole responses."""
 
     path: Annotated[str | None, CONTENT] = None
     """Hugging Face directory or hub id; no reward model when left out."""
     weight: Annotated[float, within("[-1000000, 1000000]")] = 1.0
     """Factor of its score in the reward, next to the functions'."""
+    backend: Annotated[str | None, HARMLESS] = None
+    """Layout on the policy's ranks, with as many of them; the policy's when left out. On another one only the own
+    `megatron.pipeline` splits it into stages."""
     megatron: MegatronConfig | None = None
-    """The policy's when left out."""
+    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
 
     def settings(self, policy: PolicyConfig) -> PolicyConfig:
         """The reward model's whole settings."""
-        return replace(policy, megatron=self.megatron or policy.megatron)
+        return policy.for_role(self.backend, self.megatron)
 
 
 @dataclass(frozen=True)
@@ -515,7 +542,19 @@ class RunConfig:
 
     @property
     def layout(self) -> ParallelLayout:
-        return ParallelLayout.parse(self.policy.backend)
+        """The policy's; other models may have their own on its ranks."""
+        return self.policy.layout
+
+    @property
+    def own_layouts(self) -> dict[str, ParallelLayout]:
+        """Those of models that do not take the policy's, by their section."""
+        reward_model = self.reward.model
+        backends = {
+            "reference": self.reference.backend if self.algorithm.needs_reference else None,
+            "critic": self.critic.backend if self.uses_critic else None,
+            "reward.model": reward_model.backend if reward_model.path else None,
+        }
+        return {name: ParallelLayout.parse(backend) for name, backend in backends.items() if backend is not None}
 
     @property
     def run_dir(self) -> Path:

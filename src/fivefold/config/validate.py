@@ -22,38 +22,56 @@ def validate(config: RunConfig) -> Findings:
         # The rules below compute with these values.
         return findings
     algorithm = config.algorithm
-    _check_layout(findings, config)
-    _check_engine(findings, config)
+    _check_layouts(findings, config)
+    # What an engine and other models must satisfy depends on the layouts.
+    are_layouts_good = not findings.errors
+    if are_layouts_good:
+        _check_engine(findings, config)
     check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates)
     _check_batch(findings, config)
     _check_rollout(findings.at("rollout"), config)
-    _check_models(findings, config)
+    if are_layouts_good:
+        _check_models(findings, config)
     _check_evaluation(findings, config)
     _check_accepted(findings, config)
     return findings
 
 
-def _check_layout(findings: Findings, config: RunConfig) -> None:
+def _check_layouts(findings: Findings, config: RunConfig) -> None:
+    """Of all models that train or compute log-probs and values."""
+    policy = _check_layout(findings, "policy.backend", config.policy.backend)
+    for key, text in (
+        ("reference.backend", config.reference.backend),
+        ("critic.backend", config.critic.backend),
+        ("reward.model.backend", config.reward.model.backend),
+    ):
+        own = None if text is None else _check_layout(findings, key, text)
+        if policy is not None and own is not None:
+            findings.require(
+                own.world_size == policy.world_size,
+                key,
+                f"shares the policy's ranks, so d·t·p·c must be {policy.world_size}: {own} has {own.world_size}; "
+                f"write for example megatron:d{policy.world_size}, or leave it out for {policy}",
+            )
+
+
+def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | None:
     try:
-        layout = config.layout
-        findings.require(
-            layout.backend == "megatron",
-            "policy.backend",
-            f"must be a megatron layout, the one backend that trains: got {layout}; "
-            f"write megatron:{str(layout).partition(':')[2]}",
-        )
-        if config.reference.backend is not None:
-            other = ParallelLayout.parse(config.reference.backend)
-            message = f"must be the policy's layout: got {other} next to {layout}; leave it out"
-            findings.require(other == layout, "reference.backend", message)
+        layout = ParallelLayout.parse(text)
     except ValueError as error:
-        findings.error("policy.backend or reference.backend", f": {error}")
+        findings.error(key, f": {error}")
+        return None
+    findings.require(
+        layout.backend == "megatron",
+        key,
+        f"must be a megatron layout, the one backend that trains: got {layout}; "
+        f"write megatron:{str(layout).partition(':')[2]}",
+    )
+    return layout
 
 
 def _check_engine(findings: Findings, config: RunConfig) -> None:
     engine, longest = config.engine, config.max_sequence_tokens
-    if findings.errors:
-        return
     try:
         layout, policy = engine.layout, config.layout
     except ValueError as error:
@@ -167,9 +185,9 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
             "critic.warmup_steps",
             f"must be below trainer.steps, or the policy never learns: got {critic.warmup_steps}",
         )
-    if config.reward.model.path and config.reward.model.megatron is not None:
-        settings = config.reward.model.settings(config.policy)
-        _check_model(findings.at("reward.model"), settings, {"megatron"}, longest)
+    for where, other in (("reference", config.reference), ("reward.model", config.reward.model)):
+        if (other.path or where == "reference") and other.megatron is not None:
+            _check_model(findings.at(where), other.settings(config.policy), {"megatron"}, longest)
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:

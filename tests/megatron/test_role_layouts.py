@@ -1,0 +1,185 @@
+"""Reference and critic on layouts of their own, on the policy's ranks: the same PPO updates as with one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.algo import make_objective
+from fivefold.algo.advantages import AdvantageInputs
+from fivefold.algo.values import ValueLoss
+from fivefold.config.schema import MegatronConfig
+from fivefold.layout import ParallelLayout
+from tests.support.layout_cases import VPP2
+from tests.support.tiny_models import make_classifier
+from tests.support.two_steps import BOUNDS, LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
+
+PPO = replace(make_objective("ppo", gamma=0.95, lam=0.9), kl_coef=0.5)
+REWARDS = [1.0, 0, 0, 1, 0.5, 0, 1, 0]
+FINISHED = [True, False, True, True, True, True, False, True]
+UPDATES = [[0, 1, 2, 3, 4], [5, 6, 7]]
+"""Samples of each: a replica of four gets none of some."""
+
+
+@dataclass(frozen=True)
+class Case:
+    policy: str
+    reference: str
+    critic: str
+    model: str = "qwen3"
+    pipeline: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By role."""
+
+    def __str__(self) -> str:
+        return "-".join(
+            layout + (" vpp" if role in self.pipeline else "")
+            for role, layout in [("policy", self.policy), ("reference", self.reference), ("critic", self.critic)]
+        ) + ("" if self.model == "qwen3" else f" {self.model}")  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        return ParallelLayout.parse(f"megatron:{self.policy}").world_size
+
+
+CASES = [
+    Case("d1", "d1", "d1"),
+    Case("d2", "t2", "p2"),
+    Case("t2", "d2", "c2"),
+    Case("p2", "d2", "t2", pipeline={"policy": VPP2}),
+    Case("c2", "p2", "d2", pipeline={"reference": VPP2}),
+    Case("d4", "t2p2", "d2t2"),
+    Case("d2t2", "d4", "t2p2", pipeline={"critic": VPP2}),
+    Case("t2p2", "d4", "d2c2", pipeline={"policy": VPP2}),
+    Case("d2p2", "t2c2", "d4"),
+    Case("t2p2e2", "d4e4", "d4e2", "qwen3_moe", {"policy": VPP2}),
+    Case("d4e4", "t2p2e2", "(attn:d2t2|ffn:t2e2)", "qwen3_moe"),
+]
+EIGHT = [
+    Case("d2t2p2e4", "d8e4", "d4p2e4", "qwen3_moe", {"policy": VPP2}),
+    Case("d8", "t2p2c2", "d2t2p2", pipeline={"reference": VPP2}),
+]
+
+
+def updates(mesh, case: Case, directory: Path, reference_directory: Path, critic_directory: Path):
+    """Reference log-probs and values of the whole batch, reports, parameters: what the loop computes of two updates."""
+    from fivefold.distributed.redealing import on_replicas_of
+    from fivefold.megatron.mesh import Meshes
+    from fivefold.megatron.model import MegatronModel
+
+    def settings(role: str):
+        return replace(POLICY, tokens_per_micro_batch=48, megatron=MegatronConfig(pipeline=case.pipeline.get(role, {})))
+
+    meshes = Meshes(mesh.ranks.on_layout(ParallelLayout.parse(f"megatron:{case.policy}")), mesh.device, 0, 10)
+    ranks = meshes.policy.ranks
+
+    def model(role: str, directory: Path, **settings_of_model: Any):
+        own = meshes.of(ParallelLayout.parse(f"megatron:{getattr(case, role)}"))
+        made = MegatronModel(directory, settings(role), own, **settings_of_model)
+        return on_replicas_of(ranks, made, own.ranks)
+
+    policy = MegatronModel(directory, settings("policy"), meshes.policy, total_updates=2)
+    reference = model("reference", reference_directory)
+    critic = model("critic", critic_directory, total_updates=2, value_head=True)
+    mine = ranks.shard_of_replica(range(len(LENGTHS)))
+    batch = whole_batch().select(mine)
+    batch = replace(
+        batch,
+        old_logprobs_T=policy.forward(batch) + batch.old_logprobs_T,
+        ref_logprobs_T=reference.forward(batch),
+        values_T=critic.forward(batch),
+    )
+    responses = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
+    scores = AdvantageInputs(torch.tensor(REWARDS), torch.arange(8), responses)
+    advantages_T, returns_T = PPO.advantages(batch, scores, torch.tensor(FINISHED), ranks)
+    reports = []
+    for rows in UPDATES:
+        weights_N = torch.zeros(len(LENGTHS)).double()
+        weights_N[rows] = PPO.loss_weights(responses[rows], MAX_RESPONSE).double()
+        whole = replace(
+            batch,
+            advantages_T=advantages_T,
+            returns_T=returns_T,
+            loss_weights_T=batch.expand_to_tokens(weights_N[mine]),
+            update_tokens=int(responses[rows].sum()),
+        )
+        part = whole.select([place for place, row in enumerate(mine) if row in rows])
+        reports += [critic.train_step(part, ValueLoss(0.3)), policy.train_step(part, PPO.loss)]
+    numbers_2T = torch.zeros(2, sum(LENGTHS))
+    numbers_2T[:, whole_batch().token_index(mine)] = torch.stack([batch.ref_logprobs_T, batch.values_T])
+    torch.distributed.all_reduce(numbers_2T, group=ranks.dp)
+    state = {f"policy.{name}": tensor.clone() for name, tensor in policy.weights()}
+    state |= {f"critic.{name}": tensor.clone() for name, tensor in critic.weights()}
+    critic.verify()
+    return numbers_2T, [(report.loss, report.grad_norm) for report in reports], state
+
+
+@pytest.fixture(scope="module")
+def directories(models, tmp_path_factory):
+    """model -> directories of policy, reference and critic, which have weights of their own."""
+    made: dict[str, tuple[Path, Path, Path]] = {}
+
+    def get(name: str) -> tuple[Path, Path, Path]:
+        if name not in made:
+            reference = "llama" if name == "qwen3" else "qwen2_moe"
+            made[name] = (models(name), models(reference), make_classifier(tmp_path_factory.mktemp("critic"), name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def found(cluster, directories):
+    """Results of all ranks by case; all cases of as many ranks run in one start of them."""
+    results: dict[str, Any] = {}
+
+    def get(case: Case):
+        if str(case) not in results:
+            alike = [other for other in CASES + EIGHT if other.world_size == case.world_size]
+            calls = [(updates, other, *directories(other.model)) for other in alike]
+            if case.world_size == 1:
+                calls.append((updates, Case("d1", "d1", "d1", "qwen3_moe"), *directories("qwen3_moe")))
+                alike.append(calls[-1][1])
+            results.update(zip(map(str, alike), cluster.run_all(f"megatron:d{case.world_size}", calls), strict=True))
+        if isinstance(results[str(case)], Exception):
+            raise results[str(case)]
+        return results[str(case)]
+
+    return get
+
+
+def differences(results, one_process) -> tuple[float, float, float, float]:
+    """Largest difference of any rank: log-probs and values, relative losses, relative norms, parameters."""
+    numbers, reports, state = one_process
+    scale = max(abs(loss) for loss, _ in reports)
+    found_numbers, losses, norms, parameters = [], [], [], []
+    for own_numbers, own_reports, own_state in results:
+        assert set(own_state) == set(state)
+        found_numbers.append(float((own_numbers - numbers).abs().max()))
+        losses += [abs(own[0] - report[0]) / scale for own, report in zip(own_reports, reports, strict=True)]
+        norms += [abs(own[1] - report[1]) / report[1] for own, report in zip(own_reports, reports, strict=True)]
+        parameters += [float((tensor - state[name]).abs().max()) for name, tensor in own_state.items()]
+    return max(found_numbers), max(losses), max(norms), max(parameters)
+
+
+def check(found, case: Case) -> None:
+    one = found(Case("d1", "d1", "d1", case.model))[0]
+    assert one[0].abs().amax(1).min() > 0.3
+    found_differences = differences(found(case), one)
+    print(case, " ".join(f"{value:.1e}" for value in found_differences))
+    for value, bound in zip(found_differences, (4e-6, *BOUNDS), strict=True):
+        assert value <= bound
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_updates_are_those_of_one_process_whatever_layouts_reference_and_critic_have(found, case):
+    check(found, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EIGHT, ids=str)
+def test_updates_are_those_of_one_process_on_eight_ranks(found, case):
+    check(found, case)
