@@ -24,9 +24,9 @@ from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
 from fivefold.config.schema import OffloadConfig
-from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
-from fivefold.plan.memory import estimate_memory, training_flops
+from fivefold.plan.memory import Sharded, estimate_memory, training_flops
 from tests.support.gpu_models import (
     build,
     is_large,
@@ -170,10 +170,8 @@ def offload(mesh, directory: Path) -> dict[str, Any]:
 
 
 def estimate(directory: Path, layout: str, tokens: int, length: int, **options: Any):
-    return estimate_memory(
-        load_spec(directory), ParallelLayout.parse(layout), dtype="bfloat16", recompute="none",
-        tokens_per_micro_batch=tokens, reference=False, engine_sequences=0, max_sequence_tokens=2 * length, **options,
-    )  # fmt: skip
+    policy = Sharded(load_spec(directory), ParallelLayout.parse(layout), tokens_per_micro_batch=tokens)
+    return estimate_memory(policy, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=2 * length, **options)
 
 
 def steps(part: Part, directory: Path, layouts: list[str], tokens: int, samples: int, length: int) -> None:
@@ -224,7 +222,7 @@ def critic(part: Part) -> None:
     # It has no vocabulary to compute.
     ratio = times["critic step"] / times["policy step"]
     part.claim("the critic's step costs no more than the policy's", ratio < 1.02 or not part.large, round(ratio, 2))
-    beside = (load_spec(other, value_head=True), PipelineSplit())
+    beside = Sharded(load_spec(other, value_head=True), ParallelLayout(), tokens_per_micro_batch=tokens)
     guess = estimate(directory, "megatron:d1", tokens, 2 * length, critic=beside).total / 2**30
     near = abs(peak / guess - 1) < 0.15
     part.claim(

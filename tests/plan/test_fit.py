@@ -77,6 +77,20 @@ def test_every_change_that_is_named_makes_the_run_fit_by_the_number_that_is_give
         )
 
 
+def test_a_reference_on_a_layout_of_its_own_is_counted_by_it_and_may_be_sharded_further(monkeypatch):
+    """15 GiB of parameters whole on each of four GPUs, or half of them; while weights are synced there are 49 GiB of others."""
+    sections = {"policy": {"backend": "megatron:t4", "tokens_per_micro_batch": 4096}, "algorithm": {"kl": {"coef": 0.1}}}
+    halved, whole = (config(**sections, reference={"backend": f"megatron:{layout}"}) for layout in ("d2t2", "d4"))
+    sizes = [memory_of(one, SPEC).reference for one in (halved, whole)]
+    assert sizes == pytest.approx([SPEC.parameters, 2 * SPEC.parameters], rel=1e-3)
+    monkeypatch.setattr("fivefold.plan.fit.device_of", lambda config: Device("a GPU", 60 * GIB))
+    assert refused(halved) == ""
+    said = refused(whole)
+    assert "one of these makes it fit" in said and "reference.backend: megatron:d2t2p1 (" in said
+    # More ranks would have to be more for each model.
+    assert "t8" not in said
+
+
 def test_a_change_that_does_not_suffice_is_not_named():
     """Parameters, gradients and optimizer are 135 GiB on one GPU: no saving of activations helps."""
     offload = {"parameters": True, "gradients": True, "optimizer": True}

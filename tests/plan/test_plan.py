@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import load_spec
-from fivefold.plan.memory import estimate_memory, rank_parameters
+from fivefold.plan.memory import Sharded, estimate_memory, rank_parameters
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,13 @@ def test_the_ranks_together_hold_the_model(models, name, layout, pipeline):
 
 
 def estimate(spec, layout, **changes):
+    recompute = changes.pop("recompute", "none")
+    parsed = ParallelLayout.parse(f"megatron:{layout}")
     settings = {
-        "dtype": "bfloat16", "recompute": "none", "tokens_per_micro_batch": 1024, "reference": True,
-        "engine_sequences": 4, "max_sequence_tokens": 128,
+        "dtype": "bfloat16", "engine_sequences": 4, "max_sequence_tokens": 128, "reference": Sharded(spec, parsed),
     }  # fmt: skip
-    return estimate_memory(spec, ParallelLayout.parse(f"megatron:{layout}"), **{**settings, **changes})
+    policy = Sharded(spec, parsed, recompute=recompute, tokens_per_micro_batch=1024)
+    return estimate_memory(policy, **{**settings, **changes})
 
 
 def test_each_dimension_divides_what_it_shards(models):
@@ -87,7 +89,10 @@ def test_an_engine_that_sleeps_is_there_while_it_samples_only_and_is_cut_over_it
 def test_the_policy_s_optimizer_is_not_there_while_the_critic_learns(models):
     spec = load_spec(models("qwen3"))
     both = estimate(
-        spec, "d1", critic=(load_spec(models("qwen3"), value_head=True), PipelineSplit()), offload=frozenset({"optimizer"})
+        spec,
+        "d1",
+        critic=Sharded(load_spec(models("qwen3"), value_head=True), ParallelLayout()),
+        offload=frozenset({"optimizer"}),
     )
     assert "optimizer" in both.training and "optimizer" not in both.critic_training
     assert {"parameters", "gradients"} <= set(both.critic_training)
@@ -101,11 +106,25 @@ def test_a_critic_and_a_reward_model_take_their_place(models):
     both = estimate(
         spec,
         "d1",
-        critic=(values, PipelineSplit()),
-        reward_model=(values, PipelineSplit()),
+        critic=Sharded(values, ParallelLayout()),
+        reward_model=Sharded(values, ParallelLayout()),
         critic_offload=frozenset({"gradients", "optimizer"}),
     )
     count = rank_parameters(values, ParallelLayout())[0].total
     assert both.critic_training["critic"] == 18 * count
     assert both.training["critic"] == 2 * count, "its gradients and optimizer are not there while the policy learns"
     assert both.sampling["critic"] == both.sampling["reward_model"] == 2 * count
+
+
+def test_each_model_is_counted_by_its_own_layout_on_the_ranks_that_hold_most_together(models):
+    """Of two stages the first of the policy has the embedding, the last one the output layer; a whole reference is everywhere."""
+    spec, values = load_spec(models("qwen3")), load_spec(models("qwen3"), value_head=True)
+    staged, whole = ParallelLayout.parse("megatron:p2"), ParallelLayout.parse("megatron:d2")
+    found = estimate(spec, "p2", reference=Sharded(spec, whole), critic=Sharded(values, whole, tokens_per_micro_batch=64))
+    assert found.reference == 2 * rank_parameters(spec, whole)[0].total
+    # 2 bytes a parameter and 4 of gradient; 12 of Adam over two replicas.
+    assert found.critic == (2 + 4 + 12 // 2) * rank_parameters(values, whole)[0].total
+    assert 0 < found.critic_activations < found.activations
+    # The critic's first stage, with the embedding, lies where a policy and a reference of one stage are as large as anywhere.
+    other = estimate(spec, "d2", critic=Sharded(values, staged, tokens_per_micro_batch=1024))
+    assert other.critic == 18 * rank_parameters(values, staged)[0].total > 18 * rank_parameters(values, staged)[1].total

@@ -135,16 +135,6 @@ class ParallelLayout:
             edp=inside // (self.etp * self.ep),
         )
 
-    def describe_ranks(self) -> list[str]:
-        """One line a rank: `rank 3: dp 1 tp 1 pp 0`, with the dimensions above 1 of cp, ep and etp."""
-        extra = [name for name in ("cp", "ep", "etp") if getattr(self, name) > 1]
-        shown = ["dp", "tp", "pp", *extra]
-        lines = []
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            lines.append(f"rank {rank}: " + " ".join(f"{name} {getattr(place, name)}" for name in shown))
-        return lines
-
 
 def _unquote(text: str) -> str:
     while len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":

@@ -79,7 +79,7 @@ class PipelineSplit:
             ends_text = f", {fixed} fixed" if fixed else ""
             raise ValueError(
                 f"layers must be divisible by pp: got {counted} for pp={pp} in {layout}{ends_text}; choose a p that divides "
-                "them or set policy.megatron.pipeline (num_layers_in_first_pipeline_stage, pipeline_model_parallel_layout)"
+                "them or set megatron.pipeline (num_layers_in_first_pipeline_stage, pipeline_model_parallel_layout)"
             )
         return [fixed.get(stage, left // stages if stages else 0) for stage in range(pp)]
 

@@ -15,6 +15,7 @@ from fivefold.config.schema import (
     CriticConfig,
     DataConfig,
     PolicyConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
@@ -30,14 +31,15 @@ from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
 from fivefold.plan.fit import check_fit
-from fivefold.plan.memory import Memory, estimate_memory
+from fivefold.plan.memory import Memory, Sharded, estimate_memory
+from fivefold.plan.placement import Placed, placement
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
 from fivefold.reward.choose import check_rewards
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One of the models that a run shards over its layout."""
+    """One of the models that a run shards over its ranks."""
 
     where: str
     """Its section of the configuration."""
@@ -47,10 +49,28 @@ class _Part:
     value_head: bool = False
     """It ends in a value head."""
 
+    def sharded(self, config: RunConfig, spec: ModelSpec) -> Sharded:
+        """As its layout shards it; a reference and a reward model only compute."""
+        settings, layout = self.settings, self.settings.layout
+        # A step may have less than a micro-batch would hold.
+        most = config.max_sequence_tokens * -(-config.samples_per_step // layout.dp)
+        trains = self.where in ("policy", "critic")
+        return Sharded(
+            spec,
+            layout,
+            settings.megatron.pipeline_split,
+            settings.recompute,
+            min(settings.tokens_per_micro_batch, most) if trains else 0,
+        )
 
-def _parts(config: RunConfig) -> list[_Part]:
+
+def roles(config: RunConfig) -> list[_Part]:
+    """Policy, reference, critic and reward model, as far as the run has them."""
     policy, reward_model = config.policy, config.reward.model
     parts = [_Part("policy", "model.path", config.model.path, policy)]
+    if config.algorithm.needs_reference:
+        path = config.reference.path or config.model.path
+        parts.append(_Part("reference", "reference.path", path, config.reference.settings(policy)))
     if config.uses_critic:
         path = config.critic.path or config.model.path
         parts.append(_Part("critic", "critic.path", path, config.critic.settings(policy), value_head=True))
@@ -65,7 +85,7 @@ def check(config: RunConfig) -> Findings:
     """Everything that is found in a configuration and in the files that it names."""
     findings = validate(config)
     specs: dict[str, ModelSpec] = {}
-    for part in [*_parts(config), *_reference(config)]:
+    for part in roles(config):
         _check_model(findings, config, part, specs)
     policy = specs.get("policy")
     for where in ("critic", "reference"):
@@ -109,20 +129,15 @@ def _check_run_dir(findings: Findings, config: RunConfig) -> None:
     findings.require(usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(str(path))}")
 
 
-def _reference(config: RunConfig) -> list[_Part]:
-    """The reference where it is a model of its own."""
-    if config.reference.path is None or not config.algorithm.needs_reference:
-        return []
-    return [_Part("reference", "reference.path", config.reference.path, config.policy)]
-
-
 def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict[str, ModelSpec]) -> None:
     """Look at the directory of one model; `specs` gets its sizes where it is here."""
     again = part.where != "policy" and part.path == config.model.path
+    if again and part.settings == config.policy and not part.value_head:
+        return
     if Path(part.path).is_dir():
         try:
             specs[part.where] = spec = load_spec(part.path, part.value_head)
-            spec.check_layout(config.layout, part.settings.megatron.pipeline_split)
+            _check_layout(findings, config, part, spec)
             _check_spec(findings, config, part, spec)
             if not again:
                 check_tensor_files(Path(part.path), spec)
@@ -136,11 +151,20 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
 
+def _check_layout(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
+    """Whether the model can be sharded so; a layout of its own is at fault where it cannot."""
+    try:
+        spec.check_layout(part.settings.layout, part.settings.megatron.pipeline_split)
+    except ValueError as error:
+        findings.error(f"{part.where}.backend" if part.where in config.own_layouts else part.key, f": {error}")
+
+
 def _check_spec(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
     """What this model cannot do with its settings."""
-    settings, megatron = part.settings, part.settings.megatron
-    own = findings.at("policy" if part.where == "reference" else part.where).at("megatron")
-    if part.where != "reference":
+    settings, megatron, layout = part.settings, part.settings.megatron, part.settings.layout
+    is_policy_s = part.where == "reference" and config.reference.megatron is None
+    own = findings.at("policy" if is_policy_s else part.where).at("megatron")
+    if not is_policy_s:
         _check_packages(own, config, part.settings)
     trained = part.where != "reward.model"
     if trained and config.max_sequence_tokens > spec.max_positions:
@@ -148,16 +172,20 @@ def _check_spec(findings: Findings, config: RunConfig, part: _Part, spec: ModelS
             "data.max_prompt_tokens + data.max_response_tokens",
             f"= {config.max_sequence_tokens} is more than the {spec.max_positions} positions of the model in {part.key}",
         )
-    if trained and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
+    if (
+        part.where in ("policy", "critic")
+        and megatron.optimizer.get("optimizer_cpu_offload", False)
+        and config.trainer.device == "cpu"
+    ):
         own.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
-    if spec.moe is not None and config.layout.tp > 1 and not settings.sequence_parallel:
+    if spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
         findings.error(
             "policy.sequence_parallel",
             f"must be true for a model with experts ({part.key}) and t > 1: Megatron-Core routes each token once",
         )
     if megatron.transformer_impl == "transformer_engine" and (spec.moe or spec.mla):
         own.error("transformer_impl", f"must be torch for {spec.family}")
-    if megatron.bridge_type != "native" and (spec.moe or megatron.pipeline_split.virtual_stages(config.layout) > 1):
+    if megatron.bridge_type != "native" and (spec.moe or megatron.pipeline_split.virtual_stages(layout) > 1):
         own.error("bridge_type", "must be native for models with experts and for virtual stages")
     if megatron.bridge_type != "native" and part.value_head:
         findings.error(part.key, ": a value head needs megatron.bridge_type: native")
@@ -201,6 +229,7 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
     algorithm, name, critic = config.algorithm, config.algorithm.name, config.critic
     for where, own in (
         ("policy", config.policy),
+        ("reference", config.reference if algorithm.needs_reference else None),
         ("critic", critic if config.uses_critic else None),
         ("reward.model", config.reward.model if config.reward.model.path else None),
     ):
@@ -209,9 +238,9 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         section = findings.at(where)
         if own.megatron is not None:
             own.megatron.options.report_ignored(section, experts=where not in specs or specs[where].moe is not None)
-            if where == "reward.model" and (own.megatron.ddp or own.megatron.optimizer):
-                section.ignore("megatron.ddp and optimizer", "a reward model is not trained")
-        if isinstance(own, RewardModelConfig):
+            if isinstance(own, RewardModelConfig | ReferenceConfig) and (own.megatron.ddp or own.megatron.optimizer):
+                section.ignore("megatron.ddp and optimizer", f"a {where.replace('.', ' ')} is not trained")
+        if isinstance(own, RewardModelConfig | ReferenceConfig):
             continue
         if own.offload is not None and config.trainer.device == "cpu":
             for part in sorted(own.offload.parts):
@@ -226,8 +255,10 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
                 findings.ignore(f"data.{key}", f"{name} does not read it")
-    if config.reference.path and not algorithm.needs_reference:
-        findings.ignore("reference.path", "the KL coefficient is 0")
+    if config.reference != ReferenceConfig() and not algorithm.needs_reference:
+        findings.ignore("reference", "the KL coefficient is 0")
+    if config.reward.model.backend is not None and not config.reward.model.path:
+        findings.ignore("reward.model.backend", "there is no reward model: name it in reward.model.path")
     if not config.uses_critic and critic != CriticConfig():
         findings.ignore("critic", f"{name} has no critic: set algorithm.credit: gae")
     if not algorithm.resolved.dynamic_sampling and (
@@ -255,44 +286,45 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
 
 
 def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
-    algorithm, memory = config.algorithm, memory_of(config, spec)
+    algorithm, memory, where = config.algorithm, memory_of(config, spec), placed(config)
     return [
         f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
-        f"layout {config.layout}: {config.layout.world_size} ranks",
+        *(one.describe() for one in where),
+        *(placement(where) if config.own_layouts else []),
         f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer steps each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
 
 
+def placed(config: RunConfig) -> list[Placed]:
+    """Where each model lies that the run has."""
+    return [Placed(part.where.replace(".", " "), part.settings.layout) for part in roles(config)]
+
+
 def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
     """Memory of the fullest rank of a run with a policy of this spec."""
     on_gpu = on_gpus(config)
-    # A step may have less than a micro-batch would hold.
-    most = config.max_sequence_tokens * -(-config.samples_per_step // config.layout.dp)
-    others = {part.where: part for part in _parts(config)[1:] if Path(part.path).is_dir()}
-    critic, reward_model = others.get("critic"), others.get("reward.model")
+    parts = {part.where: part for part in roles(config)}
+    # A reference that is not here is taken to be as large as the policy.
+    here: dict[str, ModelSpec] = {name: spec for name in ("policy", "reference") if name in parts}
+    for name, part in parts.items():
+        if part.path != config.model.path or part.value_head:
+            here |= {name: load_spec(part.path, part.value_head)} if Path(part.path).is_dir() else {}
+    sharded = {name: parts[name].sharded(config, own) for name, own in here.items()}
     return estimate_memory(
-        spec,
-        config.layout,
+        sharded["policy"],
         dtype=config.policy.dtype,
-        recompute=config.policy.recompute,
-        tokens_per_micro_batch=min(config.policy.tokens_per_micro_batch, most),
-        reference=config.algorithm.needs_reference,
         engine_sequences=config.engine.max_num_seqs if config.may_generate and not config.engine.url else 0,
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
         engine_dtype=config.engine.dtype,
         engine_cache=engine_cache(config, spec),
         engine_sleeps=config.engine.sleep and on_gpu,
         max_sequence_tokens=config.max_sequence_tokens,
-        stages=config.policy.megatron.pipeline_split,
         offload=config.policy.offload.parts if on_gpu else frozenset(),
-        critic=None
-        if critic is None
-        else (load_spec(critic.path, value_head=True), critic.settings.megatron.pipeline_split),
-        critic_offload=frozenset() if critic is None or not on_gpu else critic.settings.offload.parts,
-        reward_model=None
-        if reward_model is None
-        else (load_spec(reward_model.path, value_head=True), reward_model.settings.megatron.pipeline_split),
+        reference=sharded.get("reference"),
+        critic=sharded.get("critic"),
+        critic_offload=parts["critic"].settings.offload.parts if on_gpu and "critic" in parts else frozenset(),
+        reward_model=sharded.get("reward.model"),
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.config.schema import OffloadConfig
+from fivefold.layout import ParallelLayout
 from fivefold.plan.devices import device_of, on_gpus
 from fivefold.plan.memory import Memory
 
@@ -106,35 +108,43 @@ def _settings(config: RunConfig) -> Iterator[Remedy]:
 
 def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
     """Layouts that shard the model further: with the ranks that there are, then with more."""
-    layout = config.layout
-    for factor in (2, 4, 8):
-        if layout.dp % factor == 0:
-            yield from _layout(config, measure, dp=layout.dp // factor, tp=layout.tp * factor)
-    # An engine with a layout of its own has as many ranks as the policy.
-    if config.engine.layout is not None:
+    for where, own in {"policy": config.layout, **config.own_layouts}.items():
+        for factor in (2, 4, 8):
+            if own.dp % factor == 0:
+                yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
+    # An engine and other models with layouts of their own have as many ranks as the policy.
+    if config.engine.layout is not None or config.own_layouts:
         return
+    layout = config.layout
     factor = 2
     while factor <= _MOST_RANKS:
-        yield from _layout(config, measure, tp=layout.tp * factor)
-        yield from _layout(config, measure, pp=layout.pp * factor)
+        yield from _layout(config, measure, "policy", layout, tp=layout.tp * factor)
+        yield from _layout(config, measure, "policy", layout, pp=layout.pp * factor)
         for tensor in (2, 4, 8):
             if factor % tensor == 0 and factor > tensor:
-                yield from _layout(config, measure, tp=layout.tp * tensor, pp=layout.pp * (factor // tensor))
+                yield from _layout(
+                    config, measure, "policy", layout, tp=layout.tp * tensor, pp=layout.pp * (factor // tensor)
+                )
         factor *= 2
 
 
-def _layout(
-    config: RunConfig, measure: Measure, *, dp: int | None = None, tp: int | None = None, pp: int | None = None
-) -> Iterator[Remedy]:
-    own = config.layout
+def _layout(config: RunConfig, measure: Measure, where: str, own: ParallelLayout, **sizes: Any) -> Iterator[Remedy]:
+    """The layout of one model with these sizes instead of its own."""
     try:
-        layout = replace(own, dp=dp or own.dp, tp=tp or own.tp, pp=pp or own.pp)
-        changed = replace(config, policy=replace(config.policy, backend=str(layout)))
+        layout = replace(own, **sizes)
+        changed = _with_backend(config, where, str(layout))
         measure(changed)
     except ValueError:
         # The model cannot be sharded so.
         return
-    yield f"policy.backend: {layout}", changed
+    yield f"{where}.backend: {layout}", changed
+
+
+def _with_backend(config: RunConfig, where: str, backend: str) -> RunConfig:
+    if where == "reward.model":
+        reward = config.reward
+        return replace(config, reward=replace(reward, model=replace(reward.model, backend=backend)))
+    return replace(config, **{where: replace(getattr(config, where), backend=backend)})
 
 
 def _gib(size: float) -> str:

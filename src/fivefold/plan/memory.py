@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.spec import ModelSpec
@@ -34,6 +34,8 @@ class Memory:
     """The critic's parameters, gradients and optimizer state."""
     critic_resident: int = 0
     """What of it stays on the device outside of its turn."""
+    critic_activations: int = 0
+    """What an update of the critic keeps for its backward."""
     reward_model: int = 0
     """Parameters of the reward model."""
     engine_sleeps: bool = True
@@ -56,8 +58,8 @@ class Memory:
 
     @property
     def critic_training(self) -> dict[str, int]:
-        """What is there during an update of the critic; its activations are counted as the policy's."""
-        return {"critic": self.critic, "activations": self.activations} | self._resident
+        """What is there during an update of the critic."""
+        return {"critic": self.critic, "activations": self.critic_activations} | self._resident
 
     @property
     def sampling(self) -> dict[str, int]:
@@ -145,66 +147,92 @@ def activation_bytes_per_token(
     return sum(map(kept, layers)) * dtype_bytes // ranks
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """A model as the ranks of its layout hold it."""
+
+    spec: ModelSpec
+    layout: ParallelLayout
+    stages: PipelineSplit = field(default_factory=PipelineSplit)
+    recompute: str = "none"
+    tokens_per_micro_batch: int = 0
+    """Of whole sequences, of which context-parallel ranks hold a part each; 0 where the model only computes."""
+
+    def held(self, size: int) -> list[Held]:
+        """By a rank of each pipeline stage, in bytes; `size` is that of a number."""
+        layout, tokens, found = self.layout, self.tokens_per_micro_batch, []
+        logits = min(LOGITS_BYTES, 3 * 4 * tokens * self.spec.padded_vocab // (layout.tp * layout.cp))
+        parts = rank_parameters(self.spec, layout, self.stages)
+        for stage, (own, chunks) in enumerate(zip(parts, self.stages.split_layers(self.spec.layers, layout), strict=True)):
+            # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
+            in_flight = float(layout.pp - stage)
+            if len(chunks) > 1:
+                in_flight += (layout.pp - 1) / len(chunks)
+            layers = [layer for chunk in chunks for layer in chunk]
+            each = activation_bytes_per_token(self.spec, layout, size, self.recompute, layers)
+            has_logits = stage == layout.pp - 1 and not self.spec.value_head
+            activations = int(tokens * in_flight * each) + (logits if has_logits else 0)
+            found.append(Held(own.total * size, own.total * 4, _optimizer(own, layout, size), activations))
+        return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one model on one rank."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+
+
 def estimate_memory(
-    spec: ModelSpec,
-    layout: ParallelLayout,
+    policy: Sharded,
     *,
     dtype: str,
-    recompute: str,
-    tokens_per_micro_batch: int,
-    reference: bool,
     engine_sequences: int,
     max_sequence_tokens: int,
     engine_shards: int = 1,
     engine_sleeps: bool = True,
     engine_dtype: str | None = None,
     engine_cache: int | None = None,
-    stages: PipelineSplit | None = None,
     offload: frozenset[str] = frozenset(),
-    critic: tuple[ModelSpec, PipelineSplit] | None = None,
+    reference: Sharded | None = None,
+    critic: Sharded | None = None,
     critic_offload: frozenset[str] = frozenset(),
-    reward_model: tuple[ModelSpec, PipelineSplit] | None = None,
+    reward_model: Sharded | None = None,
 ) -> Memory:
     """Memory of the fullest rank, with the engine next to the policy (0 sequences: no engine), cut in `engine_shards`.
 
-    `engine_cache`: bytes that the engine takes for its cache whatever it needs; as many as its sequences need when left out.
-    Policy and critic take turns, so the activations of one of them, the policy's, are counted.
-
-    `tokens_per_micro_batch` counts whole sequences; context-parallel ranks hold a part of them each.
+    Each model lies on the same ranks by its own layout. `engine_cache`: bytes that the engine takes for its cache whatever
+    it needs; as many as its sequences need when left out.
     """
-    stages = stages or PipelineSplit()
-    size, engine_size = BYTES[dtype], BYTES[engine_dtype or dtype]
-    logits = min(LOGITS_BYTES, 3 * 4 * tokens_per_micro_batch * spec.padded_vocab // (layout.tp * layout.cp))
+    spec, size, engine_size = policy.spec, BYTES[dtype], BYTES[engine_dtype or dtype]
     if engine_cache is None:
         engine_cache = engine_sequences * spec.kv_numbers_per_token * engine_size * max_sequence_tokens // engine_shards
-    critic_state = _states(*critic, layout, size) if critic is not None else {}
-    others = {
-        "critic": sum(critic_state.values()),
-        "critic_resident": sum(part for name, part in critic_state.items() if name not in critic_offload),
-        "reward_model": _states(*reward_model, layout, size)["parameters"] if reward_model is not None else 0,
-    }
-    found = []
-    parts = rank_parameters(spec, layout, stages)
-    for stage, (own, chunks) in enumerate(zip(parts, stages.split_layers(spec.layers, layout), strict=True)):
-        # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
-        in_flight = float(layout.pp - stage)
-        if len(chunks) > 1:
-            in_flight += (layout.pp - 1) / len(chunks)
-        layers = [layer for chunk in chunks for layer in chunk]
-        each = activation_bytes_per_token(spec, layout, size, recompute, layers)
-        activations = int(tokens_per_micro_batch * in_flight * each)
+    models = {"policy": policy, "reference": reference, "critic": critic, "reward_model": reward_model}
+    held = {name: model.held(size) for name, model in models.items() if model is not None}
+    world, found = policy.layout.world_size, []
+    # Between the ranks where a stage of some model begins all hold the same.
+    for rank in sorted({stage * world // len(stages) for stages in held.values() for stage in range(len(stages))}):
+        own = {name: stages[rank * len(stages) // world] for name, stages in held.items()}
+        mine, other = own["policy"], own.get("critic", Held())
+        states = {"parameters": other.parameters, "gradients": other.gradients, "optimizer": other.optimizer}
         found.append(
             Memory(
-                parameters=own.total * size,
-                gradients=own.total * 4,
-                optimizer=_optimizer(own, layout, size),
-                activations=activations + (logits if stage == layout.pp - 1 else 0),
-                reference=own.total * size if reference else 0,
+                parameters=mine.parameters,
+                gradients=mine.gradients,
+                optimizer=mine.optimizer,
+                activations=mine.activations,
+                reference=own.get("reference", Held()).parameters,
                 engine=spec.parameters * engine_size // engine_shards if engine_sequences else 0,
                 cache=max(0, engine_cache) if engine_sequences else 0,
+                critic=sum(states.values()),
+                critic_resident=sum(part for name, part in states.items() if name not in critic_offload),
+                critic_activations=other.activations,
+                reward_model=own.get("reward_model", Held()).parameters,
                 engine_sleeps=engine_sleeps,
                 offload=offload,
-                **others,
             )
         )
     return max(found, key=lambda memory: memory.total)
@@ -214,12 +242,6 @@ def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:
     """Adam's two moments, and the float32 copy of parameters that are not float32, sharded over the replicas."""
     state = 12 if size == 2 else 8
     return own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
-
-
-def _states(spec: ModelSpec, stages: PipelineSplit, layout: ParallelLayout, size: int) -> dict[str, int]:
-    """Parameters, gradients and optimizer state of the fullest rank of another model."""
-    own = max(rank_parameters(spec, layout, stages), key=lambda parts: parts.total)
-    return {"parameters": own.total * size, "gradients": own.total * 4, "optimizer": _optimizer(own, layout, size)}
 
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str) -> int:

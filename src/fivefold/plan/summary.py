@@ -5,8 +5,9 @@ from __future__ import annotations
 from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.check import memory_of
+from fivefold.plan.check import memory_of, placed
 from fivefold.plan.memory import checkpoint_bytes
+from fivefold.plan.placement import placement
 
 
 def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dropped: int, validation: int) -> str:
@@ -21,7 +22,6 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
     kl = f"{chosen.kl.estimator} x {chosen.kl.coef:g} in the {chosen.kl.place}" if chosen.kl.coef else "none"
     correction = "" if chosen.rollout_correction.name == "none" else f", correction {chosen.rollout_correction.name}"
     left_out = f", {dropped} longer than {data.max_prompt_tokens} tokens left out" if dropped else ""
-    ranks = layout.describe_ranks()
     virtual = config.policy.megatron.pipeline_split.virtual_stages(layout)
     sequence = "with" if config.policy.sequence_parallel and layout.tp > 1 else "without"
     lines = [
@@ -31,8 +31,7 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"parallelism) x {layout.cp} context x {layout.pp} pipeline"
         + (f" of {virtual} virtual stages each" if virtual > 1 else ""),
         *_describe_experts(spec, layout),
-        *(f"         {line}" for line in ranks[:8]),
-        *([f"         ... and {len(ranks) - 8} more"] if len(ranks) > 8 else []),
+        *_describe_placement(config),
         *_describe_engine(config),
         f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
         f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
@@ -46,6 +45,13 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"memory   on the fullest rank about: {memory_of(config, spec).describe()}",
     ]
     return "\n".join(lines)
+
+
+def _describe_placement(config: RunConfig) -> list[str]:
+    """Other models' layouts, and who holds what of which."""
+    where = placed(config)
+    others = [one.describe() for one in where[1:] if not one.layout.is_same(config.layout)]
+    return [f"         {line}" for line in [*others, *placement(where)]]
 
 
 def _describe_checkpoints(config: RunConfig, spec: ModelSpec) -> list[str]:
