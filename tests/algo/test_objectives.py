@@ -13,7 +13,7 @@ import torch
 from fivefold.algo import Objective, kl, make_objective
 from fivefold.algo.advantages import AdvantageInputs, make_advantage
 from fivefold.algo.aggregate import AGGREGATES
-from fivefold.algo.correction import Correction, ratio_at
+from fivefold.algo.correction import Correction, beyond_second_moment, ratio_at
 from fivefold.algo.credit import GAE, DiscountedReturn, UniformCredit, before, whiten
 from fivefold.algo.importance_sampling import RATIOS, sequence, sequence_token
 from fivefold.algo.reward_shaping import overlong_penalty, repetition
@@ -23,9 +23,9 @@ from fivefold.algo.values import ValueLoss
 from fivefold.config import methods
 from fivefold.config.findings import Findings
 from fivefold.config.method_rules import check_method
-from fivefold.config.ranges import check_values, within
+from fivefold.config.ranges import OneOf, check_values, within
 from fivefold.config.schema import AlgorithmConfig
-from fivefold.types import TokenBatch
+from fivefold.types import RolloutStats, TokenBatch
 from tests.support import loops
 from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, Alone, as_lists
 
@@ -85,6 +85,31 @@ def test_pass_at_k_rewards_the_best_by_its_lead():
     assert found.tolist() == pytest.approx([0, 0.3, 0, 0, 0])
 
 
+def test_a_baseline_below_the_mean_makes_good_responses_weigh_more():
+    """AsymRE on rewards 1, 0, 0 and a shift of -0.1: the baseline is 1/3 - 0.1."""
+    found = make_advantage("group", "none", -0.1)(scores([1.0, 0, 0, 5.0], [0, 0, 0, 1]))
+    assert found.tolist() == pytest.approx([2 / 3 + 0.1, -1 / 3 + 0.1, -1 / 3 + 0.1, 0.0])
+
+
+def test_the_log_mean_exp_baseline_lies_between_the_mean_and_the_best():
+    """τ log((e^(1/τ) + 1) / 2): 0.6201 at τ = 1; the mean for a large τ, the best for a small one, and no overflow."""
+    for tau, baseline in ((1.0, 0.62011), (1e4, 0.5), (1e-3, 1 - 1e-3 * math.log(2))):
+        found = make_advantage("log_mean_exp", "none", baseline_temperature=tau)(scores([1.0, 0.0]))
+        assert found.tolist() == pytest.approx([1 - baseline, -baseline], abs=1e-4)
+
+
+def test_max_rl_divides_by_the_mean_of_the_group():
+    found = make_advantage("group", "mean")(scores([1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]))
+    assert found.tolist() == pytest.approx([3, -1, -1, -1, 0, 0], rel=1e-5)
+
+
+def test_verl_s_gpg_scales_by_the_rewards_that_are_not_zero():
+    """Of six rewards two are not 0: (1 - 1/2) 6/2 where ours counts the four of groups with variance."""
+    found = make_advantage("nonzero_scaled", "none")(scores([1.0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 2, 2]))
+    assert found.tolist() == pytest.approx([1.5, -1.5, 1.5, -1.5, 0, 0])
+    assert make_advantage("nonzero_scaled", "none")(scores([0.0, 0.0])).tolist() == [0.0, 0.0]
+
+
 def test_remax_compares_with_the_greedy_response():
     assert make_advantage("greedy_baseline", "none")(scores([1.0, 0.0], greedy=[0.25, 0.25])).tolist() == [0.75, -0.25]
 
@@ -95,6 +120,7 @@ def test_remax_compares_with_the_greedy_response():
         (kind, normalize)
         for kind in sorted(methods.ADVANTAGES)
         for normalize in (["none", "group", "batch"] if kind in methods.NORMALIZED else ["none"])
+        + (["mean"] if kind in methods.NORMALIZED_BY_MEAN else [])
     ],
 )
 def test_every_advantage_equals_its_loop(kind, normalize):
@@ -104,9 +130,9 @@ def test_every_advantage_equals_its_loop(kind, normalize):
     rewards[7] = rewards[8] = 0.5
     lengths = [draw.randrange(1, 30) for _ in groups]
     greedy = [draw.random() for _ in groups]
-    found = make_advantage(kind, normalize)(scores(rewards, groups, lengths, greedy))
+    found = make_advantage(kind, normalize, -0.3, 0.4)(scores(rewards, groups, lengths, greedy))
     assert found.tolist() == pytest.approx(
-        loops.advantages(kind, rewards, groups, lengths, normalize, greedy), rel=1e-5, abs=1e-7
+        loops.advantages(kind, rewards, groups, lengths, normalize, greedy, -0.3, 0.4), rel=1e-5, abs=1e-7
     )
 
 
@@ -284,6 +310,81 @@ def test_log_likelihood_is_cross_entropy():
     ).tolist() == [-1.0, -2.0]
 
 
+def test_topr_tapers_bad_responses_only():
+    """Ratios 3, 3 and 0.5: a good token has weight 1, a bad one at most 1; the weight has no gradient."""
+    now = torch.tensor([3.0, 3.0, 0.5]).log().requires_grad_()
+    value = make_surrogate("topr")(now - torch.zeros(3), now, torch.tensor([2.0, -2.0, -2.0]), whole(3))
+    assert value.tolist() == pytest.approx([2 * math.log(3), -2 * math.log(3), -1.0 * math.log(0.5)], rel=1e-5)
+    value.sum().backward()
+    assert now.grad.tolist() == pytest.approx([2.0, -2.0, -1.0], rel=1e-5)
+
+
+def test_opmd_divides_reinforce_by_one_plus_tau():
+    now = torch.tensor([-1.0, -2.0])
+    assert make_surrogate("opmd", tau=3.0)(now, now, torch.tensor([2.0, -1.0]), whole(2)).tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("mode", "good", "bad"),
+    [
+        ("none", [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+        ("one_sided", [1, 1, 1, 0, 0], [0, 0, 1, 1, 1]),
+        ("two_sided", [0, 0, 1, 0, 0], [0, 0, 1, 0, 0]),
+        ("ring", [1, 0, 1, 0, 0], [0, 0, 1, 0, 1]),
+    ],
+)
+def test_rec_leaves_out_tokens_by_their_ratio(mode, good, bad):
+    """Ratios 0.2, 0.6, 1, 1.5, 4 with bounds 0.8 and 1.2 and a ring of 0.4 and 3: what stays has the gradient A."""
+    for advantage, expected in ((2.0, good), (-2.0, bad)):
+        now = torch.tensor([0.2, 0.6, 1.0, 1.5, 4.0]).log().requires_grad_()
+        value = make_surrogate("rec", clip_mode=mode)(now - torch.zeros(5), now, torch.full((5,), advantage), whole(5))
+        value.sum().backward()
+        assert now.grad.tolist() == pytest.approx([advantage * stays for stays in expected], abs=1e-6)
+
+
+def test_rec_s_weights_and_additions_by_hand():
+    """Ratio 1.5, A = 2, log π = -1: weights 1.5 and e^(2/4); the additions 0.1 log π and -0.3 (log 1.5)²."""
+    d, now, advantages = torch.tensor([1.5]).log(), torch.tensor([-1.0]), torch.tensor([2.0])
+    square = math.log(1.5) ** 2
+    for choices, expected in (
+        ({}, -2.0),
+        ({"token_weight": "ratio"}, -3.0),
+        ({"token_weight": "advantage", "weight_temperature": 4.0}, -2 * math.exp(0.5)),
+        ({"likelihood_coef": 0.1}, -2.1),
+        ({"proximal_coef": 0.3}, -2.0 - 0.3 * square),
+        # What is left out keeps the additions.
+        ({"clip_mode": "two_sided", "likelihood_coef": 0.1, "proximal_coef": 0.3}, -0.1 - 0.3 * square),
+    ):
+        found = make_surrogate("rec", **{"clip_mode": "none", **choices})(d, now, advantages, whole(1))
+        assert found.tolist() == pytest.approx([expected], rel=1e-5), choices
+
+
+def test_sppo_and_rollout_is_are_rec_with_other_bounds():
+    """sPPO (Trinity): A log ρ within [1/(1 + ε), 1 + ε]; rollout_is (SkyRL): sg(ρ) A log π within [1 - ε, 1 + ε], else 0."""
+    now = torch.tensor([0.65, 0.8, 1.2, 1.4]).log().requires_grad_()
+    advantages, e = torch.tensor([1.0, -2.0, 1.0, -2.0]), 0.3
+    ours = make_surrogate("rec", clip_mode="two_sided", clip_low=e / (1 + e), clip_high=e)
+    ours(now, now, advantages, whole(4)).sum().backward()
+    x = now.detach().clone().requires_grad_()
+    rho = x.exp().detach()
+    (advantages * x * ((rho >= 1 / (1 + e)) & (rho <= 1 + e))).sum().backward()
+    assert torch.allclose(now.grad, x.grad) and x.grad.tolist() == [0.0, -2.0, 1.0, 0.0]
+    weighted = make_surrogate("rec", clip_mode="two_sided", clip_low=e, clip_high=e, token_weight="ratio")
+    expected = torch.where((rho > 1 - e) & (rho < 1 + e), rho, 0.0) * advantages * now.detach()
+    assert torch.allclose(weighted(now, now, advantages, whole(4)).detach(), expected)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_looks_at_probabilities_and_not_at_ratios(divergence):
+    """A rare token whose probability went from 1e-4 to 1e-3 stays; one from 0.3 to 0.7 goes, unless it moves back."""
+    now = torch.tensor([1e-3, 0.7, 0.7, 0.2, 0.2]).log().requires_grad_()
+    old = torch.tensor([1e-4, 0.3, 0.3, 0.7, 0.7]).log()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
+    value = make_surrogate("dppo", divergence=divergence, ratio_cap=2.0)(now - old, now, advantages, whole(5))
+    value.sum().backward()
+    assert now.grad.tolist() == pytest.approx([2.0, 0.0, -2.0, 0.0, 2 / 7], rel=1e-4)
+
+
 def test_covariance_chooses_tokens_over_the_whole_update():
     """Covariances 3.5·1.5, ...: kl-cov takes the largest, clip-cov random ones of those between its bounds."""
     logprobs = torch.tensor([-4.0, -0.1, -0.2, -3.0, -0.5, -0.4])
@@ -429,6 +530,45 @@ def test_responses_that_were_cut_off_can_be_left_out_of_loss_and_denominator():
     assert weights.tolist() == pytest.approx([1 / 7, 0, 1 / 7])
 
 
+def difficulty_stats(rewards, finished) -> RolloutStats:
+    """Three prompts of two responses, of 2 and 4 tokens each."""
+    ones = torch.ones(6, dtype=torch.long)
+    lengths = torch.tensor([2, 4] * 3)
+    return RolloutStats(
+        group_N=torch.tensor([0, 0, 1, 1, 2, 2]), rewards_N=torch.tensor(rewards, dtype=torch.float64), response_lengths_N=lengths,
+        prompt_lengths_N=ones, lengths_N=lengths + 1, finished_N=torch.tensor(finished), correct_N=ones.bool(), repetition_N=ones.double(),
+        version_N=ones, versions_differ=False, rank_N=0 * ones, minibatch_N=0 * ones, owner_N=0 * ones, max_response_tokens=8,
+        has_logprobs=True,
+    )  # fmt: skip
+
+
+def test_prompts_that_are_too_easy_or_too_hard_carry_no_loss_and_no_share_of_the_denominator():
+    """Means 0, 0.5 and 1 against bounds 0.1 and 0.95; with the overlong filter the second response of the second prompt goes too."""
+    stats = difficulty_stats([0, 0, 1, 0, 1, 1], [True, True, True, False, True, True])
+    objective = make_objective("dapo", difficulty_low=0.1, difficulty_high=0.95)
+    assert objective.kept(stats).tolist() == [False, False, True, True, False, False]
+    weights = objective.loss_weights(stats.response_lengths_N, 8, objective.kept(stats))
+    assert weights.tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 0, 0])
+    both = make_objective("dapo", difficulty_low=0.1, difficulty_high=0.95, overlong_filter=True)
+    assert both.kept(stats).tolist() == [False, False, True, False, False, False]
+    assert make_objective("dapo", difficulty_high=0.95).kept(stats).tolist() == [True] * 4 + [False] * 2
+    # A mean on a bound is out, as in ROLL.
+    assert make_objective("dapo", difficulty_low=0.5).kept(stats).tolist() == [False] * 4 + [True] * 2
+    assert make_objective("dapo").kept(stats) is None
+
+
+def test_whitening_looks_at_responses_that_carry_loss_only():
+    batch = make_batch()
+    given = scores([5.0, -3.0, 1.0], [0, 1, 2])
+    objective = make_objective("ppo", credit="response", overlong_filter=True)
+    found, _ = objective.advantages(
+        batch, given, torch.ones(3, dtype=torch.bool), Alone(), torch.tensor([True, False, True])
+    )
+    values = [5.0] * 3 + [1.0] * 3
+    mean, std = statistics.fmean(values), math.sqrt(statistics.variance(values) + 1e-8)
+    assert found[[4, 8, 14]].tolist() == pytest.approx([(5 - mean) / std, 0.0, (1 - mean) / std], rel=1e-5)
+
+
 def test_advantages_are_kept_within_their_bound():
     batch = make_batch()
     given = scores([5.0, -3.0, 0.0], [0, 1, 2])
@@ -467,6 +607,13 @@ def test_correction_weights_by_hand():
     assert weights(weight="geometric")[0] == [0.6 ** (1 / 3)] * 3
     assert weights(reject="token", reject_low=0.5, reject_high=2.0)[1] == [False, True, False]
     assert weights(reject="geometric", reject_low=0.9, reject_high=1.1)[1] == [False] * 3
+    assert weights(reject_divergence={"token_k2": 1.0})[1] == [True, True, False]
+    assert weights(reject="token", reject_low=0.05, reject_high=2.0, reject_divergence={"max_k2": 2.7})[1] == [
+        False,
+        True,
+        True,
+    ]
+    assert weights(reject="token", reject_low=0.05, reject_high=2.0, reject_divergence={"max_k2": 2.6})[1] == [False] * 3
     assert float(ratio_at("sequence", gap, samples)[0]) == pytest.approx(0.6, rel=1e-5)
 
 
@@ -511,6 +658,31 @@ def test_the_metrics_of_correction():
     ess = sum(weights) ** 2 / (n * sum(w * w for w in weights))
     assert metrics["rollout_correction/effective_sample_size"] == pytest.approx(ess, rel=1e-5)
     assert float(out.maxima["rollout_correction/ratio_max"]) == pytest.approx(max(ratios), rel=1e-5)
+
+
+def test_the_fewest_far_tokens_go_until_the_second_moment_is_below_its_bound():
+    """Distances 0.1, -2, 0.5, 1 with mean squares 1.315, then 0.42 without the 2, then 0.13 without the 1."""
+    gaps = torch.tensor([0.1, -2.0, 0.5, 1.0])
+    for bound, expected in ((2.0, []), (1.0, [1]), (0.2, [1, 3]), (0.01001, [1, 2, 3]), (1e-9, [1, 2, 3])):
+        found = beyond_second_moment(gaps, bound)
+        assert found.nonzero()[:, 0].tolist() == expected, bound
+        assert found.tolist() == loops.beyond_second_moment(gaps.tolist(), bound)
+    draw = torch.randn(200, generator=torch.Generator().manual_seed(3))
+    assert beyond_second_moment(draw, 0.3).tolist() == loops.beyond_second_moment(draw.tolist(), 0.3)
+    assert beyond_second_moment(torch.zeros(0), 0.3).tolist() == []
+
+
+@pytest.mark.parametrize("name", [name for name in methods.DIVERGENCES if name != methods.SECOND_MOMENT])
+def test_every_divergence_rejects_what_its_loop_rejects(name):
+    batch = make_batch()
+    chosen = methods.CorrectionConfig(weight="none", reject="none", reject_divergence={name: 0.08})
+    difference = (batch.old_logprobs_T - batch.rollout_logprobs_T) * batch.loss_mask_T
+    _, kept = Correction(reject_divergence={name: 0.08})(difference, Segments.of(batch))
+    found = []
+    for sample in as_lists(batch):
+        gaps = [a - b for a, b in zip(sample["old"], sample["engine"], strict=True)]
+        found += loops.correction(chosen, gaps, sample["marked"])[1]
+    assert kept[batch.loss_mask_T].tolist() == found and len(set(found)) == 2
 
 
 # --- the loss as a whole ---------------------------------------------------------------------------------------------
@@ -593,10 +765,25 @@ def test_kl_and_entropy_may_be_weighted_in_another_way_than_the_surrogate(penalt
         assert torch.allclose(now.grad.double(), x.grad, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(methods.METHODS))
+OTHER_FORMS = {
+    "kl times the ratio": ("grpo", {"kl": methods.KLConfig(estimator="k3", coef=0.3, ratio_weighted=True)}),
+    "kl times the ratio of the sequence": ("gspo", {"kl": methods.KLConfig(estimator="k3", coef=0.3, ratio_weighted=True)}),
+    "rec ring": ("rec", {"clip_mode": "ring", "ring_low": 0.3, "ring_high": 0.4, "proximal_coef": 0.2, "likelihood_coef": 0.1}),
+    "rec two-sided by sequence": ("rec", {"clip_mode": "two_sided", "importance_sampling_level": "sequence", "token_weight": "ratio", "clip_low": 0.4, "clip_high": 0.3}),
+    "rec by advantage": ("rec", {"clip_mode": "none", "token_weight": "advantage", "weight_temperature": 0.7}),
+    "dppo by kl": ("dppo", {"divergence": "kl", "clip_low": 0.02, "clip_high": 0.05, "ratio_cap": 1.1}),
+    "dppo by tv": ("dppo", {"clip_low": 0.1, "clip_high": 0.15}),
+    "several divergences": ("cispo", {"rollout_correction": methods.CorrectionConfig(
+        reject="token", reject_low=0.6, reject_high=1.6, reject_divergence={"max_k2": 0.3, "token_k3": 0.1, "mean_k3": 0.2, "sum_k2": 0.5})}),
+    "second moment": ("cispo", {"rollout_correction": methods.CorrectionConfig(name="tis", reject_divergence={"second_moment": 0.1})}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*sorted(methods.METHODS), *OTHER_FORMS])
 def test_every_method_and_its_gradient_equal_the_loop(name):
-    resolved = methods.resolve(name)
-    objective = Objective.of(resolved)
+    name, choices = OTHER_FORMS.get(name, (name, {}))
+    resolved = methods.resolve(name, given(**choices))
+    objective = make_objective(name, **choices)
     batch = make_batch(4)
     responses = torch.tensor([3, 3, 3, 2])
     batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(responses, 8))
@@ -709,8 +896,13 @@ def test_the_parameters_in_a_surrogate_s_row_are_the_fields_of_its_class():
             own -= {"dual_clip"}
         assert own == set(row.parameters), name
         for key, parameter in row.parameters.items():
-            assert parameter.default is None or parameter.default in parameter.range, (name, key)
-            assert make_surrogate(name, **{key: 0.25}) != make_surrogate(name), (name, key)
+            assert parameter.default is None or parameter.range.fault(parameter.default) is None, (name, key)
+            others = parameter.range.names if isinstance(parameter.range, OneOf) else [0.25]
+            assert all(
+                make_surrogate(name, **{key: other}) != make_surrogate(name)
+                for other in others
+                if other != parameter.default
+            )
 
 
 def test_a_row_with_a_new_parameter_is_checked_and_resolved_without_a_branch(monkeypatch):
@@ -778,6 +970,23 @@ def test_a_number_that_is_not_finite_is_refused(number):
             "leave weight and reject none",
         ),
         ("grpo", {"rollout_correction": methods.CorrectionConfig(name="tis", low=3.0)}, "0 <= low < high"),
+        (
+            "grpo",
+            {"rollout_correction": methods.CorrectionConfig(reject_divergence={"token_k4": 1.0})},
+            "must be one of token_k2",
+        ),
+        (
+            "kl_cov",
+            {"rollout_correction": methods.CorrectionConfig(reject_divergence={"second_moment": 1.0})},
+            "and so does kl_cov",
+        ),
+        ("rec", {"clip_mode": "both"}, "clip_mode must be one of none, one_sided"),
+        ("rec", {"importance_sampling_level": "sequence", "proximal_coef": 0.1}, "squared log-ratio of each token"),
+        ("grpo", {"normalize": "mean", "advantage": "leave_one_out"}, "mean belongs to advantages group"),
+        ("rloo", {"baseline_shift": 0.1}, "baseline_shift belongs to advantage group: got leave_one_out"),
+        ("grpo", {"difficulty_low": 0.9, "difficulty_high": 0.1}, "difficulty_low < difficulty_high"),
+        ("rloo", {"kl": methods.KLConfig(coef=0.1, ratio_weighted=True)}, "with which log_likelihood does not compare"),
+        ("reinforce_plus_plus", {"kl": methods.KLConfig(ratio_weighted=True)}, "belongs to place: loss"),
         (
             "rloo",
             {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="engine")},

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 
-def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list[int], normalize="none", greedy=None):
+def advantages(
+    kind: str, rewards: list[float], groups: list[int], lengths: list[int], normalize="none", greedy=None, shift=0.0, tau=1.0
+):
     """One number a sample."""
     found = []
     informative = sum(len({r for r, g in zip(rewards, groups, strict=True) if g == own}) > 1 for own in groups)
@@ -20,7 +22,7 @@ def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list
         if kind == "reward":
             value = r
         elif kind == "group":
-            value = r - statistics.fmean(inside)
+            value = r - (statistics.fmean(inside) + shift) if others else 0.0
         elif kind == "leave_one_out":
             value = r - statistics.fmean(others) if others else 0.0
         elif kind == "length_weighted":
@@ -28,6 +30,10 @@ def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list
             value = r - sum(rewards[j] * lengths[j] for j in members) / max(total, 1)
         elif kind == "group_scaled":
             value = (r - statistics.fmean(inside)) * len(rewards) / max(informative, 1)
+        elif kind == "nonzero_scaled":
+            value = (r - statistics.fmean(inside)) * len(rewards) / max(sum(x != 0 for x in rewards), 1)
+        elif kind == "log_mean_exp":
+            value = r - tau * math.log(sum(math.exp(x / tau) for x in inside) / len(inside))
         elif kind == "greedy_baseline":
             value = r - greedy[i]
         elif kind == "pass_at_k":
@@ -35,7 +41,9 @@ def advantages(kind: str, rewards: list[float], groups: list[int], lengths: list
             value = best - sorted(inside)[-2] if i == members[inside.index(best)] and len(inside) > 1 else 0.0
         compared = inside if normalize == "group" else rewards
         std = statistics.stdev(compared) if len(compared) > 1 else 0.0
-        if normalize != "none" and not (kind == "leave_one_out" and std == 0):
+        if normalize == "mean":
+            value /= statistics.fmean(inside) + 1e-6
+        elif normalize != "none" and not (kind == "leave_one_out" and std == 0):
             value /= std + 1e-6
         found.append(value)
     return found
@@ -115,11 +123,44 @@ def surrogate(chosen: Any, now: list, ratios: list, advantage: list[float], mark
             value = 4 / tau * torch.sigmoid(tau * (rho - 1)) * a
         elif name == "log_likelihood":
             value = a * logp
+        elif name == "opmd":
+            value = a * logp / (1 + (1.0 if chosen.tau is None else chosen.tau))
+        elif name == "topr":
+            value = a * logp if a > 0 else min(float(rho), 1.0) * a * logp
+        elif name == "dppo":
+            p, q = math.exp(float(logp)), math.exp(float(logp) - float(d))
+            far = p - q if p > q else q - p
+            if chosen.divergence == "kl":
+                far = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            gone = far > high and p > q if a > 0 else far > low and p < q
+            cap = math.inf if chosen.ratio_cap is None else chosen.ratio_cap
+            value = logp * 0 if gone else min(float(rho), cap) * a * logp
+        elif name == "rec":
+            value = rec(chosen, logp, d, float(rho), a)
         found.append(value)
     return found
 
 
-def correction(chosen: Any, gaps: list[float]) -> tuple[list[float], list[bool]]:
+def rec(chosen: Any, logp, d, rho: float, a: float):
+    """REINFORCE on one token, with the mask, weight and additions that are asked for."""
+    mode = chosen.clip_mode or "one_sided"
+    low, high = (0.2 if bound is None else bound for bound in (chosen.clip_low, chosen.clip_high))
+    inside = 1 - low <= rho <= 1 + high
+    if mode == "none":
+        stays = True
+    elif mode == "two_sided":
+        stays = inside
+    elif mode == "one_sided":
+        stays = (a >= 0 and rho <= 1 + high) or (a <= 0 and rho >= 1 - low)
+    else:
+        far_low, far_high = (x if y is None else y for x, y in ((0.6, chosen.ring_low), (2.0, chosen.ring_high)))
+        stays = inside or (a >= 0 and rho <= 1 - far_low) or (a <= 0 and rho >= 1 + far_high)
+    weight = {"none": 1.0, "ratio": rho, "advantage": math.exp(a / (chosen.weight_temperature or 1.0))}
+    value = weight[chosen.token_weight or "none"] * a * logp if stays else logp * 0
+    return value + (chosen.likelihood_coef or 0.0) * logp - (chosen.proximal_coef or 0.0) * d * d
+
+
+def correction(chosen: Any, gaps: list[float], marked: list[bool]) -> tuple[list[float], list[bool]]:
     """(weight, kept) of the tokens of one response from log trainer - log engine."""
     levels = {
         "token": [math.exp(g) for g in gaps],
@@ -134,7 +175,25 @@ def correction(chosen: Any, gaps: list[float]) -> tuple[list[float], list[bool]]
             weights.append(w if inside else 0.0 if chosen.outside == "mask" else min(max(w, chosen.low), chosen.high))
     if chosen.reject != "none":
         kept = [chosen.reject_low <= w <= chosen.reject_high for w in levels[chosen.reject]]
+    for name, bound in (chosen.reject_divergence or {}).items():
+        if name == "second_moment":
+            kept = [stays and not mark for stays, mark in zip(kept, marked, strict=True)]
+            continue
+        over, kind = name.split("_")
+        values = [g * g / 2 if kind == "k2" else math.exp(g) - 1 - g for g in gaps]
+        if over != "token":
+            whole = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[over]
+            values = [whole] * len(values)
+        kept = [stays and value <= bound for stays, value in zip(kept, values, strict=True)]
     return weights, kept
+
+
+def beyond_second_moment(gaps: list[float], bound: float) -> list[bool]:
+    """Which tokens go, one after the other from the farthest, until the mean square of the rest is below the bound."""
+    left = sorted(range(len(gaps)), key=lambda t: -(gaps[t] ** 2))
+    while len(left) > 1 and sum(gaps[t] ** 2 for t in left) / len(left) >= bound:
+        left.pop(0)
+    return [t not in left for t in range(len(gaps))]
 
 
 def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batches: list[list[int]] | None = None):
@@ -157,7 +216,7 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
         ratios = log_ratios(chosen.importance_sampling_level, sample["now"], old)
         gains = surrogate(chosen, sample["now"], ratios, sample["advantage"], sample["marked"])
         gaps = [float(a) - float(b) for a, b in zip(sample["old"], sample["engine"], strict=True)]
-        weights, kept = correction(chosen.rollout_correction, gaps)
+        weights, kept = correction(chosen.rollout_correction, gaps, sample["marked"])
         for t, gain in enumerate(gains):
             shares = []
             for aggregate in (chosen.aggregate, chosen.penalty_aggregate):
@@ -168,6 +227,7 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
                     shares.append(token_weight(aggregate, number, lengths, longest))
             penalty = -chosen.entropy_coef * sample["entropy"][t]
             if chosen.kl.coef and chosen.kl.place == "loss":
-                penalty = penalty + chosen.kl.coef * kl(chosen.kl.estimator, sample["now"][t], sample["ref"][t])
+                own = chosen.kl.coef * kl(chosen.kl.estimator, sample["now"][t], sample["ref"][t])
+                penalty = penalty + (own * torch.exp(ratios[t]) if chosen.kl.ratio_weighted else own)
             total = total + (penalty * shares[1] - gain * weights[t] * shares[0]) * kept[t]
     return total

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from fivefold.algo.objective import make_objective
-from fivefold.config.methods import KLConfig
+from fivefold.config.methods import CorrectionConfig, KLConfig
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
-from fivefold.trainer.minibatches import MiniBatches
+from fivefold.trainer.minibatches import MiniBatches, select_tokens
 from tests.rollout.test_packing import PLAN, make_groups
+from tests.support import loops
 
 SIZES = [4, 1, 3, 4, 2, 4]
 
@@ -43,6 +44,38 @@ def test_kl_and_surrogate_have_the_denominators_of_the_whole_update(cluster, lay
         tokens, samples = sum(length for length, *_ in rows), len(rows)
         for length, surrogate, penalty in rows:
             assert surrogate == pytest.approx([1 / tokens]) and penalty == pytest.approx([1 / (samples * length)])
+
+
+def left_out(mesh, bound: float):
+    """Of each optimizer step: (row, log trainer - log engine, left out) of this replica's response tokens."""
+    chosen = CorrectionConfig(reject_divergence={"second_moment": bound})
+    objective = make_objective("grpo", rollout_correction=chosen)
+    own = make_groups(SIZES) if mesh.ranks.rank == 0 else []
+    stats = gather_stats(own, mesh.ranks, PLAN)
+    batch = pack(own, stats, mesh.ranks, PLAN)
+    assert "old_logprobs_T" in objective.needs(1)
+    # By the token's own log-prob, so that it is the same on whatever replica it is.
+    batch.old_logprobs_T = batch.rollout_logprobs_T + 3 * torch.sin(40 * batch.rollout_logprobs_T) * batch.loss_mask_T
+    found = []
+    for mini in MiniBatches(objective)(batch, stats):
+        part = select_tokens(mini, objective, None, mesh.ranks, 0)
+        gaps_T = part.old_logprobs_T - part.rollout_logprobs_T
+        for place, row in enumerate(part.sample_index_N):
+            own_T = [int(t) for t in part.token_index([place]) if part.loss_mask_T[t]]
+            found.append((mini.number, row, gaps_T[own_T].tolist(), part.selected_T[own_T].tolist()))
+    return found
+
+
+def test_the_tokens_that_are_left_out_are_those_of_the_whole_update_on_every_layout(cluster):
+    rows = {
+        layout: [row for replica in cluster.run(left_out, f"megatron:{layout}", 1.5) for row in replica]
+        for layout in ("d1", "d2")
+    }
+    assert sorted(rows["d2"]) == sorted(rows["d1"])
+    for update in range(PLAN.updates_per_step):
+        own = sorted(row for row in rows["d1"] if row[0] == update)
+        gaps, gone = ([x for row in own for x in row[column]] for column in (2, 3))
+        assert gone == loops.beyond_second_moment(gaps, 1.5) and 0 < sum(gone) < len(gone) - 1
 
 
 def test_one_aggregation_is_one_set_of_weights(cluster):

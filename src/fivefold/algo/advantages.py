@@ -26,6 +26,12 @@ class AdvantageInputs:
         groups = int(self.group_N.max()) + 1 if len(self.group_N) else 0
         return torch.zeros(groups).double().index_add(0, self.group_N, values_N.double())[self.group_N]
 
+    def group_extremes(self, kind: str) -> Tensor:
+        """The largest (amax) or smallest (amin) reward of its group, for each sample, in float64."""
+        empty = torch.zeros(int(self.group_N.max()) + 1 if len(self.group_N) else 0).double()
+        found = empty.scatter_reduce(0, self.group_N, self.rewards_N.double(), kind, include_self=False)
+        return found[self.group_N]
+
     @property
     def count_N(self) -> Tensor:
         """Samples of its group, for each sample."""
@@ -35,8 +41,11 @@ class AdvantageInputs:
     def centred_N(self) -> Tensor:
         return self.rewards_N.double() - self.group_sums(self.rewards_N) / self.count_N
 
-    def std_N(self, over: str) -> Tensor:
-        """The unbiased standard deviation of the rewards in the group of each sample, or in the whole step."""
+    def scale_N(self, over: str) -> Tensor:
+        """The unbiased standard deviation of the rewards in the group of each sample or in the whole step, or their mean
+        in the group."""
+        if over == "mean":
+            return self.group_sums(self.rewards_N) / self.count_N
         if over == "batch":
             one = self.rewards_N.double().std() if len(self.rewards_N) > 1 else torch.zeros(())
             return one.expand(len(self.rewards_N))
@@ -55,13 +64,30 @@ class GroupNorm:
     """
 
     normalize: str = "group"
-    """`none` leaves the division out: Dr. GRPO (2503.20783) equation 2; `batch` takes the std of all rewards of the step."""
+    """`none` leaves the division out: Dr. GRPO (2503.20783) equation 2; `batch` takes the std of all rewards of the step;
+    `mean` divides by the mean of the group instead: MaxRL (2602.02710)."""
+    shift: float = 0.0
+    """Added to the mean: AsymRE (2506.20520) takes it below 0."""
     eps: float = 1e-6
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        advantages_N = inputs.centred_N - self.shift * (inputs.count_N > 1)
         if self.normalize == "none":
-            return inputs.centred_N.float()
-        return (inputs.centred_N / (inputs.std_N(self.normalize) + self.eps)).float()
+            return advantages_N.float()
+        return (advantages_N / (inputs.scale_N(self.normalize) + self.eps)).float()
+
+
+@dataclass(frozen=True)
+class LogMeanExp:
+    """r - τ log mean e^(r / τ) of its group: OPMD with the exact baseline (Trinity-RFT, 2505.17826). One alone gives 0."""
+
+    temperature: float = 1.0
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        # e^((r - r_max) / τ) cannot overflow.
+        best_N = inputs.group_extremes("amax")
+        mean_N = inputs.group_sums(((inputs.rewards_N - best_N) / self.temperature).exp()) / inputs.count_N
+        return (inputs.rewards_N - best_N - self.temperature * mean_N.log()).float()
 
 
 @dataclass(frozen=True)
@@ -79,7 +105,7 @@ class LeaveOneOut:
         advantages_N = inputs.centred_N * inputs.count_N / (inputs.count_N - 1).clamp(min=1)
         if self.normalize == "none":
             return advantages_N.float()
-        std_N = inputs.std_N(self.normalize)
+        std_N = inputs.scale_N(self.normalize)
         return torch.where(std_N > 0, advantages_N / (std_N + self.eps), advantages_N).float()
 
 
@@ -98,7 +124,7 @@ class PassAtK:
                 best = inputs.rewards_N[members].double().topk(2)
                 advantages_N[members[best.indices[0]]] = best.values[0] - best.values[1]
         if self.normalize != "none":
-            advantages_N = advantages_N / (inputs.std_N(self.normalize) + self.eps)
+            advantages_N = advantages_N / (inputs.scale_N(self.normalize) + self.eps)
         return advantages_N.float()
 
 
@@ -110,14 +136,14 @@ def length_weighted(inputs: AdvantageInputs) -> Tensor:
 
 def group_scaled(inputs: AdvantageInputs) -> Tensor:
     """(r - mean of its group) · samples / samples whose group is not all alike: GPG (2504.02546)."""
-
-    def extreme(kind: str) -> Tensor:
-        empty = torch.zeros(int(inputs.group_N.max()) + 1).double()
-        return empty.scatter_reduce(0, inputs.group_N, inputs.rewards_N.double(), kind, include_self=False)[inputs.group_N]
-
     # Not compared with the mean, which is rounded: equal rewards need not be equal to it.
-    told_N = extreme("amax") != extreme("amin")
+    told_N = inputs.group_extremes("amax") != inputs.group_extremes("amin")
     return (inputs.centred_N * len(inputs.rewards_N) / told_N.sum().clamp(min=1)).float()
+
+
+def nonzero_scaled(inputs: AdvantageInputs) -> Tensor:
+    """(r - mean of its group) · samples / samples whose reward is not 0: what verl calls GPG (core_algos.py)."""
+    return (inputs.centred_N * len(inputs.rewards_N) / (inputs.rewards_N != 0).sum().clamp(min=1)).float()
 
 
 def greedy_baseline(inputs: AdvantageInputs) -> Tensor:
@@ -131,15 +157,19 @@ def reward(inputs: AdvantageInputs) -> Tensor:
     return inputs.rewards_N.float()
 
 
-def make_advantage(name: str, normalize: str) -> Advantage:
-    """The advantage of this name."""
+def make_advantage(
+    name: str, normalize: str, baseline_shift: float | None = None, baseline_temperature: float | None = None
+) -> Advantage:
+    """The advantage of this name; numbers left out are its own."""
     kinds: dict[str, Advantage] = {
         "reward": reward,
-        "group": GroupNorm(normalize),
+        "group": GroupNorm(normalize, baseline_shift or 0.0),
         "leave_one_out": LeaveOneOut(normalize),
         "pass_at_k": PassAtK(normalize),
         "length_weighted": length_weighted,
         "group_scaled": group_scaled,
         "greedy_baseline": greedy_baseline,
+        "log_mean_exp": LogMeanExp(baseline_temperature or 1.0),
+        "nonzero_scaled": nonzero_scaled,
     }
     return kinds[name]

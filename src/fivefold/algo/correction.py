@@ -7,13 +7,14 @@ Truncated importance sampling (TIS): Yao et al., "Your Efficient RL Framework Se
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fivefold.algo.segments import Segments
+from fivefold.config.methods import SECOND_MOMENT
 
 Level = Callable[[Tensor, Segments], Tensor]
 """log trainer - log engine of each token, samples -> the ratio that a token is weighted by."""
@@ -31,10 +32,17 @@ class Correction:
     reject: str = "none"
     reject_low: float = 0.0
     reject_high: float = 2.0
+    reject_divergence: Mapping[str, float] = field(default_factory=dict)
+    """Statistic -> its upper bound."""
 
     @property
     def is_active(self) -> bool:
-        return self.weight != "none" or self.reject != "none"
+        return self.weight != "none" or self.reject != "none" or bool(self.reject_divergence)
+
+    @property
+    def second_moment(self) -> float | None:
+        """Bound of the mean of (log trainer - log engine)² over the tokens that are kept of an update."""
+        return self.reject_divergence.get(SECOND_MOMENT)
 
     def __call__(self, log_ratio_T: Tensor, samples: Segments) -> tuple[Tensor, Tensor]:
         """(weight_T of the surrogate, kept_T) from log trainer - log engine; neither has a gradient.
@@ -51,11 +59,18 @@ class Correction:
         if self.reject != "none":
             raw_T = ratio_at(self.reject, log_ratio_T, samples)
             kept_T = (raw_T >= self.reject_low) & (raw_T <= self.reject_high)
+        for name, bound in self.reject_divergence.items():
+            if name == SECOND_MOMENT:
+                assert samples.selected_T is not None
+                kept_T = kept_T & ~samples.selected_T
+            else:
+                kept_T = kept_T & (divergence(name, log_ratio_T, samples) <= bound)
         return weight_T, kept_T
 
     def metrics(self, log_ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor, samples: Segments) -> dict[str, Tensor]:
         """Numbers a token, of which the mean over tokens is reported."""
-        raw_T = ratio_at(self.reject if self.weight == "none" else self.weight, log_ratio_T, samples)
+        level = next((each for each in (self.weight, self.reject) if each != "none"), "token")
+        raw_T = ratio_at(level, log_ratio_T, samples)
         final_T = weight_T * kept_T
         return {
             "rollout_correction/ratio_mean": raw_T,
@@ -66,6 +81,30 @@ class Correction:
             "rollout_correction/masked_fraction": (weight_T == 0).float(),
             "rollout_correction/rejected_fraction": (~kept_T).float(),
         }
+
+
+def divergence(name: str, log_ratio_T: Tensor, samples: Segments) -> Tensor:
+    """[T] k2 or k3 of each token, or their sum, mean or largest value in its response, by a row of DIVERGENCES."""
+    over, _, estimator = name.partition("_")
+    bounded_T = log_ratio_T.clamp(-20, 20)
+    value_T = bounded_T.square() / 2 if estimator == "k2" else bounded_T.expm1() - bounded_T
+    if over == "token":
+        return value_T
+    return {"sum": samples.sums, "mean": samples.means, "max": samples.maxima}[over](value_T)[samples.sample_T]
+
+
+def beyond_second_moment(log_ratio_S: Tensor, bound: float) -> Tensor:
+    """[S] the fewest tokens, of the largest (log ratio)², without which its mean is below `bound`: M2PO (2510.01161).
+
+    One token is kept at least.
+    """
+    square_S, order_S = log_ratio_S.double().square().sort(descending=True, stable=True)
+    rest_S = square_S.flip(0).cumsum(0).flip(0) / torch.arange(len(square_S), 0, -1)
+    below = (rest_S < bound).nonzero()
+    count = int(below[0]) if len(below) else max(len(square_S) - 1, 0)
+    found_S = torch.zeros(len(square_S), dtype=torch.bool)
+    found_S[order_S[:count]] = True
+    return found_S
 
 
 def ratio_at(level: str | Level, log_ratio_T: Tensor, samples: Segments) -> Tensor:

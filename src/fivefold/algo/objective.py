@@ -18,7 +18,7 @@ from fivefold.algo.credit import Credit, UserCredit, make_credit, whiten
 from fivefold.algo.importance_sampling import RATIOS, Ratio
 from fivefold.algo.reward_shaping import overlong_penalty
 from fivefold.algo.segments import Segments
-from fivefold.algo.surrogates import Surrogate, TokenSelector, UserSurrogate, make_surrogate
+from fivefold.algo.surrogates import Surrogate, TokenSelector, UserSurrogate, make_surrogate, ratio
 from fivefold.config import methods
 from fivefold.config.findings import Findings
 from fivefold.config.method_rules import check_method
@@ -60,6 +60,8 @@ class Objective:
     kl_in_reward: bool = False
     kl_target: float | None = None
     kl_horizon: int = 10000
+    kl_ratio_weighted: bool = False
+    """The penalty of a token is multiplied by its ratio to the old policy."""
     entropy_coef: float = 0.0
     whiten: bool = False
     advantage_clip: float | None = None
@@ -67,6 +69,8 @@ class Objective:
     overlong_buffer: float = 0.0
     overlong_penalty: float = 1.0
     overlong_filter: bool = False
+    difficulty_low: float | None = None
+    difficulty_high: float | None = None
     old_is_engine: bool = False
     """The old log-probs are the engine's instead of the trainer's."""
     needs_greedy: bool = False
@@ -82,7 +86,7 @@ class Objective:
         as_they_are -= {"advantage", "surrogate", "credit", "importance_sampling_level", "rollout_correction"}
         as_they_are -= {"aggregate", "penalty_aggregate"}
         return cls(
-            advantage=_choose(str(chosen.advantage), lambda name: make_advantage(name, str(chosen.normalize))),
+            advantage=_choose(str(chosen.advantage), lambda name: _advantage(name, chosen)),
             surrogate=_surrogate(chosen),
             credit=_credit(chosen),
             importance_sampling_level=_choose(str(chosen.importance_sampling_level), RATIOS.__getitem__),
@@ -95,7 +99,7 @@ class Objective:
             kl_in_reward=chosen.kl.place == "reward",
             old_is_engine=correction.old_logprobs_from == "engine",
             needs_greedy=chosen.advantage == "greedy_baseline",
-            **{f"kl_{name}": getattr(chosen.kl, name) for name in ("coef", "target", "horizon")},
+            **{f"kl_{name}": getattr(chosen.kl, name) for name in ("coef", "target", "horizon", "ratio_weighted")},
             **{name: getattr(chosen, name) for name in as_they_are},
         )
 
@@ -117,6 +121,8 @@ class Objective:
         if self.kl_coef and self.kl_in_reward:
             return True
         if self.token_selector is not None and not self.old_is_engine:
+            return True
+        if self.rollout_correction.second_moment is not None:
             return True
         compares = (self.ratio_reference == "old" and not self.old_is_engine) or self.rollout_correction.is_active
         return updates > 1 and compares
@@ -153,14 +159,33 @@ class Objective:
             if stats.greedy_rewards_N is None
             else self.shape_rewards(stats.greedy_rewards_N, stats.greedy_lengths_N, limit),
         )
-        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas)
+        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, self.kept(stats))
+
+    def kept(self, stats: RolloutStats) -> Tensor | None:
+        """[N] samples that carry loss, by how they ended and how hard their prompt was; None where all do."""
+        kept_N = None
+        if self.overlong_filter:
+            kept_N = stats.finished_N
+        if self.difficulty_low is not None or self.difficulty_high is not None:
+            inputs = AdvantageInputs(stats.rewards_N, stats.group_N, stats.response_lengths_N)
+            mean_N = inputs.group_sums(stats.rewards_N) / inputs.count_N
+            low = -math.inf if self.difficulty_low is None else self.difficulty_low
+            high = math.inf if self.difficulty_high is None else self.difficulty_high
+            fair_N = (mean_N > low) & (mean_N < high)
+            kept_N = fair_N if kept_N is None else kept_N & fair_N
+        return kept_N
 
     def advantages(
-        self, batch: TokenBatch, inputs: AdvantageInputs, finished_N: Tensor, replicas: Replicas
+        self,
+        batch: TokenBatch,
+        inputs: AdvantageInputs,
+        finished_N: Tensor,
+        replicas: Replicas,
+        kept_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
 
-        `inputs` and `finished_N` (the response ended by itself) are those of the whole step.
+        `inputs`, `finished_N` (the response ended by itself) and `kept_N` (it carries loss) are those of the whole step.
         """
         segments, own_N = Segments.of(batch), batch.sample_index_N
         penalties_T = torch.zeros(len(batch.token_ids_T))
@@ -176,31 +201,25 @@ class Objective:
         advantages_N = self.advantage(inputs)[own_N]
         advantages_T, returns_T = self.credit(advantages_N, penalties_T, batch.values_T, finished_N[own_N], segments)
         if self.whiten:
-            advantages_T = whiten(advantages_T, batch.loss_mask_T, replicas.all_reduce_sum)
+            counted_T = batch.loss_mask_T
+            if kept_N is not None:
+                counted_T = counted_T & kept_N[own_N][segments.sample_T]
+            advantages_T = whiten(advantages_T, counted_T, replicas.all_reduce_sum)
         if self.advantage_clip is not None:
             advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
         return advantages_T, returns_T
 
-    def loss_weights(self, response_lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None = None) -> Tensor:
-        """Weight of each sample's tokens in the loss of one update; `finished_N` matters for `overlong_filter`."""
-        return self._weights(self.aggregate, response_lengths_N, max_response_tokens, finished_N)
+    def loss_weights(self, response_lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None = None) -> Tensor:
+        """Weight of each sample's tokens in the loss of one update; 0 of samples that are not kept."""
+        return _weights(self.aggregate, response_lengths_N, max_response_tokens, kept_N)
 
     def penalty_weights(
-        self, response_lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None = None
+        self, response_lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None = None
     ) -> Tensor | None:
         """The same for KL and entropy; None where they are weighted as the rest."""
         if self.penalty_aggregate is self.aggregate:
             return None
-        return self._weights(self.penalty_aggregate, response_lengths_N, max_response_tokens, finished_N)
-
-    def _weights(
-        self, aggregate: Aggregate, lengths_N: Tensor, max_response_tokens: int, finished_N: Tensor | None
-    ) -> Tensor:
-        if not self.overlong_filter or finished_N is None:
-            return aggregate(lengths_N, max_response_tokens)
-        weights_N = torch.zeros(len(lengths_N), dtype=torch.float64)
-        weights_N[finished_N] = aggregate(lengths_N[finished_N], max_response_tokens)
-        return weights_N
+        return _weights(self.penalty_aggregate, response_lengths_N, max_response_tokens, kept_N)
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +276,8 @@ class Objective:
         if batch.ref_logprobs_T is not None:
             sums["policy/kl_reference"] = (kl.k3(now_T, batch.ref_logprobs_T) * share_T).sum()
             if self.kl_coef and not self.kl_in_reward:
-                penalty_T = penalty_T + self.kl_coef * self.kl_estimator(logprobs_T, batch.ref_logprobs_T)
+                kl_T = self.kl_coef * self.kl_estimator(logprobs_T, batch.ref_logprobs_T)
+                penalty_T = penalty_T + (kl_T * ratio(log_ratio_T) if self.kl_ratio_weighted else kl_T)
         if self.entropy_coef:
             penalty_T = penalty_T - self.entropy_coef * entropy_T
         # Gains cancel: summed in float64 the reported loss does not depend on their division.
@@ -295,6 +315,19 @@ def make_objective(name: str, **choices: Any) -> Objective:
 
 def _choose(name: str, built_in: Callable[[str], Any]) -> Any:
     return load_user_code(name) if is_user_code(name) else built_in(name)
+
+
+def _advantage(name: str, chosen: Choices) -> Advantage:
+    return make_advantage(name, str(chosen.normalize), chosen.baseline_shift, chosen.baseline_temperature)
+
+
+def _weights(aggregate: Aggregate, lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None) -> Tensor:
+    """Those that the aggregation gives to the samples that are kept, and 0 of the others."""
+    if kept_N is None:
+        return aggregate(lengths_N, max_response_tokens)
+    weights_N = torch.zeros(len(lengths_N), dtype=torch.float64)
+    weights_N[kept_N] = aggregate(lengths_N[kept_N], max_response_tokens)
+    return weights_N
 
 
 def _surrogate(chosen: Choices) -> Surrogate:

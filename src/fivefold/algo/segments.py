@@ -37,6 +37,13 @@ class Segments:
         zeros_N = values_T.new_zeros(len(self.lengths_N))
         return zeros_N.index_add(0, self.sample_T, torch.where(self.mask_T, values_T, 0.0))
 
+    def maxima(self, values_T: Tensor) -> Tensor:
+        """[N] the largest value of the response tokens of each sample; 0 of none."""
+        lowest_N = values_T.new_full((len(self.lengths_N),), -torch.inf)
+        own_T = torch.where(self.mask_T, values_T, -torch.inf)
+        found_N = lowest_N.scatter_reduce(0, self.sample_T, own_T, "amax")
+        return torch.where(found_N.isfinite(), found_N, 0.0)
+
     def means(self, values_T: Tensor) -> Tensor:
         """[N] mean over the response tokens of each sample; 0 of none."""
         return self.sums(values_T) / self.sums(torch.ones_like(values_T)).clamp(min=1)

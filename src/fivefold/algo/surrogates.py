@@ -136,6 +136,102 @@ class LogLikelihood(_Plain):
         return logprobs_T * advantages_T
 
 
+@dataclass(frozen=True)
+class OPMD(_Plain):
+    """A · log π / (1 + τ): online policy mirror descent, Trinity-RFT (2505.17826); τ holds the policy near itself."""
+
+    tau: float
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        return logprobs_T * advantages_T / (1 + self.tau)
+
+
+@dataclass(frozen=True)
+class TOPR(_Plain):
+    """A · log π where A > 0, sg(min(ρ, 1)) A · log π elsewhere: tapered off-policy REINFORCE (2503.14286) equation 8."""
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        weight_T = torch.where(advantages_T > 0, 1.0, ratio(log_ratio_T).clamp(max=1)).detach()
+        return weight_T * advantages_T * logprobs_T
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
+        return {"policy/clip_fraction": ((advantages_T <= 0) & (log_ratio_T > 0)).float()}
+
+
+@dataclass(frozen=True)
+class REC(_Plain):
+    """w M A · log π + c log π - λ (log ρ)²: group-relative REINFORCE (2509.24203) with a mask M and weight w by the ratio.
+
+    Neither has a gradient. The last term is Kimi k1.5's (2501.12599 equation 3, whose ½ is in λ).
+    """
+
+    clip_mode: str
+    clip_low: float
+    clip_high: float
+    ring_low: float
+    ring_high: float
+    token_weight: str
+    weight_temperature: float
+    likelihood_coef: float
+    proximal_coef: float
+
+    def kept(self, ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
+        """[T] tokens whose advantage counts; where A = 0 either bound alone is enough."""
+        above_T, below_T = ratio_T >= 1 - self.clip_low, ratio_T <= 1 + self.clip_high
+        if self.clip_mode == "none":
+            return torch.ones_like(ratio_T, dtype=torch.bool)
+        if self.clip_mode == "one_sided":
+            return (below_T & (advantages_T >= 0)) | (above_T & (advantages_T <= 0))
+        if self.clip_mode == "two_sided":
+            return above_T & below_T
+        far_below_T, far_above_T = ratio_T <= 1 - self.ring_low, ratio_T >= 1 + self.ring_high
+        return (above_T & below_T) | (far_below_T & (advantages_T >= 0)) | (far_above_T & (advantages_T <= 0))
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        ratio_T = ratio(log_ratio_T).detach()
+        weighted_T = advantages_T
+        if self.token_weight == "ratio":
+            weighted_T = advantages_T * ratio_T
+        elif self.token_weight == "advantage":
+            weighted_T = advantages_T * (advantages_T / self.weight_temperature).exp()
+        gain_T = torch.where(self.kept(ratio_T, advantages_T), weighted_T, 0.0) * logprobs_T
+        if self.likelihood_coef:
+            gain_T = gain_T + self.likelihood_coef * logprobs_T
+        if self.proximal_coef:
+            gain_T = gain_T - self.proximal_coef * log_ratio_T.square()
+        return gain_T
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
+        return {"policy/clip_fraction": (~self.kept(ratio(log_ratio_T), advantages_T)).float()}
+
+
+@dataclass(frozen=True)
+class DPPO(_Plain):
+    """sg(min(ρ, cap)) A · log π, 0 where a probability has moved too far the way of A: 2602.04879 equations 13 and 14.
+
+    How far is π - π_old, or the KL of the two-way choice between the token and all others.
+    """
+
+    divergence: str
+    clip_low: float
+    clip_high: float
+    ratio_cap: float | None
+
+    def kept(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+        """[T] tokens that are within the bound or move back to the old policy."""
+        now_T, old_T = logprobs_T.exp(), (logprobs_T - log_ratio_T).exp()
+        moved_T = now_T - old_T
+        if self.divergence == "kl":
+            rest_T = ((1 - old_T + 1e-8) / (1 - now_T + 1e-8)).log()
+            moved_T = moved_T.sign() * (-old_T * log_ratio_T + (1 - old_T) * rest_T)
+        return torch.where(advantages_T > 0, moved_T <= self.clip_high, moved_T >= -self.clip_low)
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        weight_T = ratio(log_ratio_T).clamp(max=self.ratio_cap).detach() if self.ratio_cap else ratio(log_ratio_T).detach()
+        kept_T = self.kept(log_ratio_T.detach(), logprobs_T.detach(), advantages_T)
+        return torch.where(kept_T, weight_T * advantages_T, 0.0) * logprobs_T
+
+
 def covariances(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
     """(log π - its mean)(A - its mean) of each token: 2505.22617."""
     logprobs, advantages = logprobs_S.double(), advantages_S.double()
@@ -239,10 +335,14 @@ SURROGATES: dict[str, type[Surrogate]] = {
     "clip_cov": ClipCov,
     "kl_cov": KLCov,
     "log_likelihood": LogLikelihood,
+    "opmd": OPMD,
+    "topr": TOPR,
+    "rec": REC,
+    "dppo": DPPO,
     "dpo": DPO,
 }
 
 
-def make_surrogate(name: str, **numbers: float | None) -> Surrogate:
-    """The surrogate of this name; numbers left out are its row's."""
+def make_surrogate(name: str, **numbers: float | str | None) -> Surrogate:
+    """The surrogate of this name; parameters left out are its row's."""
     return SURROGATES[name](**methods.SURROGATES[name].numbers(numbers))

@@ -7,18 +7,22 @@ from operator import attrgetter
 from fivefold.config.findings import Findings
 from fivefold.config.methods import (
     ADVANTAGES,
+    DIVERGENCES,
     LEGACY_AGGREGATE,
     METHODS,
     NAMES,
     NORMALIZED,
+    NORMALIZED_BY_MEAN,
     PARAMETERS,
     RATIOS,
+    SECOND_MOMENT,
     SURROGATES,
     Choices,
     CorrectionConfig,
     resolve,
     surrogate_row,
 )
+from fivefold.config.ranges import OneOf
 from fivefold.user_code import check_user_code, is_user_code
 
 
@@ -37,7 +41,7 @@ def check_method(findings: Findings, name: str, overrides: Choices, group_size: 
     _check_kl(findings, name, overrides, chosen)
     _check_penalty(findings, name, overrides, chosen)
     _check_correction(findings, overrides, chosen)
-    unlike = chosen.surrogate == "log_likelihood" and chosen.rollout_correction.weight == "none"
+    unlike = chosen.surrogate in ("log_likelihood", "opmd") and chosen.rollout_correction.weight == "none"
     if unlike and updates > 1 and not METHODS[name].offline:
         findings.note(
             f"{name} has no ratio to the policy that sampled: of {updates} updates a step all but the first are off-policy; "
@@ -78,6 +82,8 @@ def _check_surrogate(findings: Findings, name: str, overrides: Choices, chosen: 
         bound = 1 + chosen.clip_high
         message = f"must be above 1 + clip_high = {bound:g}: got {chosen.dual_clip:g}"
         findings.require(not 1 < chosen.dual_clip <= bound, "dual_clip", message)
+    if chosen.proximal_coef and level != "token":
+        findings.error("proximal_coef", f"is the squared log-ratio of each token: importance_sampling_level is {level}")
     if row.ratio_reference != "old":
         findings.require(
             overrides.importance_sampling_level is None,
@@ -114,6 +120,18 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
         "dynamic_sampling",
         "needs a group_size of at least 2: one sample alone never differs from the others",
     )
+    if chosen.normalize == "mean":
+        takers = NORMALIZED_BY_MEAN
+        message = f": mean belongs to advantages {', '.join(takers)}: got {advantage}"
+        findings.require(advantage in takers, "normalize", message)
+    for key, user in (("baseline_shift", "group"), ("baseline_temperature", "log_mean_exp")):
+        findings.require(
+            getattr(overrides, key) is None or advantage == user, key, f"belongs to advantage {user}: got {advantage}"
+        )
+    low, high = chosen.difficulty_low, chosen.difficulty_high
+    if low is not None and high is not None:
+        message = f"must satisfy difficulty_low < difficulty_high: got {low:g} and {high:g}"
+        findings.require(low < high, "difficulty_low and difficulty_high", message)
     if chosen.credit == "response":
         findings.require(overrides.gamma is None, "gamma", "belongs to credit: discounted or gae")
     findings.require(overrides.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
@@ -127,7 +145,7 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (
         "advantage", "credit", "whiten", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
-        "overlong_filter", "dynamic_sampling",
+        "overlong_filter", "dynamic_sampling", "difficulty_low", "difficulty_high",
     ):  # fmt: skip
         findings.require(getattr(overrides, key) in (None, False), key, nothing)
     findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")
@@ -149,9 +167,20 @@ def _check_kl(findings: Findings, name: str, overrides: Choices, chosen: Choices
             "kl.estimator",
             f": {kl.estimator} changes the gradient, which a reward has not: write {str(kl.estimator)[:-1]}",
         )
+    if kl.ratio_weighted:
+        findings.require(kl.place == "loss", "kl.ratio_weighted", f"belongs to place: loss: got {kl.place}")
+        findings.require(
+            surrogate_row(str(chosen.surrogate)).ratio_reference == "old",
+            "kl.ratio_weighted",
+            f"is the ratio to the old policy, with which {chosen.surrogate} does not compare",
+        )
     if kl.target is not None:
         findings.require(bool(kl.coef), "kl.target", "moves kl.coef, which must start above 0")
-    if not kl.coef and not METHODS[name].offline and any((own.estimator, own.place, own.target, own.horizon)):
+    if (
+        not kl.coef
+        and not METHODS[name].offline
+        and any((own.estimator, own.place, own.target, own.horizon, own.ratio_weighted))
+    ):
         findings.ignore("kl", "its coef is 0")
     if own.horizon is not None and kl.target is None:
         findings.ignore("kl.horizon", "without kl.target the coefficient is fixed")
@@ -175,11 +204,22 @@ def _check_correction(findings: Findings, overrides: Choices, chosen: Choices) -
     for low, high in (("low", "high"), ("reject_low", "reject_high")):
         first, last = getattr(correction, low), getattr(correction, high)
         below.require(first < last, f"{low} and {high}", f"must satisfy 0 <= low < high: got {first} and {last}")
+    for name in correction.reject_divergence or {}:
+        if fault := OneOf(DIVERGENCES).fault(name):
+            below.error("reject_divergence", fault)
+    if correction.reject_divergence and SECOND_MOMENT in correction.reject_divergence:
+        selects = [name for name in ("clip_cov", "kl_cov") if chosen.surrogate == name]
+        below.require(
+            not selects,
+            "reject_divergence",
+            f": second_moment leaves out tokens among the whole update, and so does {chosen.surrogate}: choose one",
+        )
     if correction.old_logprobs_from == "engine":
         below.require(
-            correction.weight == "none" and correction.reject == "none",
+            correction.weight == "none" and correction.reject == "none" and not correction.reject_divergence,
             "old_logprobs_from",
-            ": engine puts the engine's log-probs into the ratio itself: leave weight and reject none",
+            ": engine puts the engine's log-probs into the ratio itself: leave weight and reject none, and "
+            "reject_divergence out",
         )
         below.require(
             surrogate_row(str(chosen.surrogate)).ratio_reference == "old",

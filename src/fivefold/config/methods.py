@@ -31,6 +31,9 @@ class KLConfig:
     """With a target the coefficient moves so that the KL comes near it; fixed when left out."""
     horizon: Annotated[int, above(0)] | None = None
     """Samples over which the coefficient moves by about the relative distance to the target."""
+    ratio_weighted: bool | None = None
+    """Multiply the penalty of a token by π / π_old: samples of the old policy then estimate the KL of the new one without
+    bias (DeepSeek-V3.2, 2512.02556)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class CorrectionConfig:
     reject_low: Annotated[float, at_least(0)] | None = None
     reject_high: Annotated[float, at_least(0)] | None = None
     """Bounds of the ratio that `reject` looks at."""
+    reject_divergence: dict[str, Annotated[float, above(0)]] | None = None
+    """Upper bounds of further statistics of d = log (trainer / engine), each a row of DIVERGENCES: k2 = d²/2 and
+    k3 = e^d - 1 - d of a token, or their sum, mean or largest value in a response; what is beyond one of them is left out.
+    second_moment leaves out the tokens of the largest d² until their mean is below the bound: M2PO (2510.01161)."""
     old_logprobs_from: Literal["trainer", "engine"] | None = None
     """Whose log-probs are the old ones: the trainer's before the step's updates, or the engine's."""
 
@@ -62,8 +69,13 @@ class Choices:
 
     advantage: str | None = None
     """How rewards of samples are compared: one of ADVANTAGES, or `path.py:function`."""
-    normalize: Literal["group", "batch", "none"] | None = None
-    """Divide advantages by the standard deviation of the rewards in the group, or in the whole step."""
+    normalize: Literal["group", "batch", "mean", "none"] | None = None
+    """Divide advantages by the standard deviation of the rewards in the group, or in the whole step, or by the mean of the
+    rewards in the group."""
+    baseline_shift: Annotated[float, within("[-1000, 1000]")] | None = None
+    """Added to the mean of the group that rewards are compared with: below 0 good responses weigh more than bad ones."""
+    baseline_temperature: Annotated[float, above(0)] | None = None
+    """τ of log_mean_exp: near 0 its baseline is the best reward of the group, far above it the mean."""
     credit: str | None = None
     """How a response's advantage comes to its tokens: all the same (response), as discounted return, or by GAE with a
     critic; or `path.py:function`."""
@@ -99,6 +111,25 @@ class Choices:
     """β of DPO."""
     label_smoothing: float | None = None
     """Share of pairs that DPO takes to be labelled the wrong way round."""
+    tau: float | None = None
+    """τ of OPMD: the objective is divided by 1 + τ."""
+    clip_mode: str | None = None
+    """Which tokens rec leaves out: none; one_sided, those whose ratio has gone beyond the bound to which their advantage
+    pulls; two_sided, those outside of either bound; ring, as two_sided but those far on the other side stay."""
+    ring_low: float | None = None
+    ring_high: float | None = None
+    """How far below and above 1 a ratio is beyond the ring."""
+    token_weight: str | None = None
+    """What rec weights a token by: none; ratio; advantage, e^(A / weight_temperature)."""
+    weight_temperature: float | None = None
+    likelihood_coef: float | None = None
+    """Weight of the log-likelihood of all samples that rec adds."""
+    proximal_coef: float | None = None
+    """Weight of the squared log-ratio to the old policy that rec takes off."""
+    divergence: str | None = None
+    """What dppo bounds by clip_low and clip_high: the total variation (tv) or the KL (kl) of a token against all others."""
+    ratio_cap: float | None = None
+    """Largest ratio that dppo weights a token by; off when left out."""
     aggregate: str | None = None
     """How tokens are weighted in the loss: one of AGGREGATES, or `path.py:function`."""
     penalty_aggregate: str | None = None
@@ -116,6 +147,10 @@ class Choices:
     """The penalty of a response of the longest length."""
     overlong_filter: bool | None = None
     """Responses that were cut off carry no loss and do not count in its denominators."""
+    difficulty_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
+    difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
+    """Responses to prompts whose mean reward is not above the one and below the other carry no loss and do not count in its
+    denominators; off when left out."""
     dynamic_sampling: bool | None = None
     """Sample further prompts in the place of those whose responses all have the same reward."""
 
@@ -172,12 +207,19 @@ ADVANTAGES: dict[str, bool] = {
     "group_scaled": True,
     "pass_at_k": True,
     "greedy_baseline": False,
+    "log_mean_exp": True,
+    "nonzero_scaled": True,
 }
 """Advantage -> whether it compares the samples of a group."""
 
+NORMALIZED_BY_MEAN = ("group",)
+"""Advantages that `normalize: mean` applies to."""
 NORMALIZED = ("group", "leave_one_out", "pass_at_k")
 """Advantages that `normalize` applies to."""
 
+SECOND_MOMENT = "second_moment"
+DIVERGENCES = (*(f"{over}_{k}" for over in ("token", "sum", "mean", "max") for k in ("k2", "k3")), SECOND_MOMENT)
+"""Statistics that tokens or responses are left out by, besides the ratio."""
 CREDITS = ("response", "discounted", "gae")
 WEIGHTS = ("none", "token", "sequence", "geometric")
 RATIOS = ("token", "sequence", "sequence-token")
@@ -191,11 +233,11 @@ RatioReference = Literal["old", "reference", "nothing"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a surrogate takes from the key of the same name."""
+    """A number or a name that a surrogate takes from the key of the same name."""
 
-    default: float | None
+    default: float | str | None
     """None: off."""
-    range: Range
+    range: Range | OneOf
 
 
 @dataclass(frozen=True)
@@ -210,8 +252,8 @@ class SurrogateRow:
     pairs: bool = False
     """It compares the two responses of a pair, so it belongs to methods that learn from pairs."""
 
-    def numbers(self, chosen: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Every parameter: the chosen number, or its default."""
+    def numbers(self, chosen: Mapping[str, float | str | None]) -> dict[str, float | str | None]:
+        """Every parameter: what is chosen, or its default."""
         return {
             name: parameter.default if chosen.get(name) is None else chosen[name]
             for name, parameter in self.parameters.items()
@@ -246,6 +288,31 @@ SURROGATES: dict[str, SurrogateRow] = {
         {"cov_fraction": Parameter(2e-4, within("(0, 1]")), "cov_kl_coef": Parameter(1.0, above(0))}, levels=("token",)
     ),
     "log_likelihood": SurrogateRow(ratio_reference="nothing", levels=()),
+    "opmd": SurrogateRow({"tau": Parameter(1.0, at_least(0))}, ratio_reference="nothing", levels=()),
+    "topr": SurrogateRow(levels=("token",)),
+    # Bounds, ring and coefficients are those of Trinity's default_args, whose authors are the paper's.
+    "rec": SurrogateRow(
+        {
+            "clip_mode": Parameter("one_sided", OneOf(("none", "one_sided", "two_sided", "ring"))),
+            **_clip(0.2, 0.2),
+            "ring_low": Parameter(0.6, within("[0, 1]")),
+            "ring_high": Parameter(2.0, at_least(0)),
+            "token_weight": Parameter("none", OneOf(("none", "ratio", "advantage"))),
+            "weight_temperature": Parameter(1.0, above(0)),
+            "likelihood_coef": Parameter(0.0, at_least(0)),
+            "proximal_coef": Parameter(0.0, at_least(0)),
+        },
+        levels=("token", "sequence"),
+    ),
+    "dppo": SurrogateRow(
+        {
+            "divergence": Parameter("tv", OneOf(("tv", "kl"))),
+            "clip_low": Parameter(0.2, at_least(0)),
+            "clip_high": Parameter(0.2, at_least(0)),
+            "ratio_cap": Parameter(None, above(0)),
+        },
+        levels=("token",),
+    ),
     "dpo": SurrogateRow(
         {"beta": Parameter(0.1, above(0)), "label_smoothing": Parameter(0.0, within("[0, 0.5)"))},
         ratio_reference="reference",
@@ -298,10 +365,10 @@ USUAL = Choices(
     surrogate="ppo_clip",
     aggregate="token-mean",
     entropy_coef=0.0,
-    kl=KLConfig(estimator="k3", coef=0.0, place="loss", horizon=10000),
+    kl=KLConfig(estimator="k3", coef=0.0, place="loss", horizon=10000, ratio_weighted=False),
     rollout_correction=CorrectionConfig(
         name="none", weight="none", low=0.0, high=2.0, outside="truncate", reject="none", reject_low=0.0, reject_high=2.0,
-        old_logprobs_from="trainer",
+        reject_divergence={}, old_logprobs_from="trainer",
     ),
     overlong_buffer=0.0,
     overlong_penalty=1.0,
@@ -438,6 +505,60 @@ METHODS: dict[str, Method] = {
         _GROUP,
         about="2505.22617; share and coefficient as in the authors' code in verl. It costs what clip_cov does.",
         surrogate="kl_cov",
+    ),
+    "opmd": Method(
+        about=(
+            "Trinity-RFT, 2505.17826: REINFORCE against the mean of the group, divided by 1 + τ, which regularizes it "
+            "toward the policy itself. `advantage: log_mean_exp` compares with τ log mean e^(r/τ) instead. Numbers are "
+            "Trinity's."
+        ),
+        surrogate="opmd",
+        kl=KLConfig(estimator="k2", coef=0.001),
+    ),
+    "asymre": Method(
+        about=(
+            "2506.20520: REINFORCE on samples of another policy, with a baseline below the mean reward, so that good "
+            "responses weigh more than bad ones. Shift and τ are Trinity's."
+        ),
+        baseline_shift=-0.1,
+        surrogate="opmd",
+    ),
+    "topr": Method(
+        about=(
+            "2503.14286, equation 8: bad responses are weighted by the ratio up to 1, good ones are imitated as they are. "
+            "Good and bad is the sign of the advantage; weights are those of tokens, as in Trinity and ROLL."
+        ),
+        advantage="reward",
+        surrogate="topr",
+        kl=KLConfig(estimator="k2", coef=0.001),
+    ),
+    "rec": Method(
+        about=(
+            "2509.24203: REINFORCE against the mean of the group, which leaves out tokens by their ratio: clipped on one "
+            "side, without importance weights. `clip_mode`, `token_weight`, `proximal_coef` (Kimi k1.5, 2501.12599) and "
+            "`likelihood_coef` (AsymRE) give the paper's other forms."
+        ),
+        surrogate="rec",
+    ),
+    "maxrl": Method(
+        about="2602.02710: (r - mean) / mean of the group, for rewards of 0 and 1 the gradient of the log of the pass rate.",
+        normalize="mean",
+    ),
+    "dppo": replace(
+        _GROUP,
+        about=(
+            "2602.04879, equations 13 and 14: a token is left out where its probability, not its ratio, has moved beyond a "
+            "bound of the total variation (or of the KL). The bounds 0.2 are PPO's."
+        ),
+        surrogate="dppo",
+    ),
+    "m2po": replace(
+        _GROUP,
+        about=(
+            "2510.01161: tokens whose log-probs by engine and trainer are the furthest apart are left out until the mean "
+            "of the squared distance is below 0.04."
+        ),
+        rollout_correction=CorrectionConfig(reject_divergence={SECOND_MOMENT: 0.04}),
     ),
     "sft": Method(
         about="Cross-entropy on the responses of the data, mean over tokens.",

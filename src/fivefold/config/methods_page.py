@@ -47,7 +47,8 @@ def _block(method: str) -> str:
             choices[name] = value
     if chosen.kl.coef:
         choices["kl"] = {key: getattr(chosen.kl, key) for key in ("estimator", "coef", "place")}
-    if chosen.rollout_correction.name != "none":
-        choices["rollout_correction"] = {"name": chosen.rollout_correction.name}
+    own = dataclasses.asdict(methods.METHODS[method].rollout_correction)
+    if correction := {key: value for key, value in own.items() if value is not None}:
+        choices["rollout_correction"] = correction
     text: str = yaml.safe_dump(choices, sort_keys=False, default_flow_style=True, width=120)
     return text

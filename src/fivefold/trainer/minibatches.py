@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fivefold.algo import Objective
+from fivefold.algo.correction import beyond_second_moment
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
 from fivefold.types import RolloutStats, TokenBatch
@@ -56,7 +57,8 @@ class MiniBatches:
             all_N[rows_N] = weights_N
             return part.expand_to_tokens(all_N[part.sample_index_N])
 
-        whole = (lengths_N, stats.max_response_tokens, stats.finished_N[rows_N])
+        kept_N = self.objective.kept(stats)
+        whole = (lengths_N, stats.max_response_tokens, None if kept_N is None else kept_N[rows_N])
         penalty_weights_N = self.objective.penalty_weights(*whole)
         return replace(
             part,
@@ -68,8 +70,15 @@ class MiniBatches:
 
 
 def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: Ranks, seed: int) -> TokenBatch:
-    """The mini-batch with the tokens that the surrogate selects among all of it, the same on every layout. Collective."""
-    selector, part, stats = objective.token_selector, mini.batch, mini.stats
+    """The mini-batch with the tokens that surrogate or correction select among all of it, the same on every layout.
+
+    Collective. Of the correction they are those that are left out.
+    """
+    selector, part, bound = objective.token_selector, mini.batch, objective.rollout_correction.second_moment
+    if bound is not None:
+        assert part.old_logprobs_T is not None and part.rollout_logprobs_T is not None
+        (difference_S,) = _gather(mini, (part.old_logprobs_T - part.rollout_logprobs_T)[None], ranks)
+        return replace(part, selected_T=_own(mini, beyond_second_moment(difference_S, bound)))
     if selector is None:
         return part
     # Before the first update the policy is the old one; later its own log-probs are wanted.
@@ -77,19 +86,30 @@ def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: R
     now_T = policy.forward(part) if now_T is None else now_T
     assert part.advantages_T is not None
     rows_3T = torch.stack([now_T, objective.old_logprobs(now_T, part), part.advantages_T])
-    # Every replica's response tokens, then in the order of the step's samples.
-    gathered_S3 = torch.cat(ranks.all_gather_replicas(rows_3T[:, part.loss_mask_T].T.contiguous()))
-    by_owner_N = mini.rows_N[stats.owner_N[mini.rows_N].argsort(stable=True)]
-    pieces = dict(zip(by_owner_N.tolist(), gathered_S3.split(stats.response_lengths_N[by_owner_N].tolist()), strict=True))
-    now_S, old_S, advantages_S = torch.cat([pieces[row] for row in mini.rows_N.tolist()]).T
+    now_S, old_S, advantages_S = _gather(mini, rows_3T, ranks)
     uniform_S = torch.rand(len(now_S), generator=torch.Generator().manual_seed(seed))
-    found_S = selector.select_tokens(now_S, old_S, advantages_S, uniform_S)
-    found = dict(zip(mini.rows_N.tolist(), found_S.split(stats.response_lengths_N[mini.rows_N].tolist()), strict=True))
-    selected_T = torch.zeros_like(part.loss_mask_T)
-    if part.sample_index_N:
-        selected_T[part.loss_mask_T] = torch.cat([found[row] for row in part.sample_index_N])
+    selected_T = _own(mini, selector.select_tokens(now_S, old_S, advantages_S, uniform_S))
     if mini.number == 0:
         # The policy is the old one: the loss then compares it with itself, and not with the rounding of another pass,
         # whose sign is all that the gradient of |log ratio| sees.
         part = replace(part, old_logprobs_T=None)
     return replace(part, selected_T=selected_T)
+
+
+def _gather(mini: MiniBatch, rows_KT: Tensor, ranks: Ranks) -> Tensor:
+    """[K, S] every replica's response tokens, in the order of the step's samples. Collective."""
+    stats, rows_N = mini.stats, mini.rows_N
+    gathered_SK = torch.cat(ranks.all_gather_replicas(rows_KT[:, mini.batch.loss_mask_T].T.contiguous()))
+    by_owner_N = rows_N[stats.owner_N[rows_N].argsort(stable=True)]
+    pieces = dict(zip(by_owner_N.tolist(), gathered_SK.split(stats.response_lengths_N[by_owner_N].tolist()), strict=True))
+    return torch.cat([pieces[row] for row in rows_N.tolist()]).T
+
+
+def _own(mini: MiniBatch, found_S: Tensor) -> Tensor:
+    """[T] this replica's part of what was found among all response tokens of the mini-batch."""
+    part, rows_N = mini.batch, mini.rows_N
+    found = dict(zip(rows_N.tolist(), found_S.split(mini.stats.response_lengths_N[rows_N].tolist()), strict=True))
+    selected_T = torch.zeros_like(part.loss_mask_T)
+    if part.sample_index_N:
+        selected_T[part.loss_mask_T] = torch.cat([found[row] for row in part.sample_index_N])
+    return selected_T
