@@ -775,6 +775,8 @@ OTHER_FORMS = {
     "dppo by tv": ("dppo", {"clip_low": 0.1, "clip_high": 0.15}),
     "several divergences": ("cispo", {"rollout_correction": methods.CorrectionConfig(
         reject="token", reject_low=0.6, reject_high=1.6, reject_divergence={"max_k2": 0.3, "token_k3": 0.1, "mean_k3": 0.2, "sum_k2": 0.5})}),
+    "rejection by the engine as old policy": ("cispo", {"rollout_correction": methods.CorrectionConfig(
+        old_logprobs_from="engine", reject="token", reject_low=0.4, reject_high=1.6, reject_divergence={"max_k2": 0.4})}),
     "second moment": ("cispo", {"rollout_correction": methods.CorrectionConfig(name="tis", reject_divergence={"second_moment": 0.1})}),
 }  # fmt: skip
 
@@ -967,7 +969,7 @@ def test_a_number_that_is_not_finite_is_refused(number):
         (
             "grpo",
             {"rollout_correction": methods.CorrectionConfig(name="tis", old_logprobs_from="engine")},
-            "leave weight and reject none",
+            "leave weight none and second_moment out",
         ),
         ("grpo", {"rollout_correction": methods.CorrectionConfig(name="tis", low=3.0)}, "0 <= low < high"),
         (

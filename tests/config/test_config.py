@@ -351,7 +351,7 @@ def test_check_answers_without_torch_and_sooner_than_its_import(tmp_path, models
 
 def test_every_number_has_its_range_on_its_field():
     """The parameters of surrogates have theirs in the surrogate's row."""
-    from fivefold.config.methods import PARAMETERS
+    from fivefold.config.methods import SURROGATES
     from fivefold.config.ranges import Range, _rules
     from fivefold.config.schema import RunConfig
 
@@ -370,4 +370,5 @@ def test_every_number_has_its_range_on_its_field():
         return found
 
     # Keys of a mapping have none: ids of tokens are compared with the model's vocabulary.
-    assert set(without(RunConfig, "")) == {f"algorithm.{name}" for name in PARAMETERS}
+    numbers = {key for row in SURROGATES.values() for key, its in row.parameters.items() if isinstance(its.range, Range)}
+    assert set(without(RunConfig, "")) == {f"algorithm.{name}" for name in numbers}

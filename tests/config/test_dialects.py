@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from dataclasses import dataclass
+from operator import attrgetter
 
 import pytest
 
@@ -453,6 +454,148 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
 }  # fmt: skip
 
 
+def of_type(kind: str, arguments: str = "") -> str:
+    """Trinity's GRPO run as one of another algorithm."""
+    return GSM8K_TRINITY.replace("algorithm_type: grpo", ", ".join(filter(None, (f"algorithm_type: {kind}", arguments))))
+
+
+def pg_variant(name: str) -> str:
+    """ROLL's GRPO run with the worker that has other losses."""
+    said = f"  worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker\n  pg_variant: {name}\n"
+    return GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n" + said.replace(", ", "\n  "))
+
+
+_REINFORCE = {"credit": "response", "whiten": False, "aggregate": "token-mean"}
+CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
+    # core_algos.py: (r - mean) · samples / samples whose reward is not 0, and the clipped ratio, as loss_mode is vanilla.
+    "verl gpg": (["verl", *GRPO_VERL, "algorithm.adv_estimator=gpg"], {"advantage": "nonzero_scaled", "surrogate": "ppo_clip", "dual_clip": 3.0}),
+    "verl gpg's loss": (
+        ["verl", *GRPO_VERL, "algorithm.adv_estimator=gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"],
+        {"advantage": "nonzero_scaled", "surrogate": "log_likelihood", "clip_low": None},
+    ),
+    # The bounds are those of the divergence, clip_ratio_c that of the weight.
+    "verl dppo": (
+        ["verl", *GRPO_VERL, "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl", "actor_rollout_ref.actor.clip_ratio_low=0.05",
+         "actor_rollout_ref.actor.clip_ratio_high=0.06", "actor_rollout_ref.actor.clip_ratio_c=20"],
+        {"surrogate": "dppo", "divergence": "kl", "clip_low": 0.05, "clip_high": 0.06, "ratio_cap": 20.0},
+    ),
+    # verl rejects where -log(trainer / engine) is outside of log 0.6 and log 1.6: 1/1.6 and 1/0.6 of trainer / engine.
+    "verl rejection by two statistics": (
+        ["verl", *GRPO_VERL, "algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.rollout_is=token",
+         "algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'", "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0,2.5'"],
+        {"rollout_correction.old_logprobs_from": "engine", "rollout_correction.weight": "none", "rollout_correction.reject": "token",
+         "rollout_correction.reject_low": 0.5, "rollout_correction.reject_high": 2.0, "rollout_correction.reject_divergence": {"max_k2": 2.5}},
+    ),
+    "verl weights between two bounds": (
+        ["verl", *GRPO_VERL, "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0.5_4.0"],
+        {"rollout_correction.weight": "token", "rollout_correction.low": 0.5, "rollout_correction.high": 4.0, "rollout_correction.outside": "mask"},
+    ),
+    # min(ratio, 3) A log pi with the engine's log-probs below the ratio.
+    "verl reinforce with the engine's ratio": (
+        ["verl", *GRPO_VERL, "algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.loss_type=reinforce",
+         "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=3.0"],
+        {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 2.0, "rollout_correction.old_logprobs_from": "engine", "dual_clip": None},
+    ),
+    "verl reinforce": (
+        ["verl", *GRPO_VERL, "algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.loss_type=reinforce"],
+        {"surrogate": "log_likelihood", "rollout_correction.old_logprobs_from": "trainer"},
+    ),
+    "skyrl maxrl": (["skyrl", *SKYRL, "trainer.algorithm.advantage_estimator=maxrl"], {"advantage": "group", "normalize": "mean", "surrogate": "ppo_clip"}),
+    # 0 outside of 1 - 0.1 and 1 + 0.3, and below the ratio the engine.
+    "skyrl rollout_is": (
+        ["skyrl", *SKYRL, "trainer.algorithm.policy_loss_type=rollout_is", "trainer.algorithm.eps_clip_low=0.1", "trainer.algorithm.eps_clip_high=0.3"],
+        {"surrogate": "rec", "clip_mode": "two_sided", "token_weight": "ratio", "clip_low": 0.1, "clip_high": 0.3, "proximal_coef": 0.0,
+         "rollout_correction.old_logprobs_from": "engine"},
+    ),
+    "skyrl dppo": (
+        ["skyrl", *SKYRL, "trainer.algorithm.policy_loss_type=dppo"],
+        {"surrogate": "dppo", "divergence": "tv", "clip_low": 0.2, "clip_high": 0.2, "ratio_cap": None, "rollout_correction.old_logprobs_from": "engine"},
+    ),
+    "areal m2po": (
+        ["areal", GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  m2_threshold: 0.04\n  rejection_sampling: {metric: ratio, upper: 5.0}")],
+        {"rollout_correction.reject_divergence": {"second_moment": 0.04}, "rollout_correction.weight": "token", "rollout_correction.high": 5.0,
+         "rollout_correction.outside": "mask", "rollout_correction.old_logprobs_from": "trainer"},
+    ),
+    # Without a decoupled loss both log-probs are the same there, and nothing is left out.
+    "areal m2po without decoupled loss": (
+        ["areal", GSM8K_AREAL.replace("recompute_logprob: true", "recompute_logprob: true\n  m2_threshold: 0.04")], {"rollout_correction.reject_divergence": {}},
+    ),
+    "areal shown estimates": (
+        ["areal", GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: metrics")],
+        {"rollout_correction.old_logprobs_from": "trainer", "rollout_correction.weight": "none"},
+    ),
+    "roll difficulty": (["roll", GSM8K_ROLL + "difficulty_mask: true\ndifficulty_high_threshold: 0.9\n"], {"difficulty_low": 0.1, "difficulty_high": 0.9}),
+    "roll vanilla": (["roll", pg_variant("vanilla")], {"surrogate": "log_likelihood", "clip_low": None, "dual_clip": None, "advantage": "group"}),
+    "roll tis": (["roll", pg_variant("tis, tis_upper_bound: 1.5")], {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.5}),
+    "roll topr": (["roll", pg_variant("topr")], {"surrogate": "topr", "clip_low": None, "dual_clip": None}),
+    "roll cispo": (["roll", pg_variant("cispo")], {"surrogate": "cispo", "clip_low": 0.1, "clip_high": 0.1}),
+    # -A log π + τ/2 (log ρ)², and nothing is left out.
+    "roll kimi": (["roll", pg_variant("kimi15")], {"surrogate": "rec", "clip_mode": "none", "token_weight": "none", "proximal_coef": 0.05}),
+    "roll ppo of that worker": (["roll", pg_variant("ppo")], {"surrogate": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.4}),
+    # Without arguments: τ 1, the mean of the group, k2 with 0.001.
+    "trinity opmd": (
+        ["trinity", of_type("opmd")], {**_REINFORCE, "advantage": "group", "normalize": "none", "surrogate": "opmd", "tau": 1.0, "kl.estimator": "k2", "kl.coef": 0.001},
+    ),
+    "trinity opmd with the exact baseline": (
+        ["trinity", of_type("opmd", "advantage_fn_args: {opmd_baseline: logavgexp, tau: 0.5}, policy_loss_fn_args: {tau: 0.5}")],
+        {**_REINFORCE, "advantage": "log_mean_exp", "baseline_temperature": 0.5, "tau": 0.5},
+    ),
+    # No KL and no entropy of its own, whatever the entropy's coefficient.
+    "trinity asymre": (
+        ["trinity", of_type("asymre", "policy_loss_fn_args: {tau: 0}, entropy_loss_fn_args: {entropy_coef: 0.1}")],
+        {**_REINFORCE, "advantage": "group", "baseline_shift": -0.1, "surrogate": "opmd", "tau": 0.0, "kl.coef": 0.0, "entropy_coef": 0.0},
+    ),
+    "trinity topr": (["trinity", of_type("topr")], {**_REINFORCE, "advantage": "reward", "surrogate": "topr", "kl.estimator": "k2", "kl.coef": 0.001}),
+    # A log ρ within 1/1.25 and 1.25, for the mean of the group.
+    "trinity sppo": (
+        ["trinity", of_type("sppo", "policy_loss_fn_args: {epsilon: 0.25}")],
+        {**_REINFORCE, "advantage": "group", "surrogate": "rec", "clip_mode": "two_sided", "token_weight": "none", "clip_low": 0.2, "clip_high": 0.25, "kl.coef": 0.0},
+    ),
+    "trinity rec": (
+        ["trinity", of_type("rec", "policy_loss_fn_args: {epsilon_low: 0.1, clip_mode: one-side}")],
+        {**_REINFORCE, "advantage": "group", "normalize": "none", "surrogate": "rec", "clip_mode": "one_sided", "clip_low": 0.1, "clip_high": 0.2,
+         "token_weight": "none", "likelihood_coef": 0.0, "proximal_coef": 0.0, "kl.coef": 0.0},
+    ),
+    "trinity rec by sequences": (
+        ["trinity", of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: gspo_importance_sampling, regularizer: forward-kl, regularizer_coef: 0.1}")],
+        {"surrogate": "rec", "clip_mode": "one_sided", "token_weight": "ratio", "importance_sampling_level": "sequence", "aggregate": "seq-mean-token-mean",
+         "likelihood_coef": 0.1},
+    ),
+    "trinity rec in a ring, held back": (
+        ["trinity", of_type("rec", "policy_loss_fn_args: {clip_mode: ring, weight: advantage, temp: 2.0, regularizer: k2, regularizer_coef: 0.2}")],
+        {"surrogate": "rec", "clip_mode": "ring", "ring_low": 0.6, "ring_high": 2.0, "token_weight": "advantage", "weight_temperature": 2.0, "proximal_coef": 0.2},
+    ),
+    # default_args of sapo_policy_loss.py: a mean over tokens.
+    "trinity sapo": (
+        ["trinity", of_type("sapo", "policy_loss_fn_args: {tau_neg: 1.2}")],
+        {"surrogate": "sapo", "temperature_positive": 1.0, "temperature_negative": 1.2, "aggregate": "token-mean"},
+    ),
+    "trinity deviation of the batch": (
+        ["trinity", of_type("grpo", "advantage_fn_args: {std_cal_level: batch}")], {"advantage": "group", "normalize": "batch", "surrogate": "ppo_clip"},
+    ),
+}  # fmt: skip
+"""What a run of the other system computes, stated by hand from its formula."""
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_method_is_the_one_that_the_other_system_computes(name):
+    (system, *words), asked = CHOSEN[name]
+    tree = words.pop() if "\n" in words[-1] else ""
+    chosen = config(system, *words, tree=tree).algorithm.resolved
+    got = {key: attrgetter(key)(chosen) for key in asked}
+    numbers = {key for key, value in asked.items() if isinstance(value, float)}
+    assert {key: got[key] for key in numbers} == pytest.approx({key: asked[key] for key in numbers})
+    assert {key: got[key] for key in asked if key not in numbers} == {key: asked[key] for key in asked if key not in numbers}
+
+
+def test_an_sft_run_of_areal_is_known_by_what_it_lacks():
+    """In its tests the section is called actor, and there is no generation; a KL of 0.1 is the default of nothing then."""
+    tree = "actor: {backend: 'fsdp:d2', path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {type: sft, path: d.parquet, batch_size: 16}\ntokenizer_path: m\n"
+    found = config("areal", tree=tree)
+    assert (found.algorithm.name, found.policy.backend, found.data.prompts_per_step) == ("sft", "megatron:d2t1p1", 16)
+    assert "gconfig" not in tree and translated("areal", tree=tree + "gconfig: {n_samples: 4}\n").refusals
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_the_run_is_the_one_that_the_other_system_would_make(name):
     (system, *words), asked = ASKED[name]
@@ -506,7 +649,8 @@ def test_details_of_those_runs():
 
 
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
-    ("verl", [*GRPO_VERL, "algorithm.adv_estimator=gpg"], "", "the advantage gpg"),
+    ("verl", [*GRPO_VERL, "algorithm.adv_estimator=optimal_token_baseline"], "", "the advantage optimal_token_baseline"),
+    ("verl", [*GRPO_VERL, "algorithm.rollout_correction.rollout_rs='token_k1,seq_sum_k1'", "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0,0.5_2.0'"], "", "and one of token_k1"),
     ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo"], "", "another program than verl.trainer.main_ppo"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
     ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "their scores would be summed"),
@@ -514,7 +658,13 @@ def test_details_of_those_runs():
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),
     ("areal", [], GSM8K_AREAL.replace("max_head_offpolicyness: 0", "max_head_offpolicyness: 4"), "samples of older weights"),
-    ("roll", [], GSM8K_ROLL + "difficulty_mask: true\n", "too easy or too hard"),
+    ("roll", [], GSM8K_ROLL + "difficulty_mask: true\nentropy_loss_coef: 0.1\n", "that the entropy still counts"),
+    ("roll", [], pg_variant("topr").replace("max_steps: 100", "max_steps: 100\nwhiten_advantages: true"), "TOPR by the sign of the reward"),
+    ("roll", [], pg_variant("cispo, cispo_use_unified_mask: true"), "a mask besides the bounds"),
+    ("trinity", [], of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: importance_sampling}"), "the weight importance_sampling"),
+    ("trinity", [], of_type("rec", "advantage_fn_args: {std_normalize: true}"), "a biased deviation"),
+    ("trinity", [], of_type("mix_chord", ""), "the algorithm mix_chord"),
+    ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear"), "log-probs that are estimated"),
     ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8"), "samples of older weights"),
 ])  # fmt: skip
 def test_what_would_be_another_run_is_refused_by_name(system, words, tree, says):

@@ -215,7 +215,8 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
         old = sample["engine"] if chosen.rollout_correction.old_logprobs_from == "engine" else sample["old"]
         ratios = log_ratios(chosen.importance_sampling_level, sample["now"], old)
         gains = surrogate(chosen, sample["now"], ratios, sample["advantage"], sample["marked"])
-        gaps = [float(a) - float(b) for a, b in zip(sample["old"], sample["engine"], strict=True)]
+        before = sample["now"] if chosen.rollout_correction.old_logprobs_from == "engine" else sample["old"]
+        gaps = [float(a) - float(b) for a, b in zip(before, sample["engine"], strict=True)]
         weights, kept = correction(chosen.rollout_correction, gaps, sample["marked"])
         for t, gain in enumerate(gains):
             shares = []

@@ -124,8 +124,8 @@ class Objective:
             return True
         if self.rollout_correction.second_moment is not None:
             return True
-        compares = (self.ratio_reference == "old" and not self.old_is_engine) or self.rollout_correction.is_active
-        return updates > 1 and compares
+        compares = self.ratio_reference == "old" or self.rollout_correction.is_active
+        return updates > 1 and compares and not self.old_is_engine
 
     def needs(self, updates: int) -> frozenset[str]:
         """Fields of a batch that must be filled in before `updates` optimizer steps on it."""
@@ -266,6 +266,9 @@ class Objective:
             sums["rollout/kl"] = (kl.k3(batch.rollout_logprobs_T, before_T) * share_T).sum()
             maxima["rollout/logprob_diff_max"] = _largest(size_T)
             if self.rollout_correction.is_active:
+                if self.old_is_engine:
+                    # No policy lies between the engine's and this one: what is rejected is what this one has left.
+                    difference_T = (now_T - batch.rollout_logprobs_T) * mask_T
                 weight_T, kept_T = self.rollout_correction(difference_T, samples)
                 objective_T = objective_T * weight_T
                 weights_T, penalty_weights_T = weights_T * kept_T, penalty_weights_T * kept_T

@@ -216,10 +216,9 @@ def _check_correction(findings: Findings, overrides: Choices, chosen: Choices) -
         )
     if correction.old_logprobs_from == "engine":
         below.require(
-            correction.weight == "none" and correction.reject == "none" and not correction.reject_divergence,
+            correction.weight == "none" and SECOND_MOMENT not in (correction.reject_divergence or {}),
             "old_logprobs_from",
-            ": engine puts the engine's log-probs into the ratio itself: leave weight and reject none, and "
-            "reject_divergence out",
+            ": engine puts the engine's log-probs into the ratio itself: leave weight none and second_moment out",
         )
         below.require(
             surrogate_row(str(chosen.surrogate)).ratio_reference == "old",

@@ -82,8 +82,14 @@ for _role in ("actor", "critic", "model"):
 
 
 def trainer(source: Source) -> str:
-    """The role that learns: actor, or the model of SFT."""
+    """The section of the model that learns: actor, or model in some SFT runs."""
     return "model" if source.keys("model.path") else "actor"
+
+
+def is_sft(source: Source) -> bool:
+    """It imitates the data: neither generation nor rollouts have a section."""
+    samples = source.keys("gconfig.") or source.keys("rollout.")
+    return trainer(source) == "model" or (source.text("train_dataset.type") == "sft" and not samples)
 
 
 def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
@@ -137,7 +143,7 @@ def layout(source: Source) -> dict[str, Any]:
 
 
 def engine(source: Source) -> dict[str, Any]:
-    if trainer(source) == "model":
+    if is_sft(source):
         return {}
     ours, theirs = roles(source)
     if theirs is None:
@@ -182,7 +188,7 @@ def model(source: Source) -> dict[str, Any]:
 
 def longest(source: Source) -> tuple[int, int]:
     """(prompt, response) in tokens."""
-    if trainer(source) == "model":
+    if is_sft(source):
         length = source.whole("train_dataset.max_length") or 1024
         return length, length
     response = source.count("gconfig.max_new_tokens")
@@ -199,7 +205,7 @@ def data(source: Source) -> dict[str, Any]:
         "policy.tokens_per_micro_batch": max(budget or 0, prompt + response),
     }
     found |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
-    if trainer(source) == "model":
+    if is_sft(source):
         return found | {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
     updates = source.count("actor.ppo_n_minibatches")
     if source.count("train_dataset.batch_size") % updates:
@@ -208,7 +214,7 @@ def data(source: Source) -> dict[str, Any]:
 
 
 def advantage(source: Source) -> dict[str, Any]:
-    if trainer(source) == "model":
+    if is_sft(source):
         return {}
     said, has_critic = source.under("actor."), bool(source.keys("critic."))
     found: dict[str, Any] = {
@@ -256,7 +262,7 @@ def advantage(source: Source) -> dict[str, Any]:
 
 
 def loss(source: Source) -> dict[str, Any]:
-    if trainer(source) == "model":
+    if is_sft(source):
         return {}
     said = source.under("actor.")
     low, high = said.number("eps_clip"), said.number("eps_clip_higher")
@@ -282,7 +288,7 @@ def loss(source: Source) -> dict[str, Any]:
 
 
 def kl(source: Source) -> dict[str, Any]:
-    if trainer(source) == "model":
+    if is_sft(source):
         return {}
     coef = source.number("actor.kl_ctl")
     if not coef:
@@ -303,7 +309,7 @@ def kl(source: Source) -> dict[str, Any]:
 
 
 def correction(source: Source) -> dict[str, Any]:
-    if trainer(source) == "model":
+    if is_sft(source):
         return {}
     said = source.under("actor.")
     found: dict[str, Any] = {}
@@ -311,7 +317,9 @@ def correction(source: Source) -> dict[str, Any]:
         if not said.flag("recompute_logprob"):
             found["old_logprobs_from"] = "engine"
         return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
-    if (method := said.text("prox_logp_method")) not in (None, "recompute"):
+    if (method := said.text("prox_logp_method")) == "metrics":
+        said.fixed("prox_logp_method", "log-probs are computed; estimates of them are only shown (actor.py:745)")
+    elif method not in (None, "recompute"):
         said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
     if (cap := said.number("behav_imp_weight_cap") or said.number("behave_imp_weight_cap")) is not None:
         found = {"weight": "token", "high": cap, "outside": "mask"}
@@ -328,6 +336,8 @@ def correction(source: Source) -> dict[str, Any]:
             "high": rule.number("upper"),
             "outside": "mask" if action == "mask" else "truncate",
         }
+    if (bound := said.number("m2_threshold")) is not None:
+        found["reject_divergence"] = {"second_moment": bound}
     return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
 
 
@@ -367,7 +377,7 @@ def critic(source: Source) -> dict[str, Any]:
 
 
 def sampling(source: Source) -> dict[str, Any]:
-    if trainer(source) == "model":
+    if is_sft(source):
         return {}
     said = source.under("gconfig.")
     if said.flag("greedy"):
@@ -537,7 +547,12 @@ SECTIONS = (
             "export_style max_tokens_per_trajectory",
             "agents",
         ),
-        lacks("actor.m2_threshold", "M2PO's bound on the second moment of the ratio"),
+        used(
+            "actor.m2_threshold",
+            "algorithm.rollout_correction.reject_divergence",
+            "Read with use_decoupled_loss. AReaL leaves out tokens in each micro-batch and divides by those that stay "
+            "(actor.py:769), here as in the paper (2510.01161): among the whole update, and by all of its tokens.",
+        ),
         used(
             "actor.reward_norm.mean_level actor.reward_norm.std_level actor.reward_norm.mean_leave1out",
             "algorithm.advantage algorithm.normalize",

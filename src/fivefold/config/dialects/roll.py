@@ -49,6 +49,18 @@ DEFAULTS: dict[str, Any] = {
     "resume_from_checkpoint": False,
     "track_with": "tensorboard",
     "max_len_mask": False,
+    "difficulty_mask": False,
+    "difficulty_low_threshold": 0.1,
+    "difficulty_high_threshold": 0.95,
+    _TRAIN + "pg_variant": "vanilla",
+    _TRAIN + "tis_lower_bound": 0.0,
+    _TRAIN + "tis_upper_bound": 1.0,
+    _TRAIN + "topr_positive_weight": 1.0,
+    _TRAIN + "topr_negative_weight": 1.0,
+    _TRAIN + "cispo_epsilon_low": 0.1,
+    _TRAIN + "cispo_epsilon_high": 0.1,
+    _TRAIN + "cispo_use_unified_mask": False,
+    _TRAIN + "kimi15_tau": 0.1,
     "num_return_sequences_in_group": 1,
     "sequence_length": 2048,
     "beta": 0.1,
@@ -264,6 +276,14 @@ def method(source: Source) -> dict[str, Any]:
         "overlong_buffer": 0,
         "dynamic_sampling": False,
     }
+    if source.flag("difficulty_mask") and samples_a_group(source) > 1:
+        found |= {
+            "difficulty_low": source.number("difficulty_low_threshold"),
+            "difficulty_high": source.number("difficulty_high_threshold"),
+        }
+    masked = [key for key in ("max_len_mask", "difficulty_mask") if source.flag(key)]
+    if masked and source.number("entropy_loss_coef"):
+        source.lacks(masked[0], "responses without loss that the entropy still counts (actor_worker.py:128)")
     mean, deviation = source.text("norm_mean_type"), source.text("norm_std_type")
     if name == "grpo":
         mean = deviation = "group"
@@ -314,6 +334,7 @@ def loss(source: Source) -> dict[str, Any]:
         "dual_clip": 1 + 2 * (source.number("pg_clip") or 0.0) if source.flag("dual_clip_loss") else None,
         "entropy_coef": source.number("entropy_loss_coef"),
     }
+    found |= variant(source)
     if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
         source.lacks("dual_clip_loss", "a bound below that of the ratio")
     if source.flag("use_kl_loss") and source.number("kl_loss_coef"):
@@ -329,6 +350,49 @@ def loss(source: Source) -> dict[str, Any]:
     else:
         found["kl.coef"] = 0.0
     return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+_WORKERS = ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.base_worker.ActorWorker")
+"""With the loss that `loss` reads."""
+_PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
+
+
+def variant(source: Source) -> dict[str, Any]:
+    """What the worker ActorPGWorker has in the place of PPO's loss (actor_pg_worker.py); other workers do not read it."""
+    said = source.under(_TRAIN)
+    worker = said.text("worker_cls") or _WORKERS[0]
+    if worker not in (*_WORKERS, _PG_WORKER):
+        said.lacks("worker_cls", "a worker of your own, whose loss no key says")
+    if worker != _PG_WORKER:
+        return {}
+    name = said.text("pg_variant")
+    if name == "ppo":
+        return {"importance_sampling_level": "token"}
+    found: dict[str, Any] = {"importance_sampling_level": "token", "clip_low": None, "clip_high": None, "dual_clip": None}
+    if name == "vanilla":
+        return found | {"surrogate": "log_likelihood", "importance_sampling_level": None}
+    if name == "tis":
+        low, high = said.number("tis_lower_bound") or 0.0, said.number("tis_upper_bound") or 0.0
+        if low > 1 or high < 1:
+            said.lacks("tis_upper_bound", "bounds of the ratio that leave 1 out")
+        return found | {"surrogate": "cispo", "clip_low": 1 - low, "clip_high": high - 1}
+    if name == "topr":
+        if (said.number("topr_positive_weight"), said.number("topr_negative_weight")) != (1.0, 1.0):
+            said.lacks("topr_positive_weight", "weights of good and bad responses")
+        if source.flag("whiten_advantages"):
+            source.lacks("whiten_advantages", "TOPR by the sign of the reward, where whitening moves that of the advantage")
+        return found | {"surrogate": "topr"}
+    if name == "cispo":
+        if said.flag("cispo_use_unified_mask"):
+            said.lacks("cispo_use_unified_mask", "a mask besides the bounds of the weight")
+        bounds = {side: said.number(f"cispo_epsilon_{side.removeprefix('clip_')}") for side in ("clip_low", "clip_high")}
+        return found | {"surrogate": "cispo", **bounds}
+    if name == "kimi15":
+        # -A log π + τ/2 (log ρ)²
+        tau = said.number("kimi15_tau") or 0.0
+        return found | {"surrogate": "rec", "clip_mode": "none", "token_weight": "none", "proximal_coef": tau / 2}
+    said.lacks("pg_variant", f"the loss {name}: known here are vanilla, ppo, tis, topr, cispo, kimi15")
+    return found
 
 
 def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
@@ -505,20 +569,32 @@ SECTIONS = (
         used("value_clip", "critic.value_clip"),
         used("max_grad_norm", "policy.optimizer.clip_grad"),
         used("max_len_mask", "algorithm.overlong_filter"),
-        lacks("difficulty_mask", "samples of prompts that are too easy or too hard carry no loss", [False]),
-        fixed("difficulty_low_threshold difficulty_high_threshold", "read with difficulty_mask only"),
+        used(
+            "difficulty_mask difficulty_low_threshold difficulty_high_threshold",
+            "algorithm.difficulty_low algorithm.difficulty_high",
+            "By the mean score of a prompt, both bounds excluded (functionals.py:608).",
+        ),
         lacks(
             "error_max_len_clip length_loss_weight difficulty_loss_weight use_topr* whiten_rewards",
             "ROLL's own weights of samples",
             [False],
         ),
-        lacks("actor_train.pg_variant pg_variant", "another policy loss than PPO's", ["vanilla", "ppo"]),
+        used(
+            "actor_train.worker_cls actor_train.pg_variant actor_train.tis_lower_bound actor_train.tis_upper_bound "
+            "actor_train.topr_positive_weight actor_train.topr_negative_weight actor_train.cispo_epsilon_low "
+            "actor_train.cispo_epsilon_high actor_train.cispo_use_unified_mask actor_train.kimi15_tau",
+            "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.clip_mode "
+            "algorithm.token_weight algorithm.proximal_coef algorithm.importance_sampling_level",
+            "With worker_cls ActorPGWorker, vanilla when left out: REINFORCE. TOPR divides good from bad by the reward "
+            "there, by the advantage here: the same for rewards of 0 and 1.",
+        ),
+        fixed("pg_variant", "ROLL reads it under actor_train only"),
         lacks("rl_loss_coef", "a factor of the whole loss", [1, 1.0]),
         lacks("positive_loss_coef", "an imitation of good samples beside the policy loss", [0, 0.0]),
         lacks("actor_train.mtp_*", "multi-token prediction", [0]),
         fixed("token_level_loss", "ROLL reads it nowhere: loss_agg_mode decides"),
         fixed(
-            "enable_old_logprobs_recompute force_disable_old_logprobs_recompute actor_train.worker_cls **.system_envs.** "
+            "enable_old_logprobs_recompute force_disable_old_logprobs_recompute **.system_envs.** "
             "rollout_dump_dir render_save_dir world_size",
             "old log-probs are the trainer's, computed before the updates",
         ),

@@ -98,6 +98,9 @@ DEFAULTS: dict[str, Any] = {
     _ALGORITHM + "eps_clip_low": 0.2,
     _ALGORITHM + "eps_clip_high": 0.2,
     _ALGORITHM + "clip_ratio_c": 3.0,
+    _ALGORITHM + "dppo.dppo_type": "binary_tv",
+    _ALGORITHM + "dppo.delta_low": 0.2,
+    _ALGORITHM + "dppo.delta_high": 0.2,
     _ALGORITHM + "value_clip": 0.2,
     _ALGORITHM + "use_tis": False,
     _ALGORITHM + "off_policy_correction.token_tis_ratio_clip_high": 2.0,
@@ -153,6 +156,7 @@ VERSIONS: dict[str, dict[str, Any]] = {
 
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "advantage": "group"},
+    "maxrl": {"name": "maxrl", "advantage": "group", "normalize": "mean"},
     "gae": {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"},
     "rloo": {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"},
     "reinforce++": {
@@ -171,6 +175,8 @@ LOSSES = {
     "cispo": {"surrogate": "cispo"},
     "clip_cov": {"surrogate": "clip_cov"},
     "kl_cov": {"surrogate": "kl_cov"},
+    "rollout_is": {"surrogate": "rec", "clip_mode": "two_sided", "token_weight": "ratio"},
+    "dppo": {"surrogate": "dppo"},
 }
 REDUCTIONS = {
     "token_mean": "token-mean",
@@ -276,7 +282,7 @@ def advantage(source: Source) -> dict[str, Any]:
         return {}
     found = {"whiten": False, "credit": "response", **ADVANTAGES[name]}
     if found["advantage"] == "group":
-        found["normalize"] = "group" if said.flag("grpo_norm_by_std") else "none"
+        found.setdefault("normalize", "group" if said.flag("grpo_norm_by_std") else "none")
         if source.count("generator.n_samples_per_prompt") == 1:
             found |= {"advantage": "reward", "normalize": "none"}
     if found["credit"] != "response":
@@ -296,7 +302,7 @@ def loss(source: Source) -> dict[str, Any]:
         said.lacks("loss_reduction", f"the mean {mean}: known here are {', '.join(REDUCTIONS)}")
         return {}
     found: dict[str, Any] = {**LOSSES[name], "aggregate": REDUCTIONS[mean]}
-    if found["surrogate"] in ("ppo_clip", "clip_cov"):
+    if found["surrogate"] in ("ppo_clip", "clip_cov", "rec"):
         found |= {"clip_low": said.number("eps_clip_low"), "clip_high": said.number("eps_clip_high")}
     if name == "dual_clip":
         found["dual_clip"] = said.number("clip_ratio_c")
@@ -306,6 +312,14 @@ def loss(source: Source) -> dict[str, Any]:
         found |= {"clip_low": said.number("cispo.cispo_eps_clip_low"), "clip_high": said.number("cispo.cispo_eps_clip_high")}
         if said.text("cispo.cispo_anchor") == "rollout":
             found["rollout_correction.old_logprobs_from"] = "engine"
+    if name == "dppo":
+        bounds = said.under("dppo.")
+        kind = {"binary_tv": "tv", "binary_kl": "kl"}.get(bounds.text("dppo_type") or "")
+        if kind is None:
+            bounds.lacks("dppo_type", f"the divergence {bounds.text('dppo_type')}")
+        found |= {"divergence": kind, "clip_low": bounds.number("delta_low"), "clip_high": bounds.number("delta_high")}
+    if name in ("rollout_is", "dppo"):
+        found["rollout_correction.old_logprobs_from"] = "engine"
     if name == "clip_cov":
         cov = said.under("clip_cov.")
         found |= {
@@ -535,6 +549,10 @@ SECTIONS = (
             "algorithm.clip_low algorithm.clip_high",
         ),
         used(_ALGORITHM + "clip_ratio_c", "algorithm.dual_clip"),
+        used(
+            f"{_ALGORITHM}dppo.dppo_type {_ALGORITHM}dppo.delta_low {_ALGORITHM}dppo.delta_high",
+            "algorithm.divergence algorithm.clip_low algorithm.clip_high",
+        ),
         used(f"{_ALGORITHM}sapo.*", "algorithm.temperature_positive algorithm.temperature_negative"),
         used(
             f"{_ALGORITHM}clip_cov.* {_ALGORITHM}kl_cov.*",
@@ -588,7 +606,7 @@ SECTIONS = (
             [False],
         ),
         fixed(
-            f"{_ALGORITHM}zero_variance_filter_tol {_ALGORITHM}value_head_prefix {_ALGORITHM}dppo.*",
+            f"{_ALGORITHM}zero_variance_filter_tol {_ALGORITHM}value_head_prefix",
             "read by what is not supported only",
         ),
         lacks(f"{_ALGORITHM}temperature", "another temperature of the trainer's log-probs"),

@@ -73,10 +73,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"advantage": "grpo", "loss": "cispo", "kl": "k2", "repeat": 2},
     "gspo": {"advantage": "grpo", "loss": "gspo", "kl": "k2", "repeat": 2},
     "sapo": {"advantage": "grpo", "loss": "sapo", "kl": "k2", "repeat": 2},
+    "opmd": {"advantage": "opmd", "loss": "opmd", "kl": "k2", "repeat": 2},
+    "asymre": {"advantage": "asymre", "loss": "opmd", "repeat": 2, "entropy": "none"},
+    "topr": {"advantage": "reinforce", "loss": "topr", "kl": "k2", "repeat": 2},
+    "sppo": {"advantage": "opmd", "loss": "sppo", "repeat": 2, "entropy": "none"},
+    "rec": {"advantage": "rec", "loss": "rec", "repeat": 2, "entropy": "none"},
     "dpo": {"loss": "dpo"},
     "sft": {"loss": "sft"},
 }
-"""algorithm_type -> its choices when they are left out (algorithm/algorithm.py)."""
+"""algorithm_type -> its choices when they are left out (algorithm/algorithm.py); without kl there is none."""
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"},
     "grpo": {"name": "grpo", "advantage": "group", "normalize": "group"},
@@ -89,12 +94,44 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
         "normalize": "none",
     },
 }
+for _name, _ours in (("opmd", "opmd"), ("asymre", "asymre"), ("rec", "rec")):
+    ADVANTAGES[_name] = {"name": _ours, "advantage": "group", "normalize": "none"}
+ADVANTAGES["reinforce"] = {"name": "topr", "advantage": "reward", "normalize": "none"}
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "ppo": ("gamma", "lam"),
+    "grpo": ("epsilon", "std_cal_level"),
+    "reinforceplusplus": ("gamma",),
+    "opmd": ("opmd_baseline", "tau"),
+    "asymre": ("baseline_shift",),
+    "rec": ("epsilon", "std_normalize", "drop"),
+}
+"""Of advantages, as far as they are read; epsilon is 1e-6 there and here."""
 LOSSES: dict[str, dict[str, Any]] = {
+    "opmd": {"surrogate": "opmd"},
+    "topr": {"surrogate": "topr"},
+    "sppo": {"surrogate": "rec", "clip_mode": "two_sided", "token_weight": "none"},
+    "rec": {"surrogate": "rec"},
     "ppo": {"surrogate": "ppo_clip"},
     "cispo": {"surrogate": "cispo"},
     "sapo": {"surrogate": "sapo"},
     "gspo": {"surrogate": "ppo_clip", "importance_sampling_level": "sequence-token"},
 }
+LOSS_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "opmd": ("tau",),
+    "topr": (),
+    "sppo": ("epsilon",),
+    "rec": (
+        "epsilon_low", "epsilon_high", "epsilon_low_prime", "epsilon_high_prime", "clip_mode", "weight", "regularizer",
+        "regularizer_coef", "temp",
+    ),
+    "ppo": ("clip_range", "clip_range_low", "clip_range_high", "clip_ratio_c", "loss_agg_mode"),
+    "gspo": ("clip_range", "clip_range_low", "clip_range_high", "loss_agg_mode"),
+    "cispo": ("clip_low", "clip_high", "loss_agg_mode"),
+    "sapo": ("tau_pos", "tau_neg", "loss_agg_mode"),
+}  # fmt: skip
+_CLIP_MODES = {
+    "none": "none", "one-side": "one_sided", "gspo-one-side": "one_sided", "two-side": "two_sided", "ring": "ring",
+}  # fmt: skip
 AGGREGATES = {
     "token-mean": "token-mean",
     "seq-mean-token-mean": "seq-mean-token-mean",
@@ -111,9 +148,9 @@ def offline(source: Source) -> bool:
     return kind(source) in ("dpo", "sft")
 
 
-def chosen(source: Source, axis: str, key: str) -> str:
+def chosen(source: Source, axis: str, key: str, default: str = "none") -> str:
     """A choice of the algorithm: its own key, or what the type has."""
-    return source.text(f"algorithm.{key}") or str(ALGORITHMS.get(kind(source), {}).get(axis, "none"))
+    return source.text(f"algorithm.{key}") or str(ALGORITHMS.get(kind(source), {}).get(axis, default))
 
 
 def is_megatron(source: Source) -> bool:
@@ -241,15 +278,27 @@ def algorithm(source: Source) -> dict[str, Any]:
     found = {"whiten": False, "credit": "response", **ADVANTAGES[advantage]}
     said = source.under("algorithm.advantage_fn_args.")
     for key in source.keys("algorithm.advantage_fn_args."):
-        if key.rpartition(".")[2] not in ("gamma", "lam", "epsilon"):
+        if key.rpartition(".")[2] not in ARGUMENTS.get(advantage, ()) and source.value(key) not in (None, False):
             source.lacks(key, f"an argument of the advantage {advantage}")
+    if advantage == "grpo" and said.text("std_cal_level") == "batch":
+        found["normalize"] = "batch"
+    if advantage == "asymre":
+        found["baseline_shift"] = said.number("baseline_shift") if said.has("baseline_shift") else -0.1
+    if advantage == "opmd" and said.text("opmd_baseline") == "logavgexp":
+        tau = said.number("tau") if said.has("tau") else 1.0
+        found |= {"advantage": "log_mean_exp", "baseline_temperature": tau}
+    if advantage == "rec":
+        if said.flag("std_normalize"):
+            said.lacks("std_normalize", "a biased deviation (n instead of n - 1)")
+        if said.text("drop") not in (None, "none"):
+            said.lacks("drop", "bad responses that are left out at random")
     if found["credit"] != "response":
         found["gamma"] = said.number("gamma") if said.has("gamma") else 1.0
     if found["credit"] == "gae":
         found["lam"] = said.number("lam") if said.has("lam") else 1.0
     group = source.whole("algorithm.repeat_times") or int(ALGORITHMS[name]["repeat"])
-    if group == 1 and found["advantage"] in ("group", "leave_one_out"):
-        found |= {"advantage": "reward", "normalize": "none"}
+    if group == 1 and found["advantage"] in ("group", "leave_one_out", "log_mean_exp"):
+        found |= {"advantage": "reward", "normalize": "none", "baseline_shift": None, "baseline_temperature": None}
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
@@ -260,32 +309,23 @@ def loss(source: Source) -> dict[str, Any]:
     if name not in LOSSES:
         source.lacks("algorithm.policy_loss_fn", f"the loss {name}: known here are {', '.join(LOSSES)}")
         return {}
-    known = (
-        "clip_range",
-        "clip_range_low",
-        "clip_range_high",
-        "clip_ratio_c",
-        "loss_agg_mode",
-        "tau_pos",
-        "tau_neg",
-        "clip_low",
-        "clip_high",
-    )
     for key in source.keys("algorithm.policy_loss_fn_args."):
-        if key.rpartition(".")[2] not in known:
+        if key.rpartition(".")[2] not in LOSS_ARGUMENTS[name]:
             source.lacks(key, f"an argument of the loss {name}")
     mean = (
         said.text("loss_agg_mode")
         or source.text("algorithm.loss_agg_mode")
-        or ("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
+        or ("seq-mean-token-mean" if name == "gspo" else "token-mean")
     )
     if mean not in AGGREGATES:
         said.lacks("loss_agg_mode", f"the mean {mean}")
     found: dict[str, Any] = {
         **LOSSES[name],
         "aggregate": AGGREGATES.get(mean),
-        "entropy_coef": source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0,
+        "entropy_coef": 0.0,
     }
+    if chosen(source, "entropy", "entropy_loss_fn", "default") != "none":
+        found["entropy_coef"] = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
     if found["surrogate"] == "ppo_clip":
         usual = said.number("clip_range") if said.has("clip_range") else 0.2
         found |= {
@@ -299,7 +339,51 @@ def loss(source: Source) -> dict[str, Any]:
             "clip_low": said.number("clip_low") if said.has("clip_low") else 1.0,
             "clip_high": said.number("clip_high") if said.has("clip_high") else 0.28,
         }
+    if name == "sapo":
+        found |= {
+            "temperature_positive": said.number("tau_pos") if said.has("tau_pos") else 1.0,
+            "temperature_negative": said.number("tau_neg") if said.has("tau_neg") else 1.05,
+        }
+    if name == "opmd":
+        found["tau"] = said.number("tau") if said.has("tau") else 1.0
+    if name == "sppo":
+        epsilon = said.number("epsilon") if said.has("epsilon") else 0.3
+        # A log ρ where 1 / (1 + ε) <= ρ <= 1 + ε: the gradient of A log π.
+        found |= {"clip_low": 1 - 1 / (1 + (epsilon or 0.0)), "clip_high": epsilon}
+    if name == "rec":
+        found |= rec(said)
     return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def rec(said: Source) -> dict[str, Any]:
+    """Arguments of the loss rec, with its defaults (policy_loss_fn/rec_policy_loss.py, default_args)."""
+
+    def number(key: str, default: float) -> float | None:
+        return said.number(key) if said.has(key) else default
+
+    mode, weight, more = (said.text(key) or "none" for key in ("clip_mode", "weight", "regularizer"))
+    found: dict[str, Any] = {
+        "clip_low": number("epsilon_low", 0.2),
+        "clip_high": number("epsilon_high", 0.2),
+        "ring_low": number("epsilon_low_prime", 0.6),
+        "ring_high": number("epsilon_high_prime", 2.0),
+        "weight_temperature": number("temp", 1.0),
+    }
+    if mode == "gspo-one-side":
+        found |= {"importance_sampling_level": "sequence", "aggregate": "seq-mean-token-mean"}
+    if mode not in _CLIP_MODES:
+        said.lacks("clip_mode", f"the mask {mode}: known here are {', '.join(_CLIP_MODES)}")
+    weights = {"none": "none", "advantage": "advantage"}
+    # The ratio of a token beside the mask of a sequence, and the other way round, are what we lack.
+    weights["gspo_importance_sampling" if mode == "gspo-one-side" else "importance_sampling"] = "ratio"
+    if weight not in weights:
+        said.lacks("weight", f"the weight {weight} with clip_mode {mode}: known here are {', '.join(weights)}")
+    coef = said.number("regularizer_coef") or 0.0
+    if more not in ("none", "k2", "forward-kl") or (more == "k2" and coef and mode == "gspo-one-side"):
+        said.lacks("regularizer", f"the regularizer {more} with clip_mode {mode}")
+    elif more != "none":
+        found["proximal_coef" if more == "k2" else "likelihood_coef"] = coef
+    return found | {"clip_mode": _CLIP_MODES.get(mode), "token_weight": weights.get(weight)}
 
 
 def kl(source: Source) -> dict[str, Any]:
@@ -508,14 +592,19 @@ SECTIONS = (
         "Algorithm",
         used(
             "algorithm.algorithm_type algorithm.advantage_fn algorithm.advantage_fn_args.*",
-            "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam",
+            "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam "
+            "algorithm.baseline_shift algorithm.baseline_temperature",
+            "mix and mix_chord learn from samples of another source too, multi_step_grpo from several turns: refused.",
         ),
         used("algorithm.repeat_times", "algorithm.group_size"),
         used(
             "algorithm.policy_loss_fn algorithm.policy_loss_fn_args.* algorithm.loss_agg_mode",
             "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
-            "algorithm.aggregate algorithm.beta",
-            "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py).",
+            "algorithm.aggregate algorithm.beta algorithm.tau algorithm.clip_mode algorithm.ring_low algorithm.ring_high "
+            "algorithm.token_weight algorithm.weight_temperature algorithm.likelihood_coef algorithm.proximal_coef "
+            "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative",
+            "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py). opmd, topr, sppo and "
+            "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε.",
         ),
         used(
             "algorithm.kl_penalty_fn algorithm.kl_penalty_fn_args.* algorithm.kl_loss_fn algorithm.kl_loss_fn_args.*",
@@ -523,7 +612,7 @@ SECTIONS = (
             "k2 with 0.001 in the loss when left out (algorithm.py, kl_fn.py). With dpo its kl_coef is β.",
         ),
         used("algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.entropy_coef"),
-        lacks("algorithm.entropy_loss_fn", "another entropy", ["default", "none"]),
+        used("algorithm.entropy_loss_fn", "algorithm.entropy_coef"),
         lacks("algorithm.sample_strategy", "another choice of samples", ["default", "warmup"]),
         lacks("algorithm.sample_strategy_args.*", "another choice of samples"),
         fixed("algorithm.*_args", "empty"),

@@ -150,6 +150,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     },
     "remax": {"name": "remax", "advantage": "greedy_baseline", "normalize": "none"},
     "opo": {"name": "opo", "advantage": "length_weighted", "normalize": "none"},
+    "gpg": {"name": "gpg", "advantage": "nonzero_scaled", "normalize": "none"},
 }
 """algorithm.adv_estimator -> a method and its choices."""
 LOSSES: dict[str, dict[str, Any]] = {
@@ -161,6 +162,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl_cov": {"surrogate": "kl_cov"},
     "geo_mean": {"surrogate": "gmpo", "aggregate": "seq-mean-token-mean"},
     "cispo": {"surrogate": "cispo"},
+    "dppo_tv": {"surrogate": "dppo", "divergence": "tv"},
+    "dppo_kl": {"surrogate": "dppo", "divergence": "kl"},
 }
 """actor.policy_loss.loss_mode -> a surrogate and what it is fixed with."""
 AGGREGATES = {
@@ -296,6 +299,8 @@ def advantage(source: Source) -> dict[str, Any]:
     found = dict(ESTIMATORS[name])
     if found["advantage"] in ("group", "pass_at_k") and "normalize" not in found:
         found["normalize"] = "group" if source.flag("algorithm.norm_adv_by_std_in_grpo") else "none"
+    if found["advantage"] == "nonzero_scaled" and group == 1:
+        source.lacks("algorithm.adv_estimator", "gpg with one sample per prompt, which compares with nothing")
     if found["advantage"] in ("group", "leave_one_out", "length_weighted") and group == 1:
         # A group of one has mean 0 and deviation 1 there: the advantage is the reward.
         found |= {"advantage": "reward", "normalize": "none"}
@@ -314,19 +319,28 @@ def loss(source: Source) -> dict[str, Any]:
         source.lacks(_A + "policy_loss.loss_mode", f"the loss {mode}: known here are {', '.join(LOSSES)}")
         return {}
     found = dict(LOSSES[mode])
+    bypassed = source.under("algorithm.rollout_correction.")
+    if bypassed.flag("bypass_mode") and bypassed.text("loss_type") == "reinforce":
+        # bypass_mode takes the place of loss_mode; the weight has no gradient, as CISPO's.
+        weighted = bypassed.text("rollout_is") is not None
+        found = {"surrogate": "cispo"} if weighted else {"surrogate": "log_likelihood"}
     surrogate = found["surrogate"]
-    if surrogate in ("ppo_clip", "gmpo", "cispo", "clip_cov"):
+    if surrogate in ("ppo_clip", "gmpo", "cispo", "clip_cov", "dppo"):
         common = actor.number("clip_ratio")
         for key in ("clip_low", "clip_high"):
             bound = actor.number(key.replace("clip_", "clip_ratio_"))
             # Below 0 no ratio falls: 1 is no bound.
             found[key] = min(bound if bound is not None else common or 0.0, 1.0 if key == "clip_low" else 1e9)
+        if bypassed.flag("bypass_mode") and bypassed.text("loss_type") == "reinforce":
+            found |= {"clip_low": 1.0, "clip_high": (bypassed.number("rollout_is_threshold") or 2.0) - 1}
         if surrogate == "gmpo":
             found["clip_low"] = actor.number("clip_ratio_low")
-    if mode == "vanilla":
+    if mode == "vanilla" and surrogate == "ppo_clip":
         found["dual_clip"] = actor.number("clip_ratio_c")
         if found["dual_clip"] is not None and found["dual_clip"] <= 1 + found["clip_high"]:
             actor.lacks("clip_ratio_c", f"a bound below that of the ratio, {1 + found['clip_high']:g}")
+    if surrogate == "dppo":
+        found["ratio_cap"] = actor.number("clip_ratio_c")
     if surrogate == "sapo":
         found |= {"temperature_positive": actor.number("tau_pos"), "temperature_negative": actor.number("tau_neg")}
     if surrogate == "clip_cov":
@@ -377,6 +391,10 @@ def _estimator(source: Source, key: str, name: str) -> str:
 
 
 _REJECTED = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+_DIVERGENCES = {
+    **{f"token_{k}": f"token_{k}" for k in ("k2", "k3")},
+    **{f"seq_{over}_{k}": f"{over}_{k}" for over in ("sum", "mean", "max") for k in ("k2", "k3")},
+}
 
 
 def correction(source: Source) -> dict[str, Any]:
@@ -386,29 +404,64 @@ def correction(source: Source) -> dict[str, Any]:
     said = source.under("algorithm.rollout_correction.")
     found: dict[str, Any] = {}
     if said.flag("bypass_mode"):
+        weighted, reinforce = said.text("rollout_is"), said.text("loss_type") == "reinforce"
+        if reinforce and weighted is None:
+            if said.text("rollout_rs") is not None:
+                said.lacks("rollout_rs", "rejection beside REINFORCE without a weight")
+            return {}
         found["old_logprobs_from"] = "engine"
-        if said.text("loss_type") != "ppo_clip":
-            said.lacks("loss_type", "REINFORCE weighted by the ratio to the engine's log-probs")
-        if said.text("rollout_is") is not None:
+        if said.text("loss_type") not in ("ppo_clip", "reinforce"):
+            said.lacks("loss_type", f"the loss {said.text('loss_type')}")
+        if reinforce and (weighted != "token" or (said.number("rollout_is_threshold") or 2.0) < 1):
+            said.lacks("rollout_is", "REINFORCE weighted by whole responses, or by less than 1")
+        if weighted is not None and not reinforce:
             said.fixed("rollout_is", "with bypass_mode and ppo_clip verl multiplies by no weight: the ratio has it")
     elif (level := said.text("rollout_is")) is not None:
         if level not in ("token", "sequence"):
             said.lacks("rollout_is", f"the weight {level}")
-        try:
-            found |= {"weight": level, "high": said.number("rollout_is_threshold"), "outside": "truncate"}
-        except UnreadableError:
-            said.lacks("rollout_is_threshold", "two bounds of the weight, which verl b178a3cd does not read either")
-    if (rejected := said.text("rollout_rs")) is not None:
-        bounds = said.text("rollout_rs_threshold") or ""
-        if rejected not in _REJECTED or said.flag("bypass_mode") or "," in bounds:
-            said.lacks("rollout_rs", f"rejection by {rejected}: known here are {', '.join(_REJECTED)}, one of them")
+        low, _, high = str(said.raw("rollout_is_threshold")).strip("'\"").rpartition("_")
+        if low:
+            # Two bounds: what is outside of them has weight 0 (verl since 2026-03; before, it was an error).
+            found |= {"weight": level, "low": _bound(low), "high": _bound(high), "outside": "mask"}
         else:
-            low, _, high = bounds.rpartition("_")
-            # verl compares -log(trainer / engine) with the logarithms of the bounds.
-            upper = float(high)
-            lower = float(low) if low else 1 / upper
-            found |= {"reject": _REJECTED[rejected], "reject_low": 1 / upper, "reject_high": 1 / lower}
+            found |= {"weight": level, "high": said.number("rollout_is_threshold"), "outside": "truncate"}
+    if (rejected := said.text("rollout_rs")) is not None:
+        found |= rejection(said, [part.strip() for part in rejected.split(",") if part.strip()])
     return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+
+
+def _bound(text: str) -> float:
+    try:
+        if (number := float(text)) > 0:
+            return number
+    except ValueError:
+        pass
+    raise UnreadableError(f"bounds of algorithm.rollout_correction must be numbers above 0: got {text!r}")
+
+
+def rejection(said: Source, names: list[str]) -> dict[str, Any]:
+    """What is left out by one of several statistics, each with its bounds (rollout_corr_helper.py:156)."""
+    bounds = (said.text("rollout_rs_threshold") or "").split(",")
+    bounds = bounds * len(names) if len(bounds) == 1 else bounds
+    known = sum(name in _REJECTED for name in names)
+    if known > 1 or len(bounds) != len(names) or any(name not in (*_REJECTED, *_DIVERGENCES) for name in names):
+        said.lacks(
+            "rollout_rs", f"rejection by {', '.join(names)}: known here are {', '.join(_DIVERGENCES)}, and one of "
+            f"{', '.join(_REJECTED)}"
+        )  # fmt: skip
+        return {}
+    found: dict[str, Any] = {}
+    divergences: dict[str, float] = {}
+    for name, bound in zip(names, bounds, strict=True):
+        low, _, high = bound.strip().rpartition("_")
+        upper = _bound(high)
+        lower = _bound(low) if low else 1 / upper
+        if name in _DIVERGENCES:
+            divergences[_DIVERGENCES[name]] = upper
+        else:
+            # verl compares -log(trainer / engine) with the logarithms of the bounds.
+            found |= {"reject": _REJECTED[name], "reject_low": 1 / upper, "reject_high": 1 / lower}
+    return found | ({"reject_divergence": divergences} if divergences else {})
 
 
 def overlong(source: Source) -> dict[str, Any]:

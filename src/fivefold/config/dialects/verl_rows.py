@@ -80,6 +80,7 @@ SECTIONS = (
             ),
             (
                 "algorithm.rollout_correction.weight algorithm.rollout_correction.reject "
+                "algorithm.rollout_correction.reject_divergence algorithm.surrogate "
                 "algorithm.rollout_correction.old_logprobs_from"
             ),
             "verl compares -log(trainer / engine) with the bounds of k1 (rollout_corr_helper.py), so bounds l and u of "
