@@ -79,11 +79,34 @@ def source_of(record: dict[str, Any]) -> tuple[Tree, list[str]]:
     return tree, words
 
 
+def second_file(record: dict[str, Any]) -> str | None:
+    """The file of a Trinity run that has verl's settings."""
+    trainer = (record.get("tree") or {}).get("trainer")
+    return trainer.get("trainer_config_path") if isinstance(trainer, dict) else None
+
+
+def runs(found: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any]]:
+    """The records that are runs: with their second file in `directory` where it is a record too, which is then no run."""
+    places = {(record.get("commit"), record["path"]): record for record in found}
+    named = {(record.get("commit"), second_file(record)) for record in found}
+    for record in found:
+        if (record.get("commit"), record["path"]) in named:
+            continue
+        if (other := places.get((record.get("commit"), second_file(record)))) is not None:
+            path = directory / f"second-{len(list(directory.iterdir()))}.yaml"
+            path.write_text(json.dumps(other["tree"]))
+            tree = {**record["tree"], "trainer": {**record["tree"]["trainer"], "trainer_config_path": str(path)}}
+            record = {**record, "tree": tree}
+        yield record
+
+
 def write_data(path: Path, config: RunConfig) -> None:
     """More rows than `check` looks at and a step takes, with what the configuration looks for in them."""
     data, conversation = config.data, [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "11"}]
     runs_code = any(name.startswith("code") for name in config.reward.functions)
     truth = json.dumps({"inputs": ["1"], "outputs": ["1"]}) if runs_code else "11"
+    if "countdown" in config.reward.functions:
+        truth = json.dumps({"target": 2, "numbers": [1, 1]})
     row = {
         "data_source": "openai/gsm8k",
         "reward_model": {"ground_truth": truth},
@@ -93,6 +116,9 @@ def write_data(path: Path, config: RunConfig) -> None:
         **dict.fromkeys((data.messages_key, data.chosen_key, data.rejected_key), conversation),
     }
     path.write_text((json.dumps(row) + "\n") * (data.prompts_per_step + 2 * ROWS))
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def stand_in(directory: Path, config: RunConfig) -> str:
@@ -105,6 +131,8 @@ def stand_in(directory: Path, config: RunConfig) -> str:
     )
     path = directory / ("moe" if experts else "dense")
     train_tokenizer("char", ["1+=user asnt"], path)
+    if config.data.chat_template_kwargs:
+        (path / "chat_template.jinja").write_text(TEMPLATE)
     for layers in range(1, 400):
         (path / "config.json").write_text(
             json.dumps({**QWEN3, **(EXPERTS if experts else {}), "num_hidden_layers": layers, "id2label": {"0": "x"}})
@@ -145,6 +173,8 @@ def faults(translation: Translation, directory: Path) -> list[str]:
     config = replace(
         config,
         model=replace(config.model, path=model, tokenizer=None),
+        # In characters a system prompt of a hundred tokens would be longer than prompts may be.
+        data=replace(config.data, system_prompt=config.data.system_prompt and "1"),
         trainer=replace(config.trainer, device="cuda", resume="never"),
         reference=replace(config.reference, path=model if config.reference.path else None),
         critic=replace(config.critic, path=model if config.critic.path else None),
@@ -173,7 +203,8 @@ def main() -> None:
     for system in options.systems:
         kinds: Counter[str] = Counter()
         accepted = total = 0
-        for record in records(options.directory, system):
+        second = tempfile.TemporaryDirectory()
+        for record in runs(list(records(options.directory, system)), Path(second.name)):
             if record["kind"] in OTHER_KINDS:
                 continue
             total += 1

@@ -375,6 +375,8 @@ def _prompts(
         config.algorithm.method.learns_from,
         need_responses,
         data.max_response_tokens,
+        data.system_prompt,
+        data.chat_template_kwargs,
     )
     if first is not None or not is_large(files):
         return load_prompts(files, tokenizer, reading, first)

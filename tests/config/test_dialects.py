@@ -588,6 +588,33 @@ def test_the_method_is_the_one_that_the_other_system_computes(name):
     assert {key: got[key] for key in asked if key not in numbers} == {key: asked[key] for key in asked if key not in numbers}
 
 
+def test_what_trinitys_workflows_say_besides_the_method():
+    """math_workflow rewards the form by ±0.1 and asks for it; a system prompt of the run takes that one's place."""
+    plain = config("trinity", tree=GSM8K_TRINITY)
+    assert plain.reward.functions == {"math": 1.0, "think_answer": 0.1}
+    assert "<answer> answer here </answer>" in str(plain.data.system_prompt) and plain.data.chat_template_kwargs == {}
+    boxed = config("trinity", tree=GSM8K_TRINITY.replace("math_workflow", "math_boxed_workflow"))
+    assert (boxed.reward.functions, "boxed{}" in str(boxed.data.system_prompt)) == ({"math": 1.0}, True)
+    own = "math_workflow\n    system_prompt: Add.\n    default_reward_fn_type: countdown_reward"
+    tree = GSM8K_TRINITY.replace("math_workflow", own).replace("model_path: m", "model_path: m, enable_thinking: false")
+    found = config("trinity", tree=tree)
+    assert (found.reward.functions, found.data.system_prompt) == ({"countdown": 1.0}, "Add.")
+    assert found.data.chat_template_kwargs == {"enable_thinking": False}
+    without = config("trinity", tree=tree.replace("    system_prompt: Add.\n", ""))
+    assert without.data.system_prompt is None
+
+
+def test_variables_of_verls_chat_template_are_ours():
+    found = config(
+        "verl",
+        *GRPO_VERL,
+        "+data.apply_chat_template_kwargs.reasoning_effort=medium",
+        "data.apply_chat_template_kwargs.deep=False",
+    )
+    assert found.data.chat_template_kwargs == {"reasoning_effort": "medium", "deep": False}
+    assert config("verl", *GRPO_VERL, "data.apply_chat_template_kwargs={}").data.chat_template_kwargs == {}
+
+
 def test_an_sft_run_of_areal_is_known_by_what_it_lacks():
     """In its tests the section is called actor, and there is no generation; a KL of 0.1 is the default of nothing then."""
     tree = "actor: {backend: 'fsdp:d2', path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {type: sft, path: d.parquet, batch_size: 16}\ntokenizer_path: m\n"

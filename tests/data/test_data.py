@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.config import make_config
+from fivefold.config.findings import Findings
+from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prepare import prepare
 from fivefold.data.prompt_loader import PromptLoader
 from fivefold.data.prompts import Reading, load_prompts, render
 from fivefold.data.rows import Columns, read_rows
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+from fivefold.plan.data_files import check_data
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -255,3 +259,50 @@ def test_tokenizers_write_back_what_they_read(tmp_path):
         tokenizer = load_tokenizer(str(tmp_path / kind))
         for text in texts:
             assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_system_prompt_stands_before_prompts_that_have_none_of_their_own(tmp_path, tokenizer):
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "1+1="}]
+    rows = [{"prompt": "1+1="}, {"prompt": own}]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reading = Reading(max_prompt_tokens=64, columns=Columns(), system_prompt="be brief")
+    found = load_prompts([str(tmp_path / "d.jsonl")], tokenizer, reading).prompts
+    assert [prompt.text for prompt in found] == ["be brief\n1+1=\n", "mine\n1+1=\n"]
+    assert found[0].messages[0] == {"role": "system", "content": "be brief"}
+    assert tokenizer.decode(found[0].token_ids) == "be brief\n1+1=\n"
+
+
+def test_variables_reach_the_chat_template_in_training_and_in_the_check(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    template = (
+        "{% for m in messages %}#{{ m.content }}#{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}{% if not enable_thinking | default(true) %}+{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    theirs, ours = load_tokenizer(str(tmp_path)), LightTokenizer.load(tmp_path)
+    messages = [{"role": "user", "content": "1+1="}]
+    for kwargs, text in (({}, "#1+1=#="), ({"enable_thinking": True}, "#1+1=#="), ({"enable_thinking": False}, "#1+1=#=+")):
+        assert render(messages, theirs, kwargs)[1] == ours.render(messages, kwargs=kwargs) == text
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    reading = Reading(max_prompt_tokens=64, template_kwargs={"enable_thinking": False})
+    assert load_prompts([str(tmp_path / "d.jsonl")], theirs, reading).prompts[0].text == "#1+1=#=+"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "template", "says"),
+    [
+        ({"enable_thinking": False}, None, "variables of a chat template, which the tokenizer has not"),
+        ({"messages": []}, "{{ messages[0].content }}", "cannot name what the prompt itself says: got messages"),
+        ({"enable_thinking": False}, "{{ messages[0].content }}", None),
+    ],
+)
+def test_variables_that_no_template_reads_or_that_are_not_free_are_refused(tmp_path, tokenizer, kwargs, template, says):
+    tokenizer.save_pretrained(tmp_path)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    row = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "d.jsonl").write_text((json.dumps(row) + "\n") * 40)
+    data = {"train": [str(tmp_path / "d.jsonl")], "chat_template_kwargs": kwargs}
+    config, findings = make_config({"model": {"path": "m"}, "data": data}), Findings()
+    check_data(findings, config, LightTokenizer.load(tmp_path), None)
+    assert findings.errors == [] if says is None else says in findings.errors[0]

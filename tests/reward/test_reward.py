@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from fivefold.config.schema import RewardConfig, RewardModelConfig
 from fivefold.interfaces import EngineReplica
 from fivefold.reward import rules
 from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards
+from fivefold.reward.ground_truth import ground_truth_fault
 from fivefold.reward.pool import RewardPool, cores_of_rank
 from fivefold.types import Completion, Group, Prompt, Sample
 from tests.support.commands import LONGEST, gone, wait_for
@@ -47,6 +49,57 @@ GSM8K = [
 @pytest.mark.parametrize(("response", "truth", "expected"), GSM8K)
 def test_gsm8k_reads_the_stated_number(response, truth, expected):
     assert rules.gsm8k(response, truth) == expected
+
+
+COUNTDOWN = '{"target": 98, "numbers": [44, 19, 35]}'
+EQUATIONS = [
+    ("so\n<answer>44 + 19 + 35</answer>", 1.0),
+    ("<answer>35*1</answer> <answer>(44+19)+35</answer>", 1.0),
+    ("<answer>44 + 19 + 35 = 98</answer>", 0.1),
+    ("<answer>44 + 19 - 35</answer>", 0.1),
+    ("<answer>44 + 19 + 35 + 0</answer>", 0.1),
+    ("<answer>44 + 54</answer>", 0.1),
+    ("<answer>__import__('os') or 44+19+35</answer>", 0.1),
+    ("<answer>44 / (19 - 19) + 35</answer>", 0.1),
+    ("<answer>44 + 19 + 35</answer>\nThat is it.", 0.0),
+    ("44 + 19 + 35", 0.0),
+    ("<answer></answer>", 0.1),
+    ("<answer>" + "(" * 5000 + "44+19+35" + ")" * 5000 + "</answer>", 0.1),
+]
+
+
+@pytest.mark.parametrize(("response", "expected"), EQUATIONS)
+def test_countdown_wants_every_number_once_and_the_target(response, expected):
+    assert rules.countdown(response, COUNTDOWN) == expected
+
+
+def test_countdown_divides_exactly_and_raises_to_no_power():
+    truth = '{"target": 1, "numbers": [1, 3, 3]}'
+    assert rules.countdown("<answer>1 / 3 * 3</answer>", truth) == 1.0
+    assert rules.countdown("<answer>1 ** 3 ** 3</answer>", truth) == 0.1
+    assert ground_truth_fault("countdown", truth) is None
+    for wrong in ("1", "{}", '{"target": "x", "numbers": [1]}', '{"target": 1, "numbers": [1.5]}', ""):
+        assert "for the reward countdown" in str(ground_truth_fault("countdown", wrong))
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("well <think>\na\n</think>\n <answer>\nb\n</answer> \n", 1),
+        ("<think>a</think><answer>b</answer>\nand more", 1),
+        ("<think>a</think> so <answer>b</answer>", -1),
+        ("<think>a</think><answer>b</answer> and more", -1),
+        ("<think>a</think><answer>b", -1),
+        ("</think><answer>b</answer><think>", -1),
+        ("<answer>b</answer>", -1),
+        ("", -1),
+    ],
+)
+def test_the_form_of_reasoning_and_answer_is_that_of_the_field_s_pattern(response, expected):
+    assert rules.think_answer(response, "b") == expected
+    pattern = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
+    assert bool(re.match(pattern, response, re.DOTALL | re.MULTILINE)) == (expected > 0)
 
 
 HOSTILE = ["9^{9^{9^{9}}}", "9**9**9**9", "9^{9\\cdot 9^{9}}", "((((((9^9)^9)^9)^9)^9)^9)^9", "1000000!", "(10!)!", "9^{10!}",

@@ -60,10 +60,12 @@ class LightTokenizer:
         """The last token of the vocabulary, with or without those that were added to it."""
         return max(self.backend.get_vocab(with_added_tokens=with_added).values(), default=-1)
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a prompt, as data/prompts.py makes it."""
+    def render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, kwargs: dict[str, Any] | None = None
+    ) -> str:
+        """The text of a prompt, as data/prompts.py makes it; `kwargs` are variables of the template."""
         if self.template is not None:
-            return self.apply_chat_template(messages, add_generation_prompt)
+            return self.apply_chat_template(messages, add_generation_prompt, kwargs or {})
         end = "\n" if add_generation_prompt else ""
         return "\n".join(str(message["content"]) for message in messages) + end
 
@@ -83,7 +85,9 @@ class LightTokenizer:
             )
         return list(encoding.ids)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
+    ) -> str:
         """The text of a conversation; raises ValueError where the template does."""
         import jinja2
 
@@ -94,7 +98,7 @@ class LightTokenizer:
                     add_generation_prompt=add_generation_prompt,
                     tools=None,
                     documents=None,
-                    **self.special,
+                    **{**self.special, **kwargs},
                 )
             )
         except (

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fivefold.config.methods import LearnsFrom
-from fivefold.data.rows import USUAL_COLUMNS, Columns, Messages, Row, check_responses, parse_row, read_rows
+from fivefold.data.rows import (
+    USUAL_COLUMNS,
+    Columns,
+    Messages,
+    Row,
+    check_responses,
+    parse_row,
+    read_rows,
+    with_system_prompt,
+)
 from fivefold.data.stored_prompts import StoredPrompts
 from fivefold.types import DatasetResponse, Prompt
 
@@ -47,15 +56,18 @@ class Reading:
     need_responses: bool = False
     max_response_tokens: int = 0
     """Where responses to learn from are cut off: the one to imitate, or the chosen and the rejected one."""
+    system_prompt: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
 
     def prompt_of(self, row: dict[str, Any], at: Place, tokenizer: Any) -> Prompt | None:
         """None where it is too long; raises ValueError naming the row."""
         where = f"{at.file}, row {at.row}"
         try:
-            found = parse_row(row, self.columns, self.learns_from, at.file.stem)
+            found = with_system_prompt(parse_row(row, self.columns, self.learns_from, at.file.stem), self.system_prompt)
             if self.need_responses:
                 check_responses(found, self.columns, self.learns_from, list(map(str, row)))
-            messages, token_ids, text, responses = tokenize(found, tokenizer)
+            messages, token_ids, text, responses = tokenize(found, tokenizer, self.template_kwargs)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if len(token_ids) > self.max_prompt_tokens:
@@ -104,11 +116,13 @@ def not_empty(files: Sequence[str], reading: Reading, kept: int, dropped: int) -
     return dropped
 
 
-def tokenize(row: Row, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
+def tokenize(
+    row: Row, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
+) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """(messages, tokens and text of the prompt, responses to learn from)."""
     if row.is_conversation:
-        return conversation(row.messages, tokenizer)
-    token_ids, text = render(row.messages, tokenizer)
+        return conversation(row.messages, tokenizer, template_kwargs)
+    token_ids, text = render(row.messages, tokenizer, template_kwargs)
     return row.messages, token_ids, text, [_response(one, tokenizer) for one in row.responses]
 
 
@@ -123,17 +137,19 @@ def _truncate(given: DatasetResponse, limit: int) -> DatasetResponse:
     return DatasetResponse(given.token_ids[:limit], given.loss_mask[:limit], given.text, truncated=True)
 
 
-def conversation(messages: Messages, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
+def conversation(
+    messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
+) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """A conversation whose assistant's turns are learned: (messages before the first, their tokens, text, the rest)."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = messages[: turns[0]]
-    token_ids, text = render(prompt, tokenizer)
+    token_ids, text = render(prompt, tokenizer, template_kwargs)
     rest: list[int] = []
     loss_mask: list[bool] = []
     said = text
     for turn in turns:
-        _, before = render(messages[:turn], tokenizer)
-        after = conversation_text(messages[: turn + 1], tokenizer)
+        _, before = render(messages[:turn], tokenizer, template_kwargs)
+        after = conversation_text(messages[: turn + 1], tokenizer, template_kwargs)
         if not before.startswith(said) or not after.startswith(before):
             raise ValueError(
                 f"the chat template writes earlier turns in another way once turn {turn} follows, so what the model would "
@@ -153,10 +169,10 @@ def conversation(messages: Messages, tokenizer: Any) -> tuple[Messages, list[int
     return prompt, token_ids, text, [DatasetResponse(rest[:last], loss_mask[:last], str(messages[turns[-1]]["content"]))]
 
 
-def conversation_text(messages: Messages, tokenizer: Any) -> str:
+def conversation_text(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> str:
     """The text of a conversation that ends with an assistant's turn."""
     if getattr(tokenizer, "chat_template", None):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **(template_kwargs or {})))
     return "\n".join(str(message["content"]) for message in messages)
 
 
@@ -167,13 +183,13 @@ def encode_conversation(messages: Messages, response: str, tokenizer: Any) -> li
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=not templated)]
 
 
-def render(messages: Messages, tokenizer: Any) -> tuple[list[int], str]:
+def render(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> tuple[list[int], str]:
     """(tokens, text) of a prompt through the tokenizer's chat template where it has one.
 
     Without a template messages are joined by line breaks and the text is followed by one more.
     """
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {}))
         # The template writes its own special tokens.
         token_ids = tokenizer.encode(text, add_special_tokens=False)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ class Columns:
 
 
 USUAL_COLUMNS = Columns()
+TEMPLATE_NAMES = ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+                  "continue_final_message")  # fmt: skip
+"""Arguments of a chat template that are ours to say."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,13 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
         responses,
         _mapping(row, "extra_info"),
     )
+
+
+def with_system_prompt(row: Row, text: str | None) -> Row:
+    """The row with a system message before its own, where it does not begin with one."""
+    if text is None or row.messages[0]["role"] in ("system", "developer"):
+        return row
+    return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
 
 
 def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) -> tuple[Messages, bool, list[str]]:

@@ -11,7 +11,16 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.data.light_tokenizer import LightTokenizer
-from fivefold.data.rows import Columns, Row, check_responses, count_rows, parse_row, read_rows
+from fivefold.data.rows import (
+    TEMPLATE_NAMES,
+    Columns,
+    Row,
+    check_responses,
+    count_rows,
+    parse_row,
+    read_rows,
+    with_system_prompt,
+)
 from fivefold.errors import shown
 from fivefold.reward.choose import choose_rewards
 from fivefold.reward.ground_truth import ground_truth_fault
@@ -43,6 +52,11 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
             if not Path(name).is_file():
                 findings.error(key, f": no file at {name}; `fivefold data` writes data sets")
     if len(findings.errors) > before:
+        return
+    if data.chat_template_kwargs and tokenizer is not None and tokenizer.template is None:
+        findings.error("data.chat_template_kwargs", "are variables of a chat template, which the tokenizer has not")
+    if ours := [name for name in data.chat_template_kwargs if name in TEMPLATE_NAMES]:
+        findings.error("data.chat_template_kwargs", f"cannot name what the prompt itself says: got {', '.join(ours)}")
         return
     reader = _Reader(config, tokenizer, vocab)
     try:
@@ -103,7 +117,7 @@ class _Reader:
             for place, row in self._rows(path, seen, first):
                 where = f"{name}, row {place}"
                 try:
-                    found = parse_row(row, columns, kind, path.stem)
+                    found = with_system_prompt(parse_row(row, columns, kind, path.stem), data.system_prompt)
                     if learns:
                         check_responses(found, columns, kind, list(map(str, row)))
                     fits = self._encode(found)
@@ -136,10 +150,10 @@ class _Reader:
             return True
         if row.is_conversation:
             prompt = row.messages[: next(i for i, message in enumerate(row.messages) if message["role"] == "assistant")]
-            texts = [tokenizer.render(row.messages, add_generation_prompt=False)]
+            texts = [tokenizer.render(row.messages, False, data.chat_template_kwargs)]
         else:
             prompt, texts = row.messages, list(row.responses)
-        text = tokenizer.render(prompt)
+        text = tokenizer.render(prompt, kwargs=data.chat_template_kwargs)
         tokens = tokenizer.check_text(text)
         if not tokens:
             raise ValueError(f"the prompt has no tokens: {shown(text)}")

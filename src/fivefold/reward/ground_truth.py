@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fivefold.reward.code.cases import FORMS, read_cases
 from fivefold.reward.rules import CODE, gsm8k
+from fivefold.reward.tagged import countdown_fault
 
 
 def ground_truth_fault(name: str, ground_truth: str) -> str | None:
@@ -14,6 +15,8 @@ def ground_truth_fault(name: str, ground_truth: str) -> str | None:
         return "must be a number for the reward gsm8k"
     if name == "math" and not ground_truth.strip():
         return "must not be empty for the reward math"
+    if name == "countdown":
+        return countdown_fault(ground_truth)
     if name in CODE:
         try:
             read_cases(ground_truth)

@@ -11,6 +11,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
+from fivefold.reward.tagged import countdown, think_answer
 from fivefold.user_code import check_user_code, is_user_code, load_user_code, parameters_of
 
 RewardFunction = Callable[..., float]
@@ -168,12 +169,14 @@ BUILT_IN: dict[str, RewardFunction] = {
     "gsm8k": gsm8k,
     "math": math,
     "format": format,
+    "think_answer": think_answer,
+    "countdown": countdown,
     "code": code,
     "code_fraction": code_fraction,
 }
 CODE = ("code", "code_fraction")
 """Those that run programs."""
-WITH_TRUTH = ("gsm8k", "math", *CODE)
+WITH_TRUTH = ("gsm8k", "math", "countdown", *CODE)
 """Those that compare with the ground truth."""
 
 SOURCES = {"gsm8k": "gsm8k", "arithmetic": "gsm8k", "math": "math", "deepscaler": "math", "aime": "math"}

@@ -493,8 +493,23 @@ def engine(source: Source) -> dict[str, Any]:
     return found
 
 
-_WORKFLOWS = ("math_workflow", "math_boxed_workflow", "default", "simple_workflow")
-_REWARDS = {"math_reward": "math", "math_boxed_reward": "math", "accuracy_reward": "math"}
+_WORKFLOWS = ("math_workflow", "async_math_workflow", "math_boxed_workflow", "default", "simple_workflow")
+_MATH = {"math": 1.0, "think_answer": 0.1}
+_REWARDS = {
+    "math_reward": _MATH,
+    "math_boxed_reward": {"math": 1.0},
+    "accuracy_reward": {"math": 1.0},
+    "countdown_reward": {"countdown": 1.0},
+}
+_R1_PROMPT = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first "
+    "thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and "
+    "answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e.,\n"
+    "<think> reasoning process here </think>\n<answer> answer here </answer>.\n"
+)
+"""DeepSeek-R1's (2501.12948 table 1), which math_workflow puts before prompts that have none (workflow.py)."""
+_BOXED_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
+"""math_boxed_workflow's (customized_math_workflows.py)."""
 
 
 def data(source: Source) -> dict[str, Any]:
@@ -531,10 +546,19 @@ def data(source: Source) -> dict[str, Any]:
         source.lacks(
             "buffer.explorer_input.default_reward_fn_type", f"the reward {reward}: reward.functions names a function"
         )
-    elif reward:
-        found["reward.functions"] = {_REWARDS[reward]: 1.0}
-    elif flow in ("math_workflow", "math_boxed_workflow"):
-        found["reward.functions"] = {"math": 1.0}
+    else:
+        usual = {"math_workflow": _MATH, "async_math_workflow": _MATH, "math_boxed_workflow": {"math": 1.0}}
+        rewards = _REWARDS.get(reward or "") or usual.get(flow or "")
+        found["reward.functions"] = rewards and dict(rewards)
+    system = source.text(_TASKSET + "format.system_prompt") or source.text("buffer.explorer_input.system_prompt")
+    if not system and flow in ("math_workflow", "async_math_workflow") and reward in (None, "", "math_reward"):
+        system = _R1_PROMPT
+    elif not system and flow == "math_boxed_workflow":
+        system = _BOXED_PROMPT
+    found["data.system_prompt"] = system or None
+    thinking = next((key for key in (_ROLLOUT + "enable_thinking", "model.enable_thinking") if source.has(key)), None)
+    if thinking is not None and source.value(thinking) is not None:
+        found["data.chat_template_kwargs"] = {"enable_thinking": source.flag(thinking)}
     return found
 
 
@@ -646,7 +670,7 @@ SECTIONS = (
             "distribution that was sampled from.",
         ),
         lacks("model.lora_configs model.lora_configs.**", "low-rank adapters: all weights are trained"),
-        lacks("model.enable_thinking", "an argument of the chat template", [True]),
+        used("model.enable_thinking", "data.chat_template_kwargs"),
         lacks(
             "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta",
             "another chat template or RoPE: write it into the model's directory",
@@ -675,11 +699,12 @@ SECTIONS = (
             "data.ground_truth_key",
             "Of a solution that ends in `#### answer` it is the answer.",
         ),
-        lacks(
-            _TASKSET + "format.system_prompt buffer.explorer_input.system_prompt buffer.explorer_input.reply_prefix",
-            "a system prompt that is put before each prompt: write it into the data",
-            [""],
+        used(
+            _TASKSET + "format.system_prompt buffer.explorer_input.system_prompt",
+            "data.system_prompt",
+            "When left out, math_workflow has DeepSeek-R1's and math_boxed_workflow one of its own.",
         ),
+        lacks("buffer.explorer_input.reply_prefix", "a beginning of each response: write it into the data", [""]),
         used(
             f"{_TASKSET}rollout_args.temperature {_TASKSET}rollout_args.top_p {_TASKSET}rollout_args.top_k",
             "engine.sampling",
@@ -687,7 +712,11 @@ SECTIONS = (
         fixed(f"{_TASKSET}rollout_args.*", "algorithm.repeat_times and log-probs say it"),
         used("buffer.explorer_input.eval_tasksets", "data.val", "Greedy."),
         used(f"buffer.explorer_input.default_workflow_type {_TASKSET}default_workflow_type", "reward.functions"),
-        used(f"buffer.explorer_input.default_reward_fn_type {_TASKSET}default_reward_fn_type", "reward.functions"),
+        used(
+            f"buffer.explorer_input.default_reward_fn_type {_TASKSET}default_reward_fn_type",
+            "reward.functions",
+            "math_reward is accuracy by math-verify, and ±0.1 by the form; so it is when nothing is said.",
+        ),
         lacks(
             f"{_TASKSET}workflow_args.** {_TASKSET}reward_fn_args.** "
             f"buffer.explorer_input.default_eval_workflow_type {_TASKSET}data_selector.** "
@@ -726,7 +755,7 @@ SECTIONS = (
             "policy.backend",
             "Their GPUs are not the trainer's; rewards that ask them need a function of your own.",
         ),
-        lacks(f"{_ROLLOUT}enable_thinking", "an argument of the chat template", [True]),
+        used(f"{_ROLLOUT}enable_thinking", "data.chat_template_kwargs"),
         lacks(f"{_ROLLOUT}ignore_eos", "responses that go on behind their end", [False]),
         fixed(f"{_ROLLOUT}** explorer.*", "how requests are spread"),
         lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),

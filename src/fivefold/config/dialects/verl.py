@@ -632,6 +632,12 @@ def overlong_prompts(source: Source) -> dict[str, Any]:
     return {"data.overlong_prompts": "refuse"}
 
 
+def template(source: Source) -> dict[str, Any]:
+    start = "data.apply_chat_template_kwargs."
+    found = {key.removeprefix(start): source.value(key) for key in source.keys(start)}
+    return {"data.chat_template_kwargs": found} if found else {}
+
+
 def run(source: Source) -> dict[str, Any]:
     mode = (source.text("trainer.resume_mode") or "auto").lower()
     resume = {"auto": "auto", "disable": "never", "off": "never"}.get(mode)
@@ -672,6 +678,7 @@ DERIVED = (
     dynamic_sampling,
     batch,
     overlong_prompts,
+    template,
     layout,
     megatron,
     memory,

@@ -154,8 +154,7 @@ SECTIONS = (
         ),
         fixed("data.return_raw_chat", "the chat template is applied here"),
         lacks("data.train_max_samples data.val_max_samples", "only the first rows of the data", [-1]),
-        lacks("data.apply_chat_template_kwargs.*", "arguments of the chat template"),
-        lacks("data.apply_chat_template_kwargs", "arguments of the chat template"),
+        used("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
         lacks(
             "data.custom_cls.path data.datagen.path data.sampler.class_path",
             "a data set of one's own code: write its rows as parquet",

@@ -1,0 +1,79 @@
+"""Rewards of responses whose parts stand in tags: reasoning in <think>, the answer in <answer>."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>")
+_ARITHMETIC = re.compile(r"[\d+\-*/().\s]+")
+_BOTH = re.compile(r"</think>\s*<answer>")
+_END = re.compile(r"</answer>\s*$", re.MULTILINE)
+_LONGEST = 1000
+"""Characters of an equation."""
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def think_answer(response: str, ground_truth: str) -> float:
+    """1 when <think>...</think> and then <answer>...</answer> at the end of a line stand in the response, -1 otherwise.
+
+    DeepSeek-R1's form (2501.12948 table 1).
+    """
+    begin = response.find("<think>")
+    between = _BOTH.search(response, begin + len("<think>")) if begin >= 0 else None
+    return 1.0 if between and _END.search(response, between.end()) else -1.0
+
+
+def countdown(response: str, ground_truth: str) -> float:
+    """1 for an equation with every number of the truth once that has its target, 0.1 for another one, 0 for none.
+
+    TinyZero's task: the last <answer> of the last line; the truth is JSON, `{"target": 98, "numbers": [44, 19, 35]}`.
+    """
+    truth = json.loads(ground_truth)
+    answers = _ANSWER.findall(response.split("\n")[-1])
+    if not answers:
+        return 0.0
+    equation = answers[-1].strip()
+    used = sorted(int(number) for number in re.findall(r"\d{1,18}", equation))
+    if used != sorted(truth["numbers"]) or not _ARITHMETIC.fullmatch(equation) or len(equation) > _LONGEST:
+        return 0.1
+    value = _value(equation)
+    return 1.0 if value is not None and abs(value - Fraction(truth["target"])) < Fraction(1, 100_000) else 0.1
+
+
+def _value(equation: str) -> Fraction | None:
+    """The exact value of sums, products and quotients; None for what is none, powers included."""
+    try:
+        return _of(ast.parse(equation, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _of(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        return -_of(node.operand) if isinstance(node.op, ast.USub) else _of(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_of(node.left), _of(node.right))
+    raise ValueError(f"no arithmetic: {ast.dump(node)}")
+
+
+def countdown_fault(ground_truth: str) -> str | None:
+    """What must hold of a truth of countdown, where it does not."""
+    try:
+        truth = json.loads(ground_truth)
+        if isinstance(truth["target"], (int, float)) and all(isinstance(number, int) for number in truth["numbers"]):
+            return None
+    except (ValueError, TypeError, KeyError):
+        pass
+    return 'must be {"target": number, "numbers": [whole numbers]} for the reward countdown'
