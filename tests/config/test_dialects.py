@@ -699,6 +699,31 @@ def test_what_would_be_another_run_is_refused_by_name(system, words, tree, says)
     assert any(says in each for each in refusals), refusals
 
 
+@pytest.mark.parametrize(("system", "tree", "key"), [
+    ("roll", GSM8K_ROLL.replace("actor_infer:\n", "actor_infer:\n  generating_args: {presence_penalty: 0.5}\n"), "actor_infer.generating_args.presence_penalty"),
+    ("roll", GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n  model_args: {freeze_module_prefix: vision}\n"), "actor_train.model_args.freeze_module_prefix"),
+    ("roll", GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n  model_args: {atn_implementation: fa2}\n"), "actor_train.model_args.atn_implementation"),
+    ("roll", GSM8K_ROLL.replace("{file_name: [d.jsonl]}", "{file_name: [d.jsonl], mesages: m}"), "actor_train.data_args.mesages"),
+    ("roll", GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n  worker_cls: my.Worker\n"), "actor_train.worker_cls"),
+    ("trinity", GSM8K_TRINITY.replace("rollout_args: {temperature: 1.0}", "rollout_args: {temperature: 1.0, min_p: 0.1}"), "buffer.explorer_input.taskset.rollout_args.min_p"),
+    ("trinity", GSM8K_TRINITY.replace("taskset: {path", "taskset: {sufle: true, path"), "buffer.explorer_input.taskset.sufle"),
+    ("trinity", GSM8K_TRINITY.replace("engine_num: 4", "engine_num: 4, repetition_penalty: 1.2"), "explorer.rollout_model.repetition_penalty"),
+    ("trinity", GSM8K_TRINITY.replace("synchronizer: {", "synchronizer: {sync_intervall: 4, "), "synchronizer.sync_intervall"),
+])  # fmt: skip
+def test_a_key_that_no_row_names_is_not_taken_for_one_without_effect(system, tree, key):
+    (refused,) = [each.key for each in translated(system, tree=tree).outcomes if each.is_refused]
+    assert refused == key
+
+
+def test_the_models_and_the_column_that_roll_names_elsewhere_are_read():
+    tree = GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n  model_args: {model_name_or_path: mine}\n")
+    tree = tree.replace("pretrain: m\n", "pretrain: m\nreference: {model_args: {model_name_or_path: theirs}}\n")
+    found = config("roll", tree=tree.replace("{file_name: [d.jsonl]}", "{file_name: [d.jsonl], messages: conversation}"))
+    assert (found.model.path, found.reference.path, found.data.prompt_key) == ("mine", "theirs", "conversation")
+    plain = config("roll", tree=GSM8K_ROLL)
+    assert (plain.model.path, plain.reference.path, plain.data.prompt_key) == ("m", None, "prompt")
+
+
 def test_bounds_of_verls_rejection_are_turned_round():
     """verl keeps log(lower) <= -log(trainer / engine) <= log(upper): 0.5 and 4 of it are 1/4 and 2 of trainer / engine."""
     rejection = [

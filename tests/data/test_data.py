@@ -306,3 +306,12 @@ def test_variables_that_no_template_reads_or_that_are_not_free_are_refused(tmp_p
     config, findings = make_config({"model": {"path": "m"}, "data": data}), Findings()
     check_data(findings, config, LightTokenizer.load(tmp_path), None)
     assert findings.errors == [] if says is None else says in findings.errors[0]
+
+
+def test_messages_may_stand_in_a_column_as_json(tmp_path, tokenizer):
+    """ROLL's data sets have them so; a text that only begins like it stays the user's."""
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]
+    for cell, text in ((json.dumps(turns), "be brief\n1+1=\n"), ("[{a", "[{a\n"), ('[{"role": 1}]', '[{"role": 1}]\n')):
+        (tmp_path / "d.jsonl").write_text(json.dumps({"messages": cell}) + "\n")
+        reading = Reading(max_prompt_tokens=64, columns=Columns(prompt="messages"))
+        assert load_prompts([str(tmp_path / "d.jsonl")], tokenizer, reading).prompts[0].text == text

@@ -167,7 +167,9 @@ def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: 
 
 
 def as_messages(prompt: Any, column: str) -> Messages:
-    """Messages of a text or of messages; raises ValueError for anything else."""
+    """Messages of a text or of messages, also as JSON in a text; raises ValueError for anything else."""
+    if isinstance(prompt, str) and (found := _json_messages(prompt)) is not None:
+        prompt = found
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -188,6 +190,18 @@ def as_messages(prompt: Any, column: str) -> Messages:
             raise ValueError(f"column {column!r}: the content of a message must be a text: got {shown(message['content'])}")
         _check_text(message["content"], column)
     return prompt
+
+
+def _json_messages(text: str) -> list[dict[str, Any]] | None:
+    """Messages that a text holds as JSON; None where it is another text, which a user may well write in brackets."""
+    if not text.startswith("[{") or '"role"' not in text:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    whole = all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in found)
+    return found if whole else None
 
 
 def _response(value: Any, column: str) -> str:

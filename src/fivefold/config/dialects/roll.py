@@ -464,7 +464,11 @@ def rewards(source: Source) -> dict[str, Any]:
             if weights.get(domain, 1.0):
                 for key in source.keys(f"rewards.{domain}."):
                     source.lacks(key, f"the reward of {domain}: reward.functions or reward.by_source name a function")
-    found: dict[str, Any] = {"data.ground_truth_key": "ground_truth"}
+    columns = source.under(_TRAIN + "data_args.")
+    found: dict[str, Any] = {
+        "data.ground_truth_key": "ground_truth",
+        "data.prompt_key": columns.text("messages") or columns.text("prompt"),
+    }
     return found | ({"reward.functions": {"math": 1.0}} if "math_rule" in domains else {})
 
 
@@ -498,7 +502,9 @@ def run(source: Source) -> dict[str, Any]:
 def other_pipelines(source: Source) -> dict[str, Any]:
     if (source.number("async_generation_ratio") or 0) > 0:
         source.lacks("async_generation_ratio", "sampling while the policy learns (asynchronous training)")
-    return {"model.path": shared.path(source, "pretrain")}
+    own, reference = (source.text(f"{start}model_args.model_name_or_path") for start in (role(source), "reference."))
+    found = {"model.path": own or shared.path(source, "pretrain")}
+    return found | ({"reference.path": reference} if reference not in (None, found["model.path"]) else {})
 
 
 def _of(roles: str, names: str) -> str:
@@ -639,9 +645,18 @@ SECTIONS = (
         used(_of("actor_train sft_train", "data_args.file_name"), "data.train"),
         used("validation.data_args.file_name", "data.val"),
         used("actor_train.data_args.domain_interleave_probs.*", "reward.functions"),
+        used(
+            "actor_train.data_args.messages actor_train.data_args.prompt",
+            "data.prompt_key",
+            "The column of messages, which may be JSON in a text, goes before that of the prompt (rlvr_pipeline.py:90).",
+        ),
+        lacks("**.data_args.custom_data_kwargs_func", "a function that reads the data"),
         fixed(
-            "**.data_args.interleave_probs **.data_args.dataset_dir **.data_args.preprocessing_num_workers "
-            "**.data_args.messages **.data_args.*",
+            _of(
+                "**.data_args",
+                "interleave_probs dataset_dir dataset_type preprocessing_num_workers messages prompt response tag id "
+                "file_name eval_file_name image_* video_* audio_folder",
+            ),
             "how data are read",
         ),
         used("rewards.math_rule.**", "reward.functions", "Ground truths are in the column ground_truth."),
@@ -676,7 +691,19 @@ SECTIONS = (
         fixed("**.model_args.lora_* lora_*", "read with a rank of adapters only"),
         lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
-        fixed("**.model_args.*", KERNELS),
+        lacks("**.model_args.moe_aux_loss_coef", "balancing of experts by loss", [0, 0.0]),
+        lacks("actor_train.model_args.freeze_module_prefix", "parts of the model that do not learn"),
+        used(_of("actor_train sft_train", "model_args.model_name_or_path"), "model.path"),
+        used("reference.model_args.model_name_or_path", "reference.path"),
+        fixed(
+            _of(
+                "**.model_args",
+                "attn_implementation flash_attn dtype disable_gradient_checkpointing model_type model_name_or_path "
+                "gradient_checkpointing_use_reentrant device_map num_labels autocast_adapter_dtype additional_target "
+                "adapter_name_or_path ulysses_size freeze_module_prefix",
+            ),
+            KERNELS,
+        ),
         *(
             row
             for start in ("actor_train", "sft_train")
@@ -743,6 +770,10 @@ SECTIONS = (
             "ratios compare the distribution that was sampled from.",
         ),
         fixed("actor_infer.generating_args.max_new_tokens", "response_length says it"),
+        fixed("actor_infer.generating_args.logprobs", "log-probs are always recorded"),
+        fixed("actor_infer.generating_args.length_penalty", "read with beams only"),
+        lacks("actor_infer.generating_args.do_sample", "the most likely tokens: temperature 0", [True]),
+        lacks("actor_infer.generating_args.*", "another way of sampling"),
         lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
         fixed("actor_infer.**", KERNELS),
         fixed("**.strategy_args.strategy_config.** **.strategy_args.** validation.**", SPREAD),

@@ -581,6 +581,10 @@ def run(source: Source) -> dict[str, Any]:
     }
 
 
+def _below(start: str, names: str) -> list[str]:
+    return [start + name for name in names.split()]
+
+
 _SECOND_FILE = "a file for trainer.trainer_config_path, which is no run of its own"
 _TASKS = "workflows, tools and other models"
 
@@ -601,13 +605,21 @@ SECTIONS = (
             "policy.backend",
             "Engines and trainer share the trainer's GPUs: those of the cluster without engine_num x tensor_parallel_size.",
         ),
-        fixed("cluster.*", "how processes are started"),
+        fixed(
+            "cluster.ray_address cluster.total_gpu_num cluster.*_gpu_num cluster.trainer_node_num "
+            "cluster.trainer_gpu_num_per_node",
+            "how processes are started",
+        ),
         used(
             "synchronizer.sync_interval synchronizer.sync_offset synchronizer.sync_style",
             "engine.backend",
             "Every step, as here.",
         ),
-        fixed("synchronizer.*", "weights move on the GPUs"),
+        fixed(
+            "synchronizer.sync_method synchronizer.sync_timeout synchronizer.wait_for_checkpoint "
+            "synchronizer.explorer_world_size synchronizer.ray_namespace",
+            "weights move on the GPUs",
+        ),
         lacks("stages", "stages of different algorithms"),
         used("-m", "algorithm.name"),
         fixed("--config-name --config-path", "how the program is started"),
@@ -709,7 +721,8 @@ SECTIONS = (
             f"{_TASKSET}rollout_args.temperature {_TASKSET}rollout_args.top_p {_TASKSET}rollout_args.top_k",
             "engine.sampling",
         ),
-        fixed(f"{_TASKSET}rollout_args.*", "algorithm.repeat_times and log-probs say it"),
+        fixed(f"{_TASKSET}rollout_args.n {_TASKSET}rollout_args.logprobs", "algorithm.repeat_times and log-probs say it"),
+        lacks(f"{_TASKSET}rollout_args.*", "another way of sampling"),
         used("buffer.explorer_input.eval_tasksets", "data.val", "Greedy."),
         used(f"buffer.explorer_input.default_workflow_type {_TASKSET}default_workflow_type", "reward.functions"),
         used(
@@ -727,7 +740,9 @@ SECTIONS = (
         lacks("buffer.explorer_input.tasksets", "several task sets"),
         fixed(
             f"{_TASKSET}name {_TASKSET}storage_type {_TASKSET}split {_TASKSET}subset_name "
-            f"{_TASKSET}enable_progress_bar {_TASKSET}** buffer.max_retry_* buffer.tokenizer_path "
+            f"{_TASKSET}enable_progress_bar {_TASKSET}max_retry_* {_TASKSET}index {_TASKSET}is_eval {_TASKSET}ray_namespace "
+            f"{_TASKSET}format {_TASKSET}format.prompt_type {_TASKSET}rollout_args {_TASKSET}workflow_args "
+            f"{_TASKSET}reward_fn_args buffer.max_retry_* buffer.tokenizer_path "
             f"buffer.cache_dir buffer.explorer_output",
             "how data are read",
         ),
@@ -739,7 +754,14 @@ SECTIONS = (
             [False],
         ),
         fixed(f"{_BUFFER}replay_buffer.** {_BUFFER}replay_buffer_kwargs.**", "read with a replay buffer only"),
-        fixed(f"{_BUFFER}**", "where Trinity keeps samples"),
+        fixed(
+            _below(
+                _BUFFER,
+                "name storage_type format capacity max_read_timeout max_retry_* split subset_name index batch_size "
+                "enable_progress_bar schema_type tokenizer_path total_epochs total_steps ray_namespace wrap_in_ray",
+            ),
+            "where Trinity keeps samples",
+        ),
         lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
         lacks("data_processor.** data_processor", "operators on data: write the rows as parquet"),
     ),
@@ -757,7 +779,27 @@ SECTIONS = (
         ),
         used(f"{_ROLLOUT}enable_thinking", "data.chat_template_kwargs"),
         lacks(f"{_ROLLOUT}ignore_eos", "responses that go on behind their end", [False]),
-        fixed(f"{_ROLLOUT}** explorer.*", "how requests are spread"),
+        lacks(f"{_ROLLOUT}repetition_penalty {_ROLLOUT}min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
+        lacks(
+            f"{_ROLLOUT}rope_scaling {_ROLLOUT}rope_theta {_ROLLOUT}chat_template",
+            "another chat template or RoPE: write it into the model's directory",
+        ),
+        fixed(
+            _below(
+                _ROLLOUT,
+                "name engine_type use_v1 dtype seed temperature top_p top_k logprobs max_model_len max_prompt_tokens "
+                "max_response_tokens model_path trust_remote_code enable_prompt_truncation enable_history enable_openai_api "
+                "enable_log_requests enable_auto_tool_choice tool_call_parser reasoning_parser bundle_indices ray_namespace "
+                "cuda_visible_devices enable_lora enable_runtime_lora_updating lora_modules lora_kwargs",
+            )
+            + _below(
+                "explorer.",
+                "name runner_per_model runner_num max_timeout max_retry_times env_vars concurrent_mode "
+                "max_repeat_times_per_runner bench_on_latest_checkpoint proxy_port listen_address db_url "
+                "service_status_check_interval min_running_model_num runner_state_report_interval",
+            ),
+            "how requests are spread; model and algorithm say the rest",
+        ),
         lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),
         fixed("explorer.over_rollout.* explorer.dynamic_timeout.* explorer.env_vars.**", "read with a ratio only"),
     ),
