@@ -82,12 +82,6 @@ for _role in ("actor_train", "critic", "sft_train"):
         f"{_role}.training_args.per_device_train_batch_size": 8,
         f"{_role}.training_args.gradient_accumulation_steps": 1,
     }
-AGGREGATES = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "constant-length",
-}
 
 
 def kind(source: Source) -> str:
@@ -125,12 +119,7 @@ def sizes(source: Source) -> dict[str, int]:
     name = said.text("strategy_args.strategy_name") or "megatron_train"
     if not name.startswith("megatron"):
         return {"cp": said.whole("model_args.ulysses_size") or 1}
-    options = said.under("strategy_args.strategy_config.")
-    found = {
-        short: options.whole(f"{full}_parallel_size") or 1
-        for short, full in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
-    }
-    return found | {"etp": options.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
+    return shared.parallel_sizes(said.under("strategy_args.strategy_config."))
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -323,14 +312,14 @@ def loss(source: Source) -> dict[str, Any]:
     )
     level = {"token": "token", "seq": "sequence"}.get(source.text("importance_sampling") or "token")
     mean = source.text("loss_agg_mode") or "seq-mean-token-mean"
-    if mean not in AGGREGATES:
-        source.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(AGGREGATES)}")
+    if mean not in shared.AGGREGATES:
+        source.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(shared.AGGREGATES)}")
     found: dict[str, Any] = {
         "surrogate": "ppo_clip",
         "clip_low": low,
         "clip_high": high,
         "importance_sampling_level": level,
-        "aggregate": AGGREGATES.get(mean),
+        "aggregate": shared.AGGREGATES.get(mean),
         "dual_clip": 1 + 2 * (source.number("pg_clip") or 0.0) if source.flag("dual_clip_loss") else None,
         "entropy_coef": source.number("entropy_loss_coef"),
     }

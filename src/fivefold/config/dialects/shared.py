@@ -36,6 +36,17 @@ DTYPES = {
     "torch.bfloat16": "bfloat16",
     "torch.float32": "float32",
 }
+AGGREGATES = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "constant-length",
+}
+"""How losses are averaged, by verl's names -> ours."""
+PPO: dict[str, Any] = {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"}
+RLOO: dict[str, Any] = {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"}
+REINFORCE_PLUS_PLUS: dict[str, Any] = {**PPO, "name": "reinforce_plus_plus", "credit": "discounted"}
+"""Methods and their choices, as most systems have them."""
 SHOWN = "changes what is shown, not what is learned"
 KERNELS = "other kernels of the same formula: numbers agree up to rounding"
 SPREAD = "how state is spread over GPUs: the numbers are the same"
@@ -106,6 +117,15 @@ def loggers(source: Source, key: str) -> list[str]:
             key, f"{', '.join(others)}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False
         )
     return known
+
+
+def parallel_sizes(said: Source) -> dict[str, int]:
+    """tp, pp, cp, ep and etp by Megatron's names; where nothing is said experts are split as the other weights are."""
+    found = {
+        short: said.whole(f"{name}_parallel_size") or 1
+        for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
+    }
+    return found | {"etp": said.whole("expert_tensor_parallel_size") or (found["tp"] if found["ep"] > 1 else 1)}
 
 
 def world_layout(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> ParallelLayout:

@@ -157,15 +157,9 @@ VERSIONS: dict[str, dict[str, Any]] = {
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "advantage": "group"},
     "maxrl": {"name": "maxrl", "advantage": "group", "normalize": "mean"},
-    "gae": {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"},
-    "rloo": {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"},
-    "reinforce++": {
-        "name": "reinforce_plus_plus",
-        "advantage": "reward",
-        "credit": "discounted",
-        "whiten": True,
-        "normalize": "none",
-    },
+    "gae": shared.PPO,
+    "rloo": shared.RLOO,
+    "reinforce++": shared.REINFORCE_PLUS_PLUS,
 }
 LOSSES = {
     "regular": {"surrogate": "ppo_clip"},
@@ -227,12 +221,8 @@ def layout(source: Source) -> dict[str, Any]:
     world = gpus(source)
     if source.text("trainer.strategy") != "megatron":
         return {"policy.backend": str(shared.world_layout(world, cp=source.whole(_POLICY + "sequence_parallel_size") or 1))}
-    sizes = {
-        short: source.whole(f"{_MEGATRON}{name}_parallel_size") or 1
-        for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
-    }
-    etp = source.whole(_MEGATRON + "expert_tensor_parallel_size") or (sizes["tp"] if sizes["ep"] > 1 else 1)
-    return {"policy.backend": str(shared.world_layout(world, etp=etp, **sizes)), "policy.sequence_parallel": True}
+    sizes = shared.parallel_sizes(source.under(_MEGATRON))
+    return {"policy.backend": str(shared.world_layout(world, **sizes)), "policy.sequence_parallel": True}
 
 
 def megatron(source: Source) -> dict[str, Any]:

@@ -83,16 +83,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """algorithm_type -> its choices when they are left out (algorithm/algorithm.py); without kl there is none."""
 ADVANTAGES: dict[str, dict[str, Any]] = {
-    "ppo": {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"},
+    "ppo": shared.PPO,
     "grpo": {"name": "grpo", "advantage": "group", "normalize": "group"},
-    "rloo": {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"},
-    "reinforceplusplus": {
-        "name": "reinforce_plus_plus",
-        "advantage": "reward",
-        "credit": "discounted",
-        "whiten": True,
-        "normalize": "none",
-    },
+    "rloo": shared.RLOO,
+    "reinforceplusplus": shared.REINFORCE_PLUS_PLUS,
 }
 for _name, _ours in (("opmd", "opmd"), ("asymre", "asymre"), ("rec", "rec")):
     ADVANTAGES[_name] = {"name": _ours, "advantage": "group", "normalize": "none"}
@@ -132,12 +126,6 @@ LOSS_ARGUMENTS: dict[str, tuple[str, ...]] = {
 _CLIP_MODES = {
     "none": "none", "one-side": "one_sided", "gspo-one-side": "one_sided", "two-side": "two_sided", "ring": "ring",
 }  # fmt: skip
-AGGREGATES = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "constant-length",
-}
 
 
 def kind(source: Source) -> str:
@@ -197,13 +185,8 @@ def layout(source: Source) -> dict[str, Any]:
         )
         return {"policy.backend": str(shared.world_layout(world, cp=cp)), "policy.recompute": "full"}
     said = source.under(_ACTOR + "megatron.")
-    sizes = {
-        short: said.whole(f"{name}_parallel_size") or 1
-        for short, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"), ("ep", "expert_model"))
-    }
-    etp = said.whole("expert_tensor_parallel_size") or (sizes["tp"] if sizes["ep"] > 1 else 1)
     found: dict[str, Any] = {
-        "policy.backend": str(shared.world_layout(world, etp=etp, **sizes)),
+        "policy.backend": str(shared.world_layout(world, **shared.parallel_sizes(said))),
         "policy.sequence_parallel": said.flag("sequence_parallel"),
     }
     if (virtual := said.whole("virtual_pipeline_model_parallel_size") or 1) > 1:
@@ -317,11 +300,11 @@ def loss(source: Source) -> dict[str, Any]:
         or source.text("algorithm.loss_agg_mode")
         or ("seq-mean-token-mean" if name == "gspo" else "token-mean")
     )
-    if mean not in AGGREGATES:
+    if mean not in shared.AGGREGATES:
         said.lacks("loss_agg_mode", f"the mean {mean}")
     found: dict[str, Any] = {
         **LOSSES[name],
-        "aggregate": AGGREGATES.get(mean),
+        "aggregate": shared.AGGREGATES.get(mean),
         "entropy_coef": 0.0,
     }
     if chosen(source, "entropy", "entropy_loss_fn", "default") != "none":

@@ -129,19 +129,13 @@ DEFAULTS: dict[str, Any] = {
 }
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
-    "gae": {"name": "ppo", "advantage": "reward", "credit": "gae", "whiten": True, "normalize": "none"},
+    "gae": shared.PPO,
     "grpo": {"name": "grpo", "advantage": "group"},
     "grpo_vectorized": {"name": "grpo", "advantage": "group"},
     "grpo_passk": {"name": "grpo", "advantage": "pass_at_k"},
-    "rloo": {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"},
-    "rloo_vectorized": {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"},
-    "reinforce_plus_plus": {
-        "name": "reinforce_plus_plus",
-        "advantage": "reward",
-        "credit": "discounted",
-        "whiten": True,
-        "normalize": "none",
-    },
+    "rloo": shared.RLOO,
+    "rloo_vectorized": shared.RLOO,
+    "reinforce_plus_plus": shared.REINFORCE_PLUS_PLUS,
     "reinforce_plus_plus_baseline": {
         "name": "reinforce_plus_plus_baseline",
         "advantage": "group",
@@ -166,12 +160,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dppo_kl": {"surrogate": "dppo", "divergence": "kl"},
 }
 """actor.policy_loss.loss_mode -> a surrogate and what it is fixed with."""
-AGGREGATES = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "constant-length",
-}
 PROGRAMS = (
     "verl.trainer.main_ppo",
     "recipe.dapo.main_dapo",
@@ -213,11 +201,8 @@ def layout(source: Source) -> dict[str, Any]:
         if source.has(_A + "fsdp_config.ulysses_sequence_parallel_size"):
             cp = max(cp, source.whole(_A + "fsdp_config.ulysses_sequence_parallel_size") or 1)
         return {"policy.backend": str(shared.world_layout(gpus(source), cp=cp))}
-    sizes = source.under(_A + "megatron.")
-    tp, pp = sizes.whole("tensor_model_parallel_size") or 1, sizes.whole("pipeline_model_parallel_size") or 1
-    cp, ep = sizes.whole("context_parallel_size") or 1, sizes.whole("expert_model_parallel_size") or 1
-    etp = sizes.whole("expert_tensor_parallel_size") or (tp if ep > 1 else 1)
-    return {"policy.backend": str(shared.world_layout(gpus(source), tp=tp, pp=pp, cp=cp, ep=ep, etp=etp))}
+    sizes = shared.parallel_sizes(source.under(_A + "megatron."))
+    return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -350,12 +335,12 @@ def loss(source: Source) -> dict[str, Any]:
         section = actor.under("policy_loss.")
         found |= {"cov_fraction": section.number("kl_cov_ratio"), "cov_kl_coef": section.number("ppo_kl_coef")}
     mean = actor.text("loss_agg_mode") or "token-mean"
-    if mean not in AGGREGATES:
-        actor.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(AGGREGATES)}")
+    if mean not in shared.AGGREGATES:
+        actor.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(shared.AGGREGATES)}")
     elif "aggregate" not in found:
-        found["aggregate"] = AGGREGATES[mean]
+        found["aggregate"] = shared.AGGREGATES[mean]
     elif (actor.flag("use_kl_loss") and actor.number("kl_loss_coef")) or actor.number("entropy_coeff"):
-        found["penalty_aggregate"] = AGGREGATES[mean]
+        found["penalty_aggregate"] = shared.AGGREGATES[mean]
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
