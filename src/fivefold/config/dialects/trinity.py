@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.dialects import Translation, Tree, shared
-from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN
+from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
-from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
+from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import dialect
+from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, CRITIC, ROLLOUT, SECTIONS, TASKSET, VERL
 from fivefold.config.loader import read
-
-_VERL = "trainer.trainer_config."
-_ACTOR, _CRITIC = _VERL + "actor_rollout_ref.actor.", _VERL + "critic."
-_TASKSET, _BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
-_ROLLOUT = "explorer.rollout_model."
 
 DEFAULTS: dict[str, Any] = {
     "mode": "both",
@@ -43,12 +39,12 @@ DEFAULTS: dict[str, Any] = {
     "buffer.batch_size": 1,
     "buffer.train_batch_size": 0,
     "buffer.total_epochs": 1,
-    _TASKSET + "format.prompt_key": "prompt",
+    TASKSET + "format.prompt_key": "prompt",
     "explorer.eval_interval": 100,
     "explorer.eval_on_startup": True,
-    _ROLLOUT + "engine_num": 1,
-    _ROLLOUT + "tensor_parallel_size": 1,
-    _ROLLOUT + "gpu_memory_utilization": 0.9,
+    ROLLOUT + "engine_num": 1,
+    ROLLOUT + "tensor_parallel_size": 1,
+    ROLLOUT + "gpu_memory_utilization": 0.9,
     "synchronizer.sync_interval": 1,
     "synchronizer.sync_offset": 0,
     "synchronizer.sync_style": "fixed",
@@ -58,11 +54,11 @@ DEFAULTS: dict[str, Any] = {
     "trainer.ulysses_sequence_parallel_size": 1,
     "trainer.trainer_strategy": "fsdp",
     "monitor.monitor_type": "tensorboard",
-    _ACTOR + "megatron.sequence_parallel": True,
-    _ACTOR + "ppo_micro_batch_size_per_gpu": 4,
-    _ACTOR + "ppo_max_token_len_per_gpu": 16384,
-    _CRITIC + "cliprange_value": 0.5,
-    _CRITIC + "optim.lr": 1e-5,
+    ACTOR + "megatron.sequence_parallel": True,
+    ACTOR + "ppo_micro_batch_size_per_gpu": 4,
+    ACTOR + "ppo_max_token_len_per_gpu": 16384,
+    CRITIC + "cliprange_value": 0.5,
+    CRITIC + "optim.lr": 1e-5,
 }
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -142,7 +138,7 @@ def chosen(source: Source, axis: str, key: str, default: str = "none") -> str:
 
 
 def is_megatron(source: Source) -> bool:
-    return (source.text(_ACTOR + "strategy") or source.text("trainer.trainer_strategy")) == "megatron"
+    return (source.text(ACTOR + "strategy") or source.text("trainer.trainer_strategy")) == "megatron"
 
 
 def gpus(source: Source) -> int:
@@ -150,7 +146,7 @@ def gpus(source: Source) -> int:
     total = source.count("cluster.node_num") * source.count("cluster.gpu_per_node")
     if (source.text("mode") or "both") != "both" or offline(source):
         return total
-    rest = total - source.count(_ROLLOUT + "engine_num") * source.count(_ROLLOUT + "tensor_parallel_size")
+    rest = total - source.count(ROLLOUT + "engine_num") * source.count(ROLLOUT + "tensor_parallel_size")
     for other in source.items("explorer.auxiliary_models"):
         rest -= int(other.get("engine_num", 1)) * int(other.get("tensor_parallel_size", 1)) if isinstance(other, dict) else 0
     if rest < 1:
@@ -181,24 +177,24 @@ def layout(source: Source) -> dict[str, Any]:
     if not is_megatron(source):
         cp = max(
             source.whole("trainer.ulysses_sequence_parallel_size") or 1,
-            source.whole(_ACTOR + "ulysses_sequence_parallel_size") or 1,
+            source.whole(ACTOR + "ulysses_sequence_parallel_size") or 1,
         )
         return {"policy.backend": str(shared.world_layout(world, cp=cp)), "policy.recompute": "full"}
-    said = source.under(_ACTOR + "megatron.")
+    said = source.under(ACTOR + "megatron.")
     found: dict[str, Any] = {
         "policy.backend": str(shared.world_layout(world, **shared.parallel_sizes(said))),
         "policy.sequence_parallel": said.flag("sequence_parallel"),
     }
     if (virtual := said.whole("virtual_pipeline_model_parallel_size") or 1) > 1:
         found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
-    start = _ACTOR + "megatron.override_transformer_config"
+    start = ACTOR + "megatron.override_transformer_config"
     return found | shared.recompute(source, start, "policy") | shared.megatron_options(source, start, "policy.megatron")
 
 
 def offload(source: Source) -> dict[str, Any]:
     where = "megatron" if is_megatron(source) else "fsdp_config"
     parts = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-    return {f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{_ACTOR}{where}.{name}_offload")}
+    return {f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{ACTOR}{where}.{name}_offload")}
 
 
 def lengths(source: Source) -> dict[str, Any]:
@@ -210,14 +206,14 @@ def lengths(source: Source) -> dict[str, Any]:
         raise UnreadableError("model.max_prompt_tokens or model.max_model_len must say how long prompts may be")
     longest = (prompt + response) * (2 if kind(source) == "dpo" else 1)
     if (
-        source.flag(_ACTOR + "use_dynamic_bsz")
-        if source.has(_ACTOR + "use_dynamic_bsz")
+        source.flag(ACTOR + "use_dynamic_bsz")
+        if source.has(ACTOR + "use_dynamic_bsz")
         else source.flag("trainer.use_dynamic_bsz")
     ):
-        tokens = source.whole("trainer.max_token_len_per_gpu") or source.count(_ACTOR + "ppo_max_token_len_per_gpu")
+        tokens = source.whole("trainer.max_token_len_per_gpu") or source.count(ACTOR + "ppo_max_token_len_per_gpu")
         tokens *= source.whole("trainer.ulysses_sequence_parallel_size") or 1
     else:
-        tokens = source.count(_ACTOR + "ppo_micro_batch_size_per_gpu") * (prompt + response)
+        tokens = source.count(ACTOR + "ppo_micro_batch_size_per_gpu") * (prompt + response)
     return {
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
@@ -400,7 +396,7 @@ def kl(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source) -> dict[str, Any]:
     """algorithm.optimizer, or verl's keys where those are set instead."""
-    new, old = source.under("algorithm.optimizer."), source.under(_ACTOR + "optim.")
+    new, old = source.under("algorithm.optimizer."), source.under(ACTOR + "optim.")
 
     def of(key: str) -> Source:
         return old if old.has(key) and not new.has(key) else new
@@ -439,18 +435,18 @@ def critic(source: Source) -> dict[str, Any]:
     if chosen(source, "advantage", "advantage_fn") != "ppo" or offline(source):
         return {}
     found: dict[str, Any] = {
-        "critic.value_clip": source.number(_CRITIC + "cliprange_value"),
-        "critic.optimizer.lr": source.number(_CRITIC + "optim.lr"),
+        "critic.value_clip": source.number(CRITIC + "cliprange_value"),
+        "critic.optimizer.lr": source.number(CRITIC + "optim.lr"),
         "critic.optimizer.schedule_per": "step",
         "critic.optimizer.warmup_from": 0,
     }
     if path := source.text("model.critic_model_path"):
         found["critic.path"] = path
-    if budget := source.whole(_CRITIC + "ppo_max_token_len_per_gpu"):
+    if budget := source.whole(CRITIC + "ppo_max_token_len_per_gpu"):
         found["critic.tokens_per_micro_batch"] = max(
             budget, lengths(source)["data.max_prompt_tokens"] + source.count("model.max_response_tokens")
         )
-    if (warmup := source.whole(_VERL + "trainer.critic_warmup") or 0) > 1:
+    if (warmup := source.whole(VERL + "trainer.critic_warmup") or 0) > 1:
         found["critic.warmup_steps"] = warmup - 1
     return found
 
@@ -458,9 +454,9 @@ def critic(source: Source) -> dict[str, Any]:
 def engine(source: Source) -> dict[str, Any]:
     if offline(source):
         return {}
-    said, world = source.under(_ROLLOUT), gpus(source)
+    said, world = source.under(ROLLOUT), gpus(source)
     tp = said.count("tensor_parallel_size")
-    drawn = source.under(_TASKSET + "rollout_args.")
+    drawn = source.under(TASKSET + "rollout_args.")
     found: dict[str, Any] = {
         "engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1),
         "engine.memory_fraction": min(said.number("gpu_memory_utilization") or 0.5, 0.6),
@@ -497,8 +493,8 @@ _BOXED_PROMPT = "Please reason step by step, and put your final answer within \\
 
 def data(source: Source) -> dict[str, Any]:
     if offline(source):
-        said = source.under(_BUFFER + "format.")
-        found: dict[str, Any] = {"data.train": shared.files(source, _BUFFER + "path")}
+        said = source.under(BUFFER + "format.")
+        found: dict[str, Any] = {"data.train": shared.files(source, BUFFER + "path")}
         for theirs, ours in (
             ("prompt_key", "prompt_key"),
             ("response_key", "response_key"),
@@ -510,21 +506,21 @@ def data(source: Source) -> dict[str, Any]:
                 found[f"data.{ours}"] = said.text(theirs)
         return found
     found = {
-        "data.train": shared.files(source, _TASKSET + "path"),
-        "data.prompt_key": source.text(_TASKSET + "format.prompt_key"),
+        "data.train": shared.files(source, TASKSET + "path"),
+        "data.prompt_key": source.text(TASKSET + "format.prompt_key"),
     }
-    if truth := source.text(_TASKSET + "format.response_key"):
+    if truth := source.text(TASKSET + "format.response_key"):
         found["data.ground_truth_key"] = truth
     sets = [each.get("path") for each in source.items("buffer.explorer_input.eval_tasksets") if isinstance(each, dict)]
     if sets:
         found["data.val"] = [str(path) for path in sets]
-    flow = source.text(_TASKSET + "default_workflow_type") or source.text("buffer.explorer_input.default_workflow_type")
+    flow = source.text(TASKSET + "default_workflow_type") or source.text("buffer.explorer_input.default_workflow_type")
     if flow not in (None, "", *_WORKFLOWS):
         source.lacks(
             "buffer.explorer_input.default_workflow_type",
             f"the workflow {flow}: a prompt, its responses and a reward function are what there is",
         )
-    reward = source.text(_TASKSET + "default_reward_fn_type") or source.text("buffer.explorer_input.default_reward_fn_type")
+    reward = source.text(TASKSET + "default_reward_fn_type") or source.text("buffer.explorer_input.default_reward_fn_type")
     if reward and reward not in _REWARDS:
         source.lacks(
             "buffer.explorer_input.default_reward_fn_type", f"the reward {reward}: reward.functions names a function"
@@ -533,13 +529,13 @@ def data(source: Source) -> dict[str, Any]:
         usual = {"math_workflow": _MATH, "async_math_workflow": _MATH, "math_boxed_workflow": {"math": 1.0}}
         rewards = _REWARDS.get(reward or "") or usual.get(flow or "")
         found["reward.functions"] = rewards and dict(rewards)
-    system = source.text(_TASKSET + "format.system_prompt") or source.text("buffer.explorer_input.system_prompt")
+    system = source.text(TASKSET + "format.system_prompt") or source.text("buffer.explorer_input.system_prompt")
     if not system and flow in ("math_workflow", "async_math_workflow") and reward in (None, "", "math_reward"):
         system = _R1_PROMPT
     elif not system and flow == "math_boxed_workflow":
         system = _BOXED_PROMPT
     found["data.system_prompt"] = system or None
-    thinking = next((key for key in (_ROLLOUT + "enable_thinking", "model.enable_thinking") if source.has(key)), None)
+    thinking = next((key for key in (ROLLOUT + "enable_thinking", "model.enable_thinking") if source.has(key)), None)
     if thinking is not None and source.value(thinking) is not None:
         found["data.chat_template_kwargs"] = {"enable_thinking": source.flag(thinking)}
     return found
@@ -547,7 +543,7 @@ def data(source: Source) -> dict[str, Any]:
 
 def run(source: Source) -> dict[str, Any]:
     place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
-    keep = source.whole(_VERL + "trainer.max_actor_ckpt_to_keep")
+    keep = source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
     steps = source.whole("buffer.total_steps") or source.whole("trainer.total_steps")
     evaluated = bool(source.items("buffer.explorer_input.eval_tasksets")) and not offline(source)
     return {
@@ -563,301 +559,6 @@ def run(source: Source) -> dict[str, Any]:
         "trainer.loggers": [name for name in ("tensorboard",) if source.text("monitor.monitor_type") == name] + ["console"],
     }
 
-
-def _below(start: str, names: str) -> list[str]:
-    return [start + name for name in names.split()]
-
-
-_SECOND_FILE = "a file for trainer.trainer_config_path, which is no run of its own"
-_TASKS = "workflows, tools and other models"
-
-SECTIONS = (
-    Section.of(
-        "Run",
-        used("mode", "algorithm.name"),
-        used("project name checkpoint_root_dir", "trainer.run_dir"),
-        used("continue_from_checkpoint", "trainer.resume"),
-        fixed(
-            "group checkpoint_job_dir ray_namespace ignore_validator_suggestions log.** service.** "
-            "monitor.monitor_args monitor.detailed_stats monitor.enable_ray_timeline monitor.cache_dir",
-            SHOWN,
-        ),
-        used("monitor.monitor_type", "trainer.loggers", "wandb and mlflow: metrics.jsonl has the same numbers."),
-        used(
-            "cluster.node_num cluster.gpu_per_node",
-            "policy.backend",
-            "Engines and trainer share the trainer's GPUs: those of the cluster without engine_num x tensor_parallel_size.",
-        ),
-        fixed(
-            "cluster.ray_address cluster.total_gpu_num cluster.*_gpu_num cluster.trainer_node_num "
-            "cluster.trainer_gpu_num_per_node",
-            "how processes are started",
-        ),
-        used(
-            "synchronizer.sync_interval synchronizer.sync_offset synchronizer.sync_style",
-            "engine.backend",
-            "Every step, as here.",
-        ),
-        fixed(
-            "synchronizer.sync_method synchronizer.sync_timeout synchronizer.wait_for_checkpoint "
-            "synchronizer.explorer_world_size synchronizer.ray_namespace",
-            "weights move on the GPUs",
-        ),
-        lacks("stages", "stages of different algorithms"),
-        used("-m", "algorithm.name"),
-        fixed("--config-name --config-path", "how the program is started"),
-    ),
-    Section.of(
-        "Algorithm",
-        used(
-            "algorithm.algorithm_type algorithm.advantage_fn algorithm.advantage_fn_args.*",
-            "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam "
-            "algorithm.baseline_shift algorithm.baseline_temperature",
-            "mix and mix_chord learn from samples of another source too, multi_step_grpo from several turns: refused.",
-        ),
-        used("algorithm.repeat_times", "algorithm.group_size"),
-        used(
-            "algorithm.policy_loss_fn algorithm.policy_loss_fn_args.* algorithm.loss_agg_mode",
-            "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
-            "algorithm.aggregate algorithm.beta algorithm.tau algorithm.clip_mode algorithm.ring_low algorithm.ring_high "
-            "algorithm.token_weight algorithm.weight_temperature algorithm.likelihood_coef algorithm.proximal_coef "
-            "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative",
-            "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py). opmd, topr, sppo and "
-            "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε.",
-        ),
-        used(
-            "algorithm.kl_penalty_fn algorithm.kl_penalty_fn_args.* algorithm.kl_loss_fn algorithm.kl_loss_fn_args.*",
-            "algorithm.kl algorithm.beta",
-            "k2 with 0.001 in the loss when left out (algorithm.py, kl_fn.py). With dpo its kl_coef is β.",
-        ),
-        used("algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.entropy_coef"),
-        used("algorithm.entropy_loss_fn", "algorithm.entropy_coef"),
-        lacks("algorithm.sample_strategy", "another choice of samples", ["default", "warmup"]),
-        lacks("algorithm.sample_strategy_args.*", "another choice of samples"),
-        fixed("algorithm.*_args", "empty"),
-        used("algorithm.optimizer.lr", "policy.optimizer.lr"),
-        used("algorithm.optimizer.betas", "policy.optimizer.betas"),
-        used("algorithm.optimizer.weight_decay", "policy.optimizer.weight_decay"),
-        used("algorithm.optimizer.lr_scheduler_type algorithm.optimizer.warmup_style", "policy.optimizer.schedule"),
-        used("algorithm.optimizer.min_lr_ratio", "policy.optimizer.min_lr"),
-        used(
-            "algorithm.optimizer.lr_warmup_steps algorithm.optimizer.lr_warmup_steps_ratio",
-            "policy.optimizer.warmup_steps",
-            "verl's: steps of the run, the first with rate 0.",
-        ),
-        lacks("algorithm.optimizer.optimizer_type", "another optimizer than AdamW", ["adam", "adamw"]),
-        fixed("algorithm.optimizer.clip_grad", "trainer.grad_clip says it"),
-    ),
-    Section.of(
-        "Model",
-        to("model.model_path", "model.path", shared.path),
-        to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
-        used("model.critic_model_path", "critic.path"),
-        used(
-            "model.max_prompt_tokens model.max_response_tokens model.max_model_len",
-            "data.max_prompt_tokens data.max_response_tokens",
-            "Prompts that are too long are refused: Trinity cuts them off.",
-        ),
-        used(
-            "model.temperature model.top_p model.top_k",
-            "engine.sampling",
-            "Trinity's trainer does not divide logits by the temperature, ours does: ratios compare the "
-            "distribution that was sampled from.",
-        ),
-        lacks("model.lora_configs model.lora_configs.**", "low-rank adapters: all weights are trained"),
-        used("model.enable_thinking", "data.chat_template_kwargs"),
-        lacks(
-            "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta",
-            "another chat template or RoPE: write it into the model's directory",
-        ),
-        lacks("model.repetition_penalty model.min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
-        fixed(
-            "model.logprobs model.enable_prompt_truncation model.fully_sharded_loras model.max_cpu_loras",
-            "log-probs are always recorded",
-        ),
-        lacks("model.tinker.enable model.external_model.enable", "models that are trained elsewhere", [False]),
-        fixed("model.tinker.* model.external_model.*", "read with enable only"),
-    ),
-    Section.of(
-        "Buffer",
-        used(
-            "buffer.batch_size buffer.train_batch_size",
-            "data.prompts_per_step",
-            "Tasks a step, and samples of a trainer's step.",
-        ),
-        used("buffer.total_epochs", "trainer.epochs"),
-        used("buffer.total_steps trainer.total_steps", "trainer.steps"),
-        used(_TASKSET + "path", "data.train", "A name on the hub is to be written as parquet first."),
-        used(_TASKSET + "format.prompt_key", "data.prompt_key"),
-        used(
-            f"{_TASKSET}format.response_key",
-            "data.ground_truth_key",
-            "Of a solution that ends in `#### answer` it is the answer.",
-        ),
-        used(
-            _TASKSET + "format.system_prompt buffer.explorer_input.system_prompt",
-            "data.system_prompt",
-            "When left out, math_workflow has DeepSeek-R1's and math_boxed_workflow one of its own.",
-        ),
-        lacks("buffer.explorer_input.reply_prefix", "a beginning of each response: write it into the data", [""]),
-        used(
-            f"{_TASKSET}rollout_args.temperature {_TASKSET}rollout_args.top_p {_TASKSET}rollout_args.top_k",
-            "engine.sampling",
-        ),
-        fixed(f"{_TASKSET}rollout_args.n {_TASKSET}rollout_args.logprobs", "algorithm.repeat_times and log-probs say it"),
-        lacks(f"{_TASKSET}rollout_args.*", "another way of sampling"),
-        used("buffer.explorer_input.eval_tasksets", "data.val", "Greedy."),
-        used(f"buffer.explorer_input.default_workflow_type {_TASKSET}default_workflow_type", "reward.functions"),
-        used(
-            f"buffer.explorer_input.default_reward_fn_type {_TASKSET}default_reward_fn_type",
-            "reward.functions",
-            "math_reward is accuracy by math-verify, and ±0.1 by the form; so it is when nothing is said.",
-        ),
-        lacks(
-            f"{_TASKSET}workflow_args.** {_TASKSET}reward_fn_args.** "
-            f"buffer.explorer_input.default_eval_workflow_type {_TASKSET}data_selector.** "
-            f"{_TASKSET}task_selector.** {_TASKSET}repeat_times",
-            _TASKS,
-            ["", "sequential"],
-        ),
-        lacks("buffer.explorer_input.tasksets", "several task sets"),
-        fixed(
-            f"{_TASKSET}name {_TASKSET}storage_type {_TASKSET}split {_TASKSET}subset_name "
-            f"{_TASKSET}enable_progress_bar {_TASKSET}max_retry_* {_TASKSET}index {_TASKSET}is_eval {_TASKSET}ray_namespace "
-            f"{_TASKSET}format {_TASKSET}format.prompt_type {_TASKSET}rollout_args {_TASKSET}workflow_args "
-            f"{_TASKSET}reward_fn_args buffer.max_retry_* buffer.tokenizer_path "
-            f"buffer.cache_dir buffer.explorer_output",
-            "how data are read",
-        ),
-        used(_BUFFER + "path", "data.train", "Of dpo and sft."),
-        used(f"{_BUFFER}format.*", "data.prompt_key data.response_key data.chosen_key data.rejected_key"),
-        lacks(
-            f"{_BUFFER}replay_buffer.enable {_BUFFER}use_priority_queue",
-            "samples that are learned from several times",
-            [False],
-        ),
-        fixed(f"{_BUFFER}replay_buffer.** {_BUFFER}replay_buffer_kwargs.**", "read with a replay buffer only"),
-        fixed(
-            _below(
-                _BUFFER,
-                "name storage_type format capacity max_read_timeout max_retry_* split subset_name index batch_size "
-                "enable_progress_bar schema_type tokenizer_path total_epochs total_steps ray_namespace wrap_in_ray",
-            ),
-            "where Trinity keeps samples",
-        ),
-        lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
-        lacks("data_processor.** data_processor", "operators on data: write the rows as parquet"),
-    ),
-    Section.of(
-        "Explorer",
-        used(f"{_ROLLOUT}engine_num {_ROLLOUT}tensor_parallel_size", "engine.backend policy.backend"),
-        used(_ROLLOUT + "gpu_memory_utilization", "engine.memory_fraction", "At most 0.6, as the trainer shares the GPUs."),
-        used(f"{_ROLLOUT}enforce_eager {_ROLLOUT}enable_prefix_caching {_ROLLOUT}enable_chunked_prefill", "engine.vllm"),
-        used("explorer.eval_interval", "trainer.eval_every"),
-        used("explorer.eval_on_startup", "trainer.eval_before_train"),
-        used(
-            "explorer.auxiliary_models",
-            "policy.backend",
-            "Their GPUs are not the trainer's; rewards that ask them need a function of your own.",
-        ),
-        used(f"{_ROLLOUT}enable_thinking", "data.chat_template_kwargs"),
-        lacks(f"{_ROLLOUT}ignore_eos", "responses that go on behind their end", [False]),
-        lacks(f"{_ROLLOUT}repetition_penalty {_ROLLOUT}min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
-        lacks(
-            f"{_ROLLOUT}rope_scaling {_ROLLOUT}rope_theta {_ROLLOUT}chat_template",
-            "another chat template or RoPE: write it into the model's directory",
-        ),
-        fixed(
-            _below(
-                _ROLLOUT,
-                "name engine_type use_v1 dtype seed temperature top_p top_k logprobs max_model_len max_prompt_tokens "
-                "max_response_tokens model_path trust_remote_code enable_prompt_truncation enable_history enable_openai_api "
-                "enable_log_requests enable_auto_tool_choice tool_call_parser reasoning_parser bundle_indices ray_namespace "
-                "cuda_visible_devices enable_lora enable_runtime_lora_updating lora_modules lora_kwargs",
-            )
-            + _below(
-                "explorer.",
-                "name runner_per_model runner_num max_timeout max_retry_times env_vars concurrent_mode "
-                "max_repeat_times_per_runner bench_on_latest_checkpoint proxy_port listen_address db_url "
-                "service_status_check_interval min_running_model_num runner_state_report_interval",
-            ),
-            "how requests are spread; model and algorithm say the rest",
-        ),
-        lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),
-        fixed("explorer.over_rollout.* explorer.dynamic_timeout.* explorer.env_vars.**", "read with a ratio only"),
-    ),
-    Section.of(
-        "Trainer",
-        used("trainer.save_interval", "trainer.save_every"),
-        used("trainer.grad_clip", "policy.optimizer.clip_grad"),
-        used(
-            "trainer.use_dynamic_bsz trainer.max_token_len_per_gpu "
-            + f"{_ACTOR}use_dynamic_bsz {_ACTOR}ppo_max_token_len_per_gpu {_ACTOR}ppo_micro_batch_size_per_gpu",
-            "policy.tokens_per_micro_batch",
-        ),
-        used(f"trainer.ulysses_sequence_parallel_size {_ACTOR}ulysses_sequence_parallel_size", "policy.backend"),
-        used(
-            f"trainer.trainer_strategy {_ACTOR}strategy",
-            "policy.backend",
-            "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
-        ),
-        used(
-            " ".join(
-                f"{_ACTOR}megatron.{name}_parallel_size"
-                for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-            ),
-            "policy.backend",
-        ),
-        used(f"{_ACTOR}megatron.virtual_pipeline_model_parallel_size", "policy.megatron.pipeline"),
-        used(f"{_ACTOR}megatron.sequence_parallel", "policy.sequence_parallel"),
-        used(
-            f"{_ACTOR}megatron.override_transformer_config.*",
-            "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
-        ),
-        used(
-            f"{_ACTOR}megatron.param_offload {_ACTOR}megatron.grad_offload {_ACTOR}megatron.optimizer_offload "
-            f"{_ACTOR}fsdp_config.param_offload {_ACTOR}fsdp_config.optimizer_offload",
-            "policy.offload",
-        ),
-        used(f"{_ACTOR}optim.lr", "policy.optimizer.lr"),
-        used(f"{_ACTOR}optim.betas", "policy.optimizer.betas"),
-        used(f"{_ACTOR}optim.warmup_style {_ACTOR}optim.lr_scheduler_type", "policy.optimizer.schedule"),
-        used(f"{_ACTOR}optim.lr_warmup_steps {_ACTOR}optim.lr_warmup_steps_ratio", "policy.optimizer.warmup_steps"),
-        used(f"{_ACTOR}optim.min_lr_ratio", "policy.optimizer.min_lr"),
-        used(f"{_ACTOR}optim.weight_decay", "policy.optimizer.weight_decay"),
-        used(
-            f"{_CRITIC}cliprange_value {_CRITIC}optim.lr {_CRITIC}ppo_max_token_len_per_gpu",
-            "critic.value_clip critic.optimizer.lr critic.tokens_per_micro_batch",
-        ),
-        used(_VERL + "trainer.critic_warmup", "critic.warmup_steps"),
-        used(_VERL + "trainer.max_actor_ckpt_to_keep", "trainer.keep"),
-        lacks(f"{_VERL}algorithm.rollout_correction.bypass_mode", "verl's correction below Trinity's losses", [False]),
-        fixed(_VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
-        used("trainer.trainer_config_path", "policy.backend"),
-        lacks(
-            "trainer.actor_use_kl_loss trainer.actor_kl_loss_coef trainer.actor_grad_clip trainer.actor_*",
-            "keys of before 2025-06: algorithm.kl_loss_fn_args",
-        ),
-        fixed(
-            "trainer.name trainer.trainer_type trainer.enable_preview trainer.save_hf_checkpoint "
-            "trainer.save_strategy trainer.max_checkpoints_to_keep trainer.fix_actor_microbatch_loss_scale "
-            "trainer.trainer_config",
-            KERNELS,
-        ),
-    ),
-    Section.of(
-        "verl's own file",
-        lacks(
-            "actor_rollout_ref.** critic.** custom_reward_function.** data.** reward_model.** "
-            "algorithm.gamma algorithm.lam algorithm.kl_penalty algorithm.kl_ctrl.* trainer.balance_batch "
-            "trainer.critic_warmup trainer.default_hdfs_dir "
-            "trainer.del_local_ckpt_after_load trainer.remove_previous_ckpt_in_save trainer.resume_mode "
-            "trainer.val_before_train trainer.max_*_ckpt_to_keep trainer.total_training_steps "
-            "trainer.default_local_dir trainer.sync_freq",
-            _SECOND_FILE,
-        ),
-    ),
-)
 
 DERIVED = (program, layout, offload, lengths, batch, algorithm, loss, kl, optimizer, critic, engine, data, run)
 

@@ -1,0 +1,308 @@
+"""The rows of Trinity-RFT's table: what becomes of each key, in the order in which its users think."""
+
+from __future__ import annotations
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.shared import KERNELS, SHOWN
+from fivefold.config.dialects.table import Section, fixed, lacks, to, used
+
+VERL = "trainer.trainer_config."
+ACTOR, CRITIC = VERL + "actor_rollout_ref.actor.", VERL + "critic."
+TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
+ROLLOUT = "explorer.rollout_model."
+
+
+def _below(start: str, names: str) -> list[str]:
+    return [start + name for name in names.split()]
+
+
+_SECOND_FILE = "a file for trainer.trainer_config_path, which is no run of its own"
+_TASKS = "workflows, tools and other models"
+
+SECTIONS = (
+    Section.of(
+        "Run",
+        used("mode", "algorithm.name"),
+        used("project name checkpoint_root_dir", "trainer.run_dir"),
+        used("continue_from_checkpoint", "trainer.resume"),
+        fixed(
+            "group checkpoint_job_dir ray_namespace ignore_validator_suggestions log.** service.** "
+            "monitor.monitor_args monitor.detailed_stats monitor.enable_ray_timeline monitor.cache_dir",
+            SHOWN,
+        ),
+        used("monitor.monitor_type", "trainer.loggers", "wandb and mlflow: metrics.jsonl has the same numbers."),
+        used(
+            "cluster.node_num cluster.gpu_per_node",
+            "policy.backend",
+            "Engines and trainer share the trainer's GPUs: those of the cluster without engine_num x tensor_parallel_size.",
+        ),
+        fixed(
+            "cluster.ray_address cluster.total_gpu_num cluster.*_gpu_num cluster.trainer_node_num "
+            "cluster.trainer_gpu_num_per_node",
+            "how processes are started",
+        ),
+        used(
+            "synchronizer.sync_interval synchronizer.sync_offset synchronizer.sync_style",
+            "engine.backend",
+            "Every step, as here.",
+        ),
+        fixed(
+            "synchronizer.sync_method synchronizer.sync_timeout synchronizer.wait_for_checkpoint "
+            "synchronizer.explorer_world_size synchronizer.ray_namespace",
+            "weights move on the GPUs",
+        ),
+        lacks("stages", "stages of different algorithms"),
+        used("-m", "algorithm.name"),
+        fixed("--config-name --config-path", "how the program is started"),
+    ),
+    Section.of(
+        "Algorithm",
+        used(
+            "algorithm.algorithm_type algorithm.advantage_fn algorithm.advantage_fn_args.*",
+            "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam "
+            "algorithm.baseline_shift algorithm.baseline_temperature",
+            "mix and mix_chord learn from samples of another source too, multi_step_grpo from several turns: refused.",
+        ),
+        used("algorithm.repeat_times", "algorithm.group_size"),
+        used(
+            "algorithm.policy_loss_fn algorithm.policy_loss_fn_args.* algorithm.loss_agg_mode",
+            "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
+            "algorithm.aggregate algorithm.beta algorithm.tau algorithm.clip_mode algorithm.ring_low algorithm.ring_high "
+            "algorithm.token_weight algorithm.weight_temperature algorithm.likelihood_coef algorithm.proximal_coef "
+            "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative",
+            "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py). opmd, topr, sppo and "
+            "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε.",
+        ),
+        used(
+            "algorithm.kl_penalty_fn algorithm.kl_penalty_fn_args.* algorithm.kl_loss_fn algorithm.kl_loss_fn_args.*",
+            "algorithm.kl algorithm.beta",
+            "k2 with 0.001 in the loss when left out (algorithm.py, kl_fn.py). With dpo its kl_coef is β.",
+        ),
+        used("algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.entropy_coef"),
+        used("algorithm.entropy_loss_fn", "algorithm.entropy_coef"),
+        lacks("algorithm.sample_strategy", "another choice of samples", ["default", "warmup"]),
+        lacks("algorithm.sample_strategy_args.*", "another choice of samples"),
+        fixed("algorithm.*_args", "empty"),
+        used("algorithm.optimizer.lr", "policy.optimizer.lr"),
+        used("algorithm.optimizer.betas", "policy.optimizer.betas"),
+        used("algorithm.optimizer.weight_decay", "policy.optimizer.weight_decay"),
+        used("algorithm.optimizer.lr_scheduler_type algorithm.optimizer.warmup_style", "policy.optimizer.schedule"),
+        used("algorithm.optimizer.min_lr_ratio", "policy.optimizer.min_lr"),
+        used(
+            "algorithm.optimizer.lr_warmup_steps algorithm.optimizer.lr_warmup_steps_ratio",
+            "policy.optimizer.warmup_steps",
+            "verl's: steps of the run, the first with rate 0.",
+        ),
+        lacks("algorithm.optimizer.optimizer_type", "another optimizer than AdamW", ["adam", "adamw"]),
+        fixed("algorithm.optimizer.clip_grad", "trainer.grad_clip says it"),
+    ),
+    Section.of(
+        "Model",
+        to("model.model_path", "model.path", shared.path),
+        to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
+        used("model.critic_model_path", "critic.path"),
+        used(
+            "model.max_prompt_tokens model.max_response_tokens model.max_model_len",
+            "data.max_prompt_tokens data.max_response_tokens",
+            "Prompts that are too long are refused: Trinity cuts them off.",
+        ),
+        used(
+            "model.temperature model.top_p model.top_k",
+            "engine.sampling",
+            "Trinity's trainer does not divide logits by the temperature, ours does: ratios compare the "
+            "distribution that was sampled from.",
+        ),
+        lacks("model.lora_configs model.lora_configs.**", "low-rank adapters: all weights are trained"),
+        used("model.enable_thinking", "data.chat_template_kwargs"),
+        lacks(
+            "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta",
+            "another chat template or RoPE: write it into the model's directory",
+        ),
+        lacks("model.repetition_penalty model.min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
+        fixed(
+            "model.logprobs model.enable_prompt_truncation model.fully_sharded_loras model.max_cpu_loras",
+            "log-probs are always recorded",
+        ),
+        lacks("model.tinker.enable model.external_model.enable", "models that are trained elsewhere", [False]),
+        fixed("model.tinker.* model.external_model.*", "read with enable only"),
+    ),
+    Section.of(
+        "Buffer",
+        used(
+            "buffer.batch_size buffer.train_batch_size",
+            "data.prompts_per_step",
+            "Tasks a step, and samples of a trainer's step.",
+        ),
+        used("buffer.total_epochs", "trainer.epochs"),
+        used("buffer.total_steps trainer.total_steps", "trainer.steps"),
+        used(TASKSET + "path", "data.train", "A name on the hub is to be written as parquet first."),
+        used(TASKSET + "format.prompt_key", "data.prompt_key"),
+        used(
+            f"{TASKSET}format.response_key",
+            "data.ground_truth_key",
+            "Of a solution that ends in `#### answer` it is the answer.",
+        ),
+        used(
+            TASKSET + "format.system_prompt buffer.explorer_input.system_prompt",
+            "data.system_prompt",
+            "When left out, math_workflow has DeepSeek-R1's and math_boxed_workflow one of its own.",
+        ),
+        lacks("buffer.explorer_input.reply_prefix", "a beginning of each response: write it into the data", [""]),
+        used(
+            f"{TASKSET}rollout_args.temperature {TASKSET}rollout_args.top_p {TASKSET}rollout_args.top_k",
+            "engine.sampling",
+        ),
+        fixed(f"{TASKSET}rollout_args.n {TASKSET}rollout_args.logprobs", "algorithm.repeat_times and log-probs say it"),
+        lacks(f"{TASKSET}rollout_args.*", "another way of sampling"),
+        used("buffer.explorer_input.eval_tasksets", "data.val", "Greedy."),
+        used(f"buffer.explorer_input.default_workflow_type {TASKSET}default_workflow_type", "reward.functions"),
+        used(
+            f"buffer.explorer_input.default_reward_fn_type {TASKSET}default_reward_fn_type",
+            "reward.functions",
+            "math_reward is accuracy by math-verify, and ±0.1 by the form; so it is when nothing is said.",
+        ),
+        lacks(
+            f"{TASKSET}workflow_args.** {TASKSET}reward_fn_args.** "
+            f"buffer.explorer_input.default_eval_workflow_type {TASKSET}data_selector.** "
+            f"{TASKSET}task_selector.** {TASKSET}repeat_times",
+            _TASKS,
+            ["", "sequential"],
+        ),
+        lacks("buffer.explorer_input.tasksets", "several task sets"),
+        fixed(
+            f"{TASKSET}name {TASKSET}storage_type {TASKSET}split {TASKSET}subset_name "
+            f"{TASKSET}enable_progress_bar {TASKSET}max_retry_* {TASKSET}index {TASKSET}is_eval {TASKSET}ray_namespace "
+            f"{TASKSET}format {TASKSET}format.prompt_type {TASKSET}rollout_args {TASKSET}workflow_args "
+            f"{TASKSET}reward_fn_args buffer.max_retry_* buffer.tokenizer_path "
+            f"buffer.cache_dir buffer.explorer_output",
+            "how data are read",
+        ),
+        used(BUFFER + "path", "data.train", "Of dpo and sft."),
+        used(f"{BUFFER}format.*", "data.prompt_key data.response_key data.chosen_key data.rejected_key"),
+        lacks(
+            f"{BUFFER}replay_buffer.enable {BUFFER}use_priority_queue",
+            "samples that are learned from several times",
+            [False],
+        ),
+        fixed(f"{BUFFER}replay_buffer.** {BUFFER}replay_buffer_kwargs.**", "read with a replay buffer only"),
+        fixed(
+            _below(
+                BUFFER,
+                "name storage_type format capacity max_read_timeout max_retry_* split subset_name index batch_size "
+                "enable_progress_bar schema_type tokenizer_path total_epochs total_steps ray_namespace wrap_in_ray",
+            ),
+            "where Trinity keeps samples",
+        ),
+        lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
+        lacks("data_processor.** data_processor", "operators on data: write the rows as parquet"),
+    ),
+    Section.of(
+        "Explorer",
+        used(f"{ROLLOUT}engine_num {ROLLOUT}tensor_parallel_size", "engine.backend policy.backend"),
+        used(ROLLOUT + "gpu_memory_utilization", "engine.memory_fraction", "At most 0.6, as the trainer shares the GPUs."),
+        used(f"{ROLLOUT}enforce_eager {ROLLOUT}enable_prefix_caching {ROLLOUT}enable_chunked_prefill", "engine.vllm"),
+        used("explorer.eval_interval", "trainer.eval_every"),
+        used("explorer.eval_on_startup", "trainer.eval_before_train"),
+        used(
+            "explorer.auxiliary_models",
+            "policy.backend",
+            "Their GPUs are not the trainer's; rewards that ask them need a function of your own.",
+        ),
+        used(f"{ROLLOUT}enable_thinking", "data.chat_template_kwargs"),
+        lacks(f"{ROLLOUT}ignore_eos", "responses that go on behind their end", [False]),
+        lacks(f"{ROLLOUT}repetition_penalty {ROLLOUT}min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
+        lacks(
+            f"{ROLLOUT}rope_scaling {ROLLOUT}rope_theta {ROLLOUT}chat_template",
+            "another chat template or RoPE: write it into the model's directory",
+        ),
+        fixed(
+            _below(
+                ROLLOUT,
+                "name engine_type use_v1 dtype seed temperature top_p top_k logprobs max_model_len max_prompt_tokens "
+                "max_response_tokens model_path trust_remote_code enable_prompt_truncation enable_history enable_openai_api "
+                "enable_log_requests enable_auto_tool_choice tool_call_parser reasoning_parser bundle_indices ray_namespace "
+                "cuda_visible_devices enable_lora enable_runtime_lora_updating lora_modules lora_kwargs",
+            )
+            + _below(
+                "explorer.",
+                "name runner_per_model runner_num max_timeout max_retry_times env_vars concurrent_mode "
+                "max_repeat_times_per_runner bench_on_latest_checkpoint proxy_port listen_address db_url "
+                "service_status_check_interval min_running_model_num runner_state_report_interval",
+            ),
+            "how requests are spread; model and algorithm say the rest",
+        ),
+        lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),
+        fixed("explorer.over_rollout.* explorer.dynamic_timeout.* explorer.env_vars.**", "read with a ratio only"),
+    ),
+    Section.of(
+        "Trainer",
+        used("trainer.save_interval", "trainer.save_every"),
+        used("trainer.grad_clip", "policy.optimizer.clip_grad"),
+        used(
+            "trainer.use_dynamic_bsz trainer.max_token_len_per_gpu "
+            + f"{ACTOR}use_dynamic_bsz {ACTOR}ppo_max_token_len_per_gpu {ACTOR}ppo_micro_batch_size_per_gpu",
+            "policy.tokens_per_micro_batch",
+        ),
+        used(f"trainer.ulysses_sequence_parallel_size {ACTOR}ulysses_sequence_parallel_size", "policy.backend"),
+        used(
+            f"trainer.trainer_strategy {ACTOR}strategy",
+            "policy.backend",
+            "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
+        ),
+        used(
+            " ".join(
+                f"{ACTOR}megatron.{name}_parallel_size"
+                for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+            ),
+            "policy.backend",
+        ),
+        used(f"{ACTOR}megatron.virtual_pipeline_model_parallel_size", "policy.megatron.pipeline"),
+        used(f"{ACTOR}megatron.sequence_parallel", "policy.sequence_parallel"),
+        used(
+            f"{ACTOR}megatron.override_transformer_config.*",
+            "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
+        ),
+        used(
+            f"{ACTOR}megatron.param_offload {ACTOR}megatron.grad_offload {ACTOR}megatron.optimizer_offload "
+            f"{ACTOR}fsdp_config.param_offload {ACTOR}fsdp_config.optimizer_offload",
+            "policy.offload",
+        ),
+        used(f"{ACTOR}optim.lr", "policy.optimizer.lr"),
+        used(f"{ACTOR}optim.betas", "policy.optimizer.betas"),
+        used(f"{ACTOR}optim.warmup_style {ACTOR}optim.lr_scheduler_type", "policy.optimizer.schedule"),
+        used(f"{ACTOR}optim.lr_warmup_steps {ACTOR}optim.lr_warmup_steps_ratio", "policy.optimizer.warmup_steps"),
+        used(f"{ACTOR}optim.min_lr_ratio", "policy.optimizer.min_lr"),
+        used(f"{ACTOR}optim.weight_decay", "policy.optimizer.weight_decay"),
+        used(
+            f"{CRITIC}cliprange_value {CRITIC}optim.lr {CRITIC}ppo_max_token_len_per_gpu",
+            "critic.value_clip critic.optimizer.lr critic.tokens_per_micro_batch",
+        ),
+        used(VERL + "trainer.critic_warmup", "critic.warmup_steps"),
+        used(VERL + "trainer.max_actor_ckpt_to_keep", "trainer.keep"),
+        lacks(f"{VERL}algorithm.rollout_correction.bypass_mode", "verl's correction below Trinity's losses", [False]),
+        fixed(VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
+        used("trainer.trainer_config_path", "policy.backend"),
+        lacks(
+            "trainer.actor_use_kl_loss trainer.actor_kl_loss_coef trainer.actor_grad_clip trainer.actor_*",
+            "keys of before 2025-06: algorithm.kl_loss_fn_args",
+        ),
+        fixed(
+            "trainer.name trainer.trainer_type trainer.enable_preview trainer.save_hf_checkpoint "
+            "trainer.save_strategy trainer.max_checkpoints_to_keep trainer.fix_actor_microbatch_loss_scale "
+            "trainer.trainer_config",
+            KERNELS,
+        ),
+    ),
+    Section.of(
+        "verl's own file",
+        lacks(
+            "actor_rollout_ref.** critic.** custom_reward_function.** data.** reward_model.** "
+            "algorithm.gamma algorithm.lam algorithm.kl_penalty algorithm.kl_ctrl.* trainer.balance_batch "
+            "trainer.critic_warmup trainer.default_hdfs_dir "
+            "trainer.del_local_ckpt_after_load trainer.remove_previous_ckpt_in_save trainer.resume_mode "
+            "trainer.val_before_train trainer.max_*_ckpt_to_keep trainer.total_training_steps "
+            "trainer.default_local_dir trainer.sync_freq",
+            _SECOND_FILE,
+        ),
+    ),
+)
