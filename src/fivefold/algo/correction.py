@@ -99,10 +99,10 @@ def beyond_second_moment(log_ratio_S: Tensor, bound: float) -> Tensor:
     One token is kept at least.
     """
     square_S, order_S = log_ratio_S.double().square().sort(descending=True, stable=True)
-    rest_S = square_S.flip(0).cumsum(0).flip(0) / torch.arange(len(square_S), 0, -1)
+    rest_S = square_S.flip(0).cumsum(0).flip(0) / torch.arange(len(square_S), 0, -1, device=square_S.device)
     below = (rest_S < bound).nonzero()
     count = int(below[0]) if len(below) else max(len(square_S) - 1, 0)
-    found_S = torch.zeros(len(square_S), dtype=torch.bool)
+    found_S = torch.zeros_like(square_S, dtype=torch.bool)
     found_S[order_S[:count]] = True
     return found_S
 
