@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fivefold.launch.local import PAUSE
+from fivefold.launch.watch import PAUSE
 from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, wait_for
 from tests.support.whole_runs import assert_same, make_model, metrics
 from tests.support.zygote import THREADS

@@ -27,14 +27,19 @@ class Rank:
     """A rank that was forked, as the launcher sees the processes that it starts."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None, inherited: Sequence[int]
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[bytes] | None,
+        inherited: Sequence[int],
+        errors: IO[bytes] | None = None,
     ) -> None:
         def body() -> None:
             stdin = os.open(os.devnull, os.O_RDONLY)
             os.dup2(stdin, 0)
             if log is not None:
                 os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
+                os.dup2((errors or log).fileno(), 2)
             close_all_but(inherited)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
@@ -81,7 +86,7 @@ def _command(
     arguments: list[str], environment: dict[str, str], directory: str, hook: Callable[[], None] | None, files: list[int]
 ) -> int:
     from fivefold import cli
-    from fivefold.launch import local
+    from fivefold.launch import processes
 
     stdin = os.open(os.devnull, os.O_RDONLY)
     for number, file in enumerate((stdin, *files)):
@@ -90,7 +95,7 @@ def _command(
     os.chdir(directory)
     _become(environment)
     sys.argv = ["fivefold", *arguments]
-    local.start_rank = Rank
+    processes.start_rank = Rank
     if hook is not None:
         hook()
     return cli.main()

@@ -19,8 +19,9 @@ from fivefold.distributed.processes import descendants, kill
 from fivefold.errors import describe_error
 from fivefold.launch import environment
 from fivefold.launch.deaths import is_loss
-from fivefold.launch.local import FAILED, PAUSE, end_with_launcher, has_launcher
 from fivefold.launch.lock import locked
+from fivefold.launch.processes import end_with_launcher, has_launcher
+from fivefold.launch.watch import FAILED, PAUSE
 
 if TYPE_CHECKING:
     import torch
