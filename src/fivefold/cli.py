@@ -246,7 +246,9 @@ def _eval(options: argparse.Namespace) -> int:
     if not _show_check(config, quiet=True):
         return 2
     # What an evaluation writes for its ranks is its own: the run itself may be training now.
-    scratch = Path(tempfile.gettempdir()) / f"fivefold-eval-{os.getpid()}"
+    # Nodes of a cluster see no other directory of this machine than the run's.
+    where = config.run_dir if config.launch.backend == "ray" else Path(tempfile.gettempdir())
+    scratch = where / f"fivefold-eval-{os.getpid()}"
     loggers = [name for name in config.trainer.loggers if name == "console"]
     overrides = [*options.overrides, f"trainer.run_dir={scratch}", f"trainer.loggers={json.dumps(loggers)}"]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 TRANSFORMER_IMPL = {"torch": (), "auto": (), "transformer_engine": ("transformer_engine",)}
+LAUNCHERS = {"auto": (), "local": (), "ray": ("ray",)}
 BRIDGES = {"native": (), "mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -82,6 +83,18 @@ class OneOf:
         if value in self.names:
             return None
         return f"must be one of {', '.join(self.names)}; got {shown(value)}{suggest(value, self.names)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """A text of this form."""
+
+    form: re.Pattern[str]
+    said: str
+    """The form as a message says it."""
+
+    def fault(self, value: Any) -> str | None:
+        return None if self.form.fullmatch(str(value)) else f"must be {self.said}: got {shown(value)}"
 
 
 def suggest(value: Any, known: Iterable[Any], shown: Callable[[str], str] = str) -> str:

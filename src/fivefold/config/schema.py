@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,8 +16,11 @@ from fivefold.config.gpus import GPUS
 from fivefold.config.identity import CONTENT, HARMLESS, leaves, with_absolute_paths
 from fivefold.config.mcore_options import Options
 from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
-from fivefold.config.ranges import OneOf, Range, above, at_least, within
+from fivefold.config.ranges import Matches, OneOf, Range, above, at_least, within
 from fivefold.layout import ParallelLayout, PipelineSplit
+
+RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
+VARIABLE = re.compile(r"[A-Za-z_]\w*\*?")
 
 
 @dataclass(frozen=True)
@@ -501,7 +505,29 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class RayConfig:
+    """Where the ranks run with `launch.backend: ray`."""
+
+    address: Annotated[str, Matches(RAY_ADDRESS, "auto, HOST:PORT or ray://HOST:PORT")] | None = None
+    """Of a cluster that runs: `auto`, `HOST:PORT` or `ray://HOST:PORT`. Left out: that in RAY_ADDRESS, which Ray sets in its
+    jobs, or a cluster of this machine alone that the run starts and ends."""
+    cpus_per_rank: Annotated[int, within("[1, 4096]")] = 1
+    """CPUs that Ray reserves for each rank, next to its GPU."""
+    strategy: Literal["pack", "spread"] = "pack"
+    """`pack` takes as few nodes as possible, `spread` as many, evenly; tensor-parallel ranks share a node in both."""
+    wait_minutes: Annotated[float, within("[0, 43200]")] = 10.0
+    """Longest wait for what others have reserved on the cluster."""
+    env_vars: list[Annotated[str, Matches(VARIABLE, "a name, or its beginning and a *")]] = field(default_factory=list)
+    """Variables of the environment of `fivefold train` that ranks get besides HF_*, WANDB_*, NCCL_*, CUDA_* and the like: by
+    name, or `PREFIX_*`."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
+    backend: Literal["auto", "local", "ray"] = "auto"
+    """Who starts the ranks: `auto` joins those of torchrun or Slurm where this process is one of them, and otherwise starts
+    all on this machine, as `local` does in any case; `ray` places them on a Ray cluster."""
+    ray: RayConfig = field(default_factory=RayConfig)
     gpu: Annotated[str, OneOf(GPUS)] | None = None
     """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
     timeout_minutes: Annotated[float, within("(0, 43200]")] = 30.0

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 OWN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+_FORWARDED = (
+    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "NCCL_*", "GLOO_*", "CUDA_*", "CUBLAS_*",
+    "CUDNN_*", "NVTE_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "VLLM_*", "SGLANG_*", "FIVEFOLD_*", "PYTHONPATH",
+)  # fmt: skip
+"""What changes how libraries of the ranks work; everything else is a node's own."""
+_OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_BIN_PATH")
 _FIRST_PORT, _PORTS = 15000, 17000
 """Ports below those that systems hand to outgoing connections."""
 
@@ -48,6 +55,19 @@ def complete(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     # Megatron-Core overlaps communication with computation by the order of kernels on one queue.
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def forwarded(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
+    """Variables that a launcher brings from its own environment to ranks on other machines; `more`: further names, or
+    beginnings of names with a *. Raises ValueError where one of those is not set."""
+
+    def matches(name: str, forms: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, form) for form in forms)
+
+    if unset := [form for form in more if not any(matches(name, [form]) for name in environment)]:
+        raise ValueError(f"launch.ray.env_vars: {', '.join(unset)} must be set where the run is started")
+    usual = {name for name in environment if matches(name, _FORWARDED) and not matches(name, _OF_A_MACHINE)}
+    return {name: value for name, value in environment.items() if name in usual or matches(name, more)}
 
 
 def _local_rank(environment: Mapping[str, str]) -> int:

@@ -18,7 +18,7 @@ def start(arguments: list[str], config: RunConfig) -> int:
 
     Under torchrun or srun this process is a rank already: it does the work and ends.
     """
-    if environment.launched_externally():
+    if config.launch.backend == "auto" and environment.launched_externally():
         from fivefold.launch.rank import main as rank_main
 
         rank_main(arguments)
@@ -29,11 +29,19 @@ def start(arguments: list[str], config: RunConfig) -> int:
         found = Checkpoints(config.run_dir, config.trainer.keep).find(config.trainer.resume, lambda text: None)
         if found is not None:
             Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
-        return _spawn(arguments, config, lock)
+        if config.launch.backend != "ray":
+            return _spawn(arguments, config, lock)
+    # The node of rank 0 takes the directory now: it holds it until the last of its processes has ended.
+    return _spawn(arguments, config)
 
 
 def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
     module, layout = "fivefold.launch.rank", config.layout
+    if config.launch.backend == "ray":
+        # Only who asks for it needs it, or waits for its import.
+        from fivefold.launch.ray import driver
+
+        return driver.spawn([module, *arguments], config)
     return local.spawn([module, *arguments], layout.world_size, config.run_dir / "logs", config.launch.threads, inherited)
 
 
@@ -47,8 +55,11 @@ def train(config: RunConfig) -> Path:
     """
     if errors := check(config).errors:
         raise ConfigError(errors)
-    # Several starts may meet here before one of them has the directory.
-    with tempfile.TemporaryDirectory(prefix="fivefold-") as directory:
+    # Several starts may meet here before one of them has the directory; other nodes see nothing else of this machine.
+    on_ray = config.launch.backend == "ray"
+    if on_ray:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fivefold-", dir=config.run_dir if on_ray else None) as directory:
         requested = Path(directory) / "requested.yaml"
         requested.write_text(dump_yaml(config))
         if code := start(["train", str(requested)], config):

@@ -9,12 +9,13 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.config.methods import COLUMNS
-from fivefold.config.packages import BRIDGES, TRANSFORMER_IMPL, missing_packages
+from fivefold.config.packages import BRIDGES, LAUNCHERS, TRANSFORMER_IMPL, missing_packages
 from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
     PolicyConfig,
+    RayConfig,
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
@@ -28,7 +29,7 @@ from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
 from fivefold.plan.data_files import check_data
-from fivefold.plan.devices import on_gpus, visible_gpus
+from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
 from fivefold.plan.fit import check_fit
 from fivefold.plan.memory import Memory, Sharded, estimate_memory
@@ -104,6 +105,7 @@ def check(config: RunConfig) -> Findings:
     check_rewards(findings.at("reward"), config.reward)
     tokenizer = check_tokenizer(findings, config, policy)
     check_data(findings, config, tokenizer, None if policy is None else policy.vocab)
+    _check_launch(findings.at("launch"), config)
     _check_devices(findings, config)
     if config.may_generate:
         check_engine(findings, config, policy)
@@ -328,10 +330,25 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
     )
 
 
+def _check_launch(findings: Findings, config: RunConfig) -> None:
+    launch = config.launch
+    if missing := missing_packages(LAUNCHERS[launch.backend]):
+        findings.error(
+            "backend", f": {launch.backend} needs {', '.join(missing)}, not installed here: pip install 'fivefold[ray]'"
+        )
+    if launch.backend != "ray" and launch.ray != RayConfig():
+        findings.ignore("ray", "launch.backend is not ray")
+    if elsewhere(config) and config.trainer.device == "auto" and not on_gpus(config):
+        findings.note(
+            "trainer.device is auto: the run takes GPUs if the Ray cluster has any; with trainer.device: cuda and launch.gpu"
+            " it is looked at here as one on GPUs"
+        )
+
+
 def _check_devices(findings: Findings, config: RunConfig) -> None:
     """More ranks than GPUs; under torchrun the ranks of other machines count too, so only its own world size is checked."""
     world = config.layout.world_size
-    if "WORLD_SIZE" in os.environ:
+    if is_joined(config):
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -340,6 +357,9 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
             "engine.mode",
             f": servers are reached on their own machine, and {here} of {world} ranks are here: use vLLM in_process",
         )
+        return
+    if elsewhere(config):
+        # The launcher asks the cluster.
         return
     gpus = visible_gpus()
     # With launch.gpu a run of other machines is looked at.

@@ -25,11 +25,23 @@ def device_of(config: RunConfig) -> Device | None:
     """What each rank of a run has: launch.gpu, a GPU of this machine or its share of the host; None where unknown."""
     if config.launch.gpu is not None:
         return Device(config.launch.gpu, int(GPUS[config.launch.gpu].memory_gib * 2**30))
+    if elsewhere(config):
+        return None
     if on_gpus(config):
         found = gpu_bytes()
         return None if found is None else Device("the GPU of this machine", found)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.layout.world_size))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0) if is_joined(config) else 0) or config.layout.world_size
     return Device("its share of this machine's memory", host_bytes() // ranks)
+
+
+def is_joined(config: RunConfig) -> bool:
+    """This process is one of ranks that torchrun or another launcher started."""
+    return config.launch.backend == "auto" and "WORLD_SIZE" in os.environ
+
+
+def elsewhere(config: RunConfig) -> bool:
+    """The ranks run on nodes of a Ray cluster, which may be other machines than this one."""
+    return config.launch.backend == "ray" and bool(config.launch.ray.address or os.environ.get("RAY_ADDRESS"))
 
 
 def on_gpus(config: RunConfig) -> bool:

@@ -1,0 +1,212 @@
+"""The Ray cluster of a run: joined, or started on this machine and ended with it; what its nodes have; a reservation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from fivefold.config.schema import RayConfig
+from fivefold.errors import first_line
+from fivefold.launch.ray import guardian as guard
+from fivefold.launch.ray.placement import Amount, Bundle, Node, Role, has, needs, place, place_when_free
+
+_OBJECTS = 100 * 2**20
+"""Bytes of the object store of a cluster of ours: nothing of a run goes through it."""
+_REACH_SECONDS, _LOOK_SECONDS, _TRY_SECONDS = 10.0, 120.0, 5.0
+_SPEECHLESS: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+_NODE_ID = "ray.io/node-id"
+
+
+@contextmanager
+def connected(settings: RayConfig, own: Amount) -> Iterator[str]:
+    """Be connected to the cluster meanwhile; what messages call it.
+
+    A process that is connected already stays so. `own`: what a cluster has that is started here. Raises ValueError where
+    there is no cluster at the address.
+    """
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        yield "the Ray cluster of this process"
+    elif address is None:
+        with _started(own):
+            yield "a Ray cluster of this machine"
+    else:
+        _join(address)
+        try:
+            yield f"the Ray cluster at {address}"
+        finally:
+            ray.shutdown()
+
+
+def _join(address: str) -> None:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if colon and port.isdigit():
+            # Ray tries for minutes.
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
+        ray.init(address, **_SPEECHLESS)
+    except Exception as error:
+        raise ValueError(
+            f"launch.ray.address: no Ray cluster can be joined at {address}: {first_line(error)}; start one with `ray start "
+            "--head`, or leave the address out for a cluster of this machine"
+        ) from error
+
+
+@contextmanager
+def _started(own: Amount) -> Iterator[None]:
+    """A cluster of which nothing stays."""
+    directory = tempfile.mkdtemp(prefix="fivefold-ray-", dir=_short_directory())
+    # Reserving is all that these CPUs are for: as many as the ranks take, as without Ray.
+    size = {"num_cpus": own.cpus, "object_store_memory": _OBJECTS, **({"num_gpus": 0} if not own.gpus else {})}
+    guardian = subprocess.Popen(
+        [sys.executable, "-m", guard.__name__, directory], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        with _environment(_own_variables()):
+            try:
+                ray.init("local", include_dashboard=False, _temp_dir=directory, **size, **_SPEECHLESS)
+                yield
+            finally:
+                ray.shutdown()
+    finally:
+        guardian.communicate()
+
+
+def _own_variables() -> dict[str, str]:
+    """What Ray reads when it starts a cluster."""
+    # Nobody else can join it. Without this Ray would keep a token in the home directory.
+    token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if "RAY_AUTH_TOKEN_PATH" not in os.environ else {}
+    # Its watch over memory would kill our launcher on the node, which takes none, instead of the rank that does.
+    return {**token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """With variables that are not set already; afterwards the environment is what it was."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in variables.items() if name not in before})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _short_directory() -> str:
+    """Where Ray's sockets can be: their paths have at most 107 characters."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= 16 else "/tmp"  # noqa: S108 - the directory in it has a name that nobody can guess
+
+
+def _look() -> list[Node]:
+    free = ray._private.state.available_resources_per_node()
+    return [
+        Node(
+            each["NodeID"],
+            each["NodeManagerHostname"],
+            each["NodeManagerAddress"],
+            _amount(each["Resources"]),
+            _amount(free.get(each["NodeID"], {})),
+        )
+        for each in sorted(ray.nodes(), key=lambda each: (each["NodeManagerAddress"], each["NodeID"]))
+        if each["Alive"]
+    ]
+
+
+def _amount(resources: Mapping[str, float]) -> Amount:
+    return Amount(int(resources.get("GPU", 0)), int(resources.get("CPU", 0)))
+
+
+def nodes() -> list[Node]:
+    """The nodes that are alive, by address. Raises RuntimeError where the cluster cannot run anything of this package."""
+    # A driver outside the cluster, at ray://, can only have it asked.
+    asked = ray.remote(num_cpus=0)(_look).remote()
+    try:
+        found: list[Node] = ray.get(asked, timeout=_LOOK_SECONDS)
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(
+            "launch.backend: the Ray cluster does not run this package: every node needs it, with the Python and Ray of "
+            f"this machine: {error}"
+        ) from error
+    return found
+
+
+@contextmanager
+def reserved(
+    roles_for: Callable[[list[Node]], Sequence[Role]], settings: RayConfig, stopped: Callable[[], bool]
+) -> Iterator[tuple[list[Bundle], PlacementGroup] | None]:
+    """Bundles for all processes of these roles, reserved as one placement group meanwhile; None if `stopped` while waiting.
+
+    `roles_for`: the roles on a cluster with these nodes. Raises ValueError at once where the cluster is too small, and after
+    `wait_minutes` where others have what is needed.
+    """
+    found = _reserve(roles_for, settings, stopped)
+    try:
+        yield found
+    finally:
+        if found is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(found[1])
+
+
+def _reserve(
+    roles_for: Callable[[list[Node]], Sequence[Role]], settings: RayConfig, stopped: Callable[[], bool]
+) -> tuple[list[Bundle], PlacementGroup] | None:
+    deadline, has_told = time.monotonic() + 60 * settings.wait_minutes, False
+    while not stopped():
+        there = nodes()
+        roles, spread = roles_for(there), settings.strategy == "spread"
+        bundles = place(roles, there, spread)
+        if bundles is None and place_when_free(roles, there, spread) is None:
+            raise ValueError(f"launch.ray: the cluster must have room for {needs(roles)}: {has(there)}; {_ADVICE}")
+        if bundles is not None and (group := _try(bundles)):
+            return bundles, group
+        if not has_told:
+            print(
+                f"note     waiting for room for {needs(roles)}, at most {settings.wait_minutes:g} minutes: {has(there)}",
+                flush=True,
+            )
+            has_told = True
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"launch.ray.wait_minutes: no room for {needs(roles)} after {settings.wait_minutes:g} minutes: "
+                f"{has(there)}; end what has reserved it (`ray list placement-groups`, `ray list actors`), or wait longer"
+            )
+        time.sleep(1.0)
+    return None
+
+
+_ADVICE = (
+    "start more nodes, choose a smaller policy.backend, or trainer.device: cpu where GPUs are lacking; neighbours are "
+    "tensor-parallel ranks, or all where the engine's servers are reached on their own node"
+)
+
+
+def _try(bundles: Sequence[Bundle]) -> PlacementGroup | None:
+    """Reserve what was free a moment ago; None where somebody else has it now."""
+    group = placement_group(
+        [_resources(bundle.amount) for bundle in bundles],
+        strategy="PACK",
+        bundle_label_selector=[{_NODE_ID: bundle.node.id} for bundle in bundles],
+    )
+    if group.wait(_TRY_SECONDS):
+        return group
+    remove_placement_group(group)
+    return None
+
+
+def _resources(amount: Amount) -> dict[str, float]:
+    return {name: count for name, count in (("GPU", amount.gpus), ("CPU", amount.cpus)) if count}

@@ -1,0 +1,277 @@
+"""The ranks of a run on the nodes of a Ray cluster: reserved, started by an actor on each node, watched, and ended together.
+
+The driver trains nothing, so it needs no GPU. What is said on this terminal, which codes come back and what signals do is as
+on one machine: the same `watch` looks at ranks that are elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fivefold import __version__
+from fivefold.config import RunConfig
+from fivefold.errors import first_line
+from fivefold.launch.environment import forwarded
+from fivefold.launch.ray.cluster import connected, reserved
+from fivefold.launch.ray.node import ERRORS, News, NodeRanks, Report
+from fivefold.launch.ray.placement import Amount, Bundle, Node, Role, listed
+from fivefold.launch.watch import FAILED, Cause, Kind, Signals, watch
+
+RANKS = "ranks"
+_SILENT_SECONDS = 60.0
+"""Without an answer: a node whose network or power is gone says nothing."""
+_UNAVAILABLE_SECONDS = 3.0
+"""That a connection may be broken."""
+_REACH_SECONDS = 2.0
+_START_SECONDS = 300.0
+"""Until an actor is there: its process imports this package."""
+_DRAIN_SECONDS = 2.0
+"""For the last words of rank 0, behind its end."""
+
+
+def spawn(arguments: Sequence[str], config: RunConfig) -> int:
+    """Run `python -m ARGUMENTS` once a rank on the cluster of `launch.ray`; the exit code of the run.
+
+    Raises ValueError before anything starts where there is no cluster, where it has too few devices, or where a node does
+    not see the run's files.
+    """
+    own = Amount(1 if config.trainer.device != "cpu" else 0, config.launch.ray.cpus_per_rank) * config.layout.world_size
+    with Signals() as signals, connected(config.launch.ray, own) as cluster:
+        # Ray has put its own handler in the place of ours.
+        signals.install()
+        with reserved(lambda there: [rank_role(config, there)], config.launch.ray, lambda: bool(signals.taken)) as found:
+            if found is None:
+                return signals.code
+            with _actors(*found, config) as ranks:
+                if not ranks.wait(lambda: bool(signals.taken)):
+                    return signals.code
+                ranks.look(arguments, config)
+                print(f"note     on {cluster}:", flush=True)
+                for host in ranks.hosts:
+                    print(f"note     {host}", flush=True)
+                ranks.start(arguments, config)
+                return watch(ranks, signals)
+
+
+def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
+    """The ranks of a run on these nodes, with what must share a node."""
+    layout, engine, device = config.layout, config.engine, config.trainer.device
+    on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
+    layouts = [layout, *config.own_layouts.values()]
+    together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
+    if engine.is_server and not engine.url:
+        # Ranks reach servers by a socket of their own machine.
+        together = layout.world_size
+    elif engine.layout is not None:
+        together = math.lcm(together, engine.layout.tp)
+    return Role(RANKS, layout.world_size, Amount(int(on_gpus), config.launch.ray.cpus_per_rank), together)
+
+
+@dataclass
+class Host:
+    """A node with ranks, and what is known of them."""
+
+    bundle: Bundle
+    actor: Any
+    report: Report | None = None
+    codes: list[int | None] = field(default_factory=list)
+    is_speaking: bool = False
+    lost: Cause | None = None
+    """Why it is not asked any more."""
+    broken_since: float | None = None
+
+    @property
+    def _ranks(self) -> str:
+        members = self.bundle.members
+        return f"rank{'s' if len(members) > 1 else ''} {listed(members)}"
+
+    def __str__(self) -> str:
+        gpus = self.report.gpus if self.report else []
+        devices = f"GPUs {', '.join(gpus)}" if gpus else "CPU"
+        return f"ray node {self.bundle.node}: {self._ranks}, {devices}"
+
+    def lose(self, why: str) -> None:
+        node = self.bundle.node
+        said = f"{self._ranks} on {node}, Ray node {node.id[:12]}: {why}"
+        self.codes = [FAILED] * len(self.bundle.members)
+        self.lost, self.is_speaking = Cause(Kind.KILLED, self.bundle.members[0], said), False
+
+
+class RemoteRanks:
+    """All ranks, through the actors of their nodes."""
+
+    def __init__(self, hosts: list[Host]) -> None:
+        self.hosts = hosts
+        """In the order of ranks."""
+
+    # --- before they start -------------------------------------------------------------------------------------------
+
+    def wait(self, stopped: Callable[[], bool]) -> bool:
+        """Until the actors are there; False if `stopped` before."""
+        asked, deadline = [host.actor.__ray_ready__.remote() for host in self.hosts], time.monotonic() + _START_SECONDS
+        while not stopped() and time.monotonic() < deadline:
+            if not ray.wait(asked, num_returns=len(asked), timeout=1.0)[1]:
+                return True
+        return not stopped()
+
+    def look(self, arguments: Sequence[str], config: RunConfig) -> None:
+        """Raises ValueError where a node does not see what the run reads and writes."""
+        log_dir = _log_dir(config)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        mark = log_dir / f".seen-{secrets.token_hex(8)}"
+        mark.write_text(mark.name)
+        try:
+            # Of `train CONFIG ...` and `eval CONFIG CHECKPOINT ...`.
+            paths = [str(word) for word in arguments[2 : 4 if arguments[1] == "eval" else 3]]
+            found = self._ask_all("look", paths, (str(mark), mark.name))
+        finally:
+            mark.unlink()
+        for host, report in found:
+            host.report = report
+            where = f"launch.ray: node {host.bundle.node}"
+            if report.missing:
+                raise ValueError(
+                    f"{where} must see the files of this machine, and lacks {', '.join(report.missing)}: use a file system "
+                    "that all nodes share, with the same paths"
+                )
+            if report.version != __version__:
+                raise ValueError(f"{where} must have fivefold {__version__}, as this machine: it has {report.version}")
+            assert report.node_id == host.bundle.node.id, "Ray has put it elsewhere than it was told"
+
+    def start(self, arguments: Sequence[str], config: RunConfig) -> None:
+        """Start the ranks. Raises ValueError where another run has the directory."""
+        first = self.hosts[0]
+        held = self._ask_all("hold", str(config.run_dir) if arguments[1] == "train" else None, among=[first])
+        if fault := held[0][1]:
+            raise ValueError(fault)
+        assert first.report is not None
+        variables = {
+            **forwarded(os.environ, config.launch.ray.env_vars),
+            "WORLD_SIZE": str(config.layout.world_size),
+            "MASTER_ADDR": first.report.address,
+            "MASTER_PORT": str(first.report.port),
+        }
+        self._ask_all("start", list(arguments), variables, config.launch.threads)
+
+    # --- while they run ----------------------------------------------------------------------------------------------
+
+    def codes(self) -> list[int | None]:
+        """Exit codes, None of those that run; shows what rank 0 has said."""
+        news: News
+        for host, news in self._ask("poll"):
+            host.codes, host.is_speaking = news.codes, news.is_speaking
+            for stream, piece in news.said:
+                out = sys.stderr if stream == ERRORS else sys.stdout
+                out.buffer.write(piece)
+                out.flush()
+        return [code for host in self.hosts for code in host.codes or [None] * len(host.bundle.members)]
+
+    def send(self, number: int) -> None:
+        self._ask("send", number)
+
+    def causes(self) -> list[Cause]:
+        found = [cause for _, causes in self._ask("causes") for cause in causes]
+        return [*found, *(host.lost for host in self.hosts if host.lost)]
+
+    def losses(self) -> list[Cause]:
+        return [cause for _, causes in self._ask("losses") for cause in causes]
+
+    def close(self) -> None:
+        """Show the last words, kill what is left, and give the actors back."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while any(host.is_speaking for host in self.hosts) and time.monotonic() < deadline:
+            self.codes()
+            time.sleep(0.05)
+        self._ask("close")
+        for host in self.hosts:
+            with contextlib.suppress(Exception):
+                ray.kill(host.actor)
+
+    # --- how they are asked ------------------------------------------------------------------------------------------
+
+    def _ask_all(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
+        """What all of them answer; raises RuntimeError where one does not."""
+        answers = self._ask(method, *arguments, among=among)
+        there = [host.bundle for host, _ in answers]
+        if silent := [host for host in among or self.hosts if host.bundle not in there]:
+            said = [host.lost.text if host.lost else f"{host} does not answer" for host in silent]
+            raise RuntimeError("\n".join(said))
+        return answers
+
+    def _ask(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
+        """What the actors that are there answer; one that is gone is marked as lost."""
+        hosts = [host for host in (self.hosts if among is None else among) if host.lost is None]
+        asked = [(host, getattr(host.actor, method).remote(*arguments)) for host in hosts]
+        deadline, answers = time.monotonic() + _SILENT_SECONDS, []
+        for host, reference in asked:
+            try:
+                answers.append((host, ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))))
+                host.broken_since = None
+            except ActorUnavailableError as error:
+                host.broken_since = host.broken_since or time.monotonic()
+                if time.monotonic() > host.broken_since + _UNAVAILABLE_SECONDS:
+                    host.lose(_why(host, error))
+            except GetTimeoutError:
+                host.lose(f"it has not answered for {_SILENT_SECONDS:.0f} s: the node, or the way to it, is gone")
+            except RayActorError as error:
+                host.lose(_why(host, error))
+        return answers
+
+
+def _why(host: Host, error: RayActorError) -> str:
+    """Whether the node is gone, or only the process of Ray's that started the ranks."""
+    if not _is_there(host.bundle.node):
+        return "the node has left the cluster: its raylet ended, or cannot be reached"
+    said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return f"Ray's worker process that started them has ended ({said[:500] or first_line(error)})"
+
+
+def _is_there(node: Node) -> bool:
+    """Whether the node is one of the cluster still. The cluster itself notices half a minute late that one is gone."""
+    with contextlib.suppress(Exception):
+        found = [each for each in ray.nodes() if each["NodeID"] == node.id and each["Alive"]]
+        if not found or ray.util.client.ray.is_connected():
+            # At ray:// only the head can be reached from here.
+            return bool(found)
+        try:
+            socket.create_connection((node.address, found[0]["NodeManagerPort"]), _REACH_SECONDS).close()
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def _actors(bundles: list[Bundle], group: PlacementGroup, config: RunConfig) -> Iterator[RemoteRanks]:
+    """One for each bundle; they and what they started end with this."""
+    actor = ray.remote(max_restarts=0, max_task_retries=0)(NodeRanks)
+    hosts = []
+    for number, bundle in enumerate(bundles):
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+        options = {"num_cpus": bundle.amount.cpus, "num_gpus": bundle.amount.gpus, "scheduling_strategy": place}
+        made = actor.options(**options).remote(bundle.members, os.getcwd(), str(_log_dir(config)))
+        hosts.append(Host(bundle, made))
+    ranks = RemoteRanks(hosts)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _log_dir(config: RunConfig) -> Path:
+    return config.run_dir / "logs"

@@ -1,0 +1,38 @@
+"""Ends what is left of a cluster of this machine, and removes its directory, when the run that started it has ended in
+whatever way: `python -m fivefold.launch.ray.guardian DIRECTORY`, with an end of a pipe of the run's as standard input.
+
+Ray's own processes notice the end of the one that started them too, some of them after a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+
+from fivefold.distributed.processes import kill
+
+
+def main() -> None:
+    directory, spared = sys.argv[1], (os.getpid(), os.getppid())
+    sys.stdin.read()
+    while left := [each for each in psutil.process_iter() if each.pid not in spared and _is_of(each, directory)]:
+        kill(left)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_of(process: psutil.Process, directory: str) -> bool:
+    """It was started with the directory, or has a file in it open: each process of Ray's has its log there."""
+    with contextlib.suppress(psutil.Error, OSError):
+        files = [os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir()]
+        started = any(directory in word for word in process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and (started or any(f"{directory}/" in file for file in files))
+    return False
+
+
+if __name__ == "__main__":
+    main()

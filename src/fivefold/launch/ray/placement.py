@@ -1,0 +1,144 @@
+"""Which processes go on which nodes: roles and nodes -> Bundles. No Ray here.
+
+A bundle is what one node has of one role; Ray reserves it as a whole. Members of a role are counted through over the
+bundles, so that neighbours share a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Amount:
+    """What a node has, or a process takes."""
+
+    gpus: int
+    cpus: int
+
+    def __mul__(self, count: int) -> Amount:
+        return Amount(self.gpus * count, self.cpus * count)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(self.gpus - other.gpus, self.cpus - other.cpus)
+
+    def __floordiv__(self, other: Amount) -> int:
+        """How often the other one fits into this one."""
+        pairs = ((self.gpus, other.gpus), (self.cpus, other.cpus))
+        return min((have // want for have, want in pairs if want), default=0)
+
+    def __str__(self) -> str:
+        kinds = [(self.gpus, "GPU"), (self.cpus, "CPU")]
+        named = [f"{count} {kind}{'s' if count != 1 else ''}" for count, kind in kinds if count]
+        return " and ".join(named) or "nothing"
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes of one kind."""
+
+    name: str
+    count: int
+    each: Amount
+    together: int = 1
+    """So many neighbours share a node; divides `count`."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster."""
+
+    id: str
+    host: str
+    address: str
+    whole: Amount
+    free: Amount
+    """What nobody has reserved."""
+
+    def __str__(self) -> str:
+        return self.host if self.host == self.address else f"{self.host} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The members of a role that share a node."""
+
+    role: Role
+    members: range
+    node: Node
+
+    @property
+    def amount(self) -> Amount:
+        return self.role.each * len(self.members)
+
+
+def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
+    """Bundles of all roles in what is free on the nodes, the first role first; None where they do not fit.
+
+    `spread`: as evenly as possible over all nodes; otherwise on as few as possible.
+    """
+    free, bundles = {node.id: node.free for node in nodes}, []
+    for role in roles:
+        unit = role.each * role.together
+        room = {node.id: free[node.id] // unit for node in nodes}
+        shares = (_spread if spread else _pack)(role.count // role.together, room)
+        if shares is None:
+            return None
+        begin = 0
+        for node in nodes:
+            if units := shares.get(node.id, 0):
+                members = range(begin, begin + units * role.together)
+                bundles.append(Bundle(role, members, node))
+                free[node.id] -= bundles[-1].amount
+                begin = members.stop
+    return bundles
+
+
+def place_when_free(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
+    """The same, were nothing on the nodes reserved by others."""
+    return place(roles, [replace(node, free=node.whole) for node in nodes], spread)
+
+
+def _pack(units: int, room: dict[str, int]) -> dict[str, int] | None:
+    """Units for each node: the fullest use of the largest nodes, the rest on the smallest that holds it."""
+    shares: dict[str, int] = {}
+    while units:
+        left = {node: count for node, count in room.items() if count and node not in shares}
+        if not left:
+            return None
+        holding = [node for node, count in left.items() if count >= units]
+        node = min(holding, key=left.__getitem__) if holding else max(left, key=left.__getitem__)
+        shares[node] = min(units, left[node])
+        units -= shares[node]
+    return shares
+
+
+def _spread(units: int, room: dict[str, int]) -> dict[str, int] | None:
+    """Units for each node: one more for the node that has the fewest, again and again."""
+    shares = dict.fromkeys(room, 0)
+    for _ in range(units):
+        open_nodes = [node for node, count in room.items() if shares[node] < count]
+        if not open_nodes:
+            return None
+        shares[min(open_nodes, key=shares.__getitem__)] += 1
+    return shares
+
+
+def needs(roles: Sequence[Role]) -> str:
+    """What all roles take, as a message says it."""
+    said = []
+    for role in roles:
+        text = f"{role.count} {role.name} with {role.each} each"
+        said.append(text + (f", {role.together} neighbours on one node" if role.together > 1 else ""))
+    return "; ".join(said)
+
+
+def has(nodes: Sequence[Node]) -> str:
+    """What each node has, as a message says it."""
+    return "; ".join(f"{node} has {node.whole}, of which {node.free} free" for node in nodes) or "it has no node"
+
+
+def listed(numbers: range) -> str:
+    """The members of a bundle: 4 or 0-3."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
