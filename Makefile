@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# vLLM for CPUs needs another transformers and three gigabytes: it has an environment of its own, for its tests.
+# vLLM for CPUs needs another transformers and three gigabytes: it has an environment of its own, for its tests and Ray's.
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
@@ -45,7 +45,7 @@ test: check test-vllm
 	$(BIN)/python -m pytest -n 2
 
 test-vllm: $(VLLM_READY)
-	$(VLLM)/bin/python -m pytest -n 2 -m "vllm and not slow"
+	$(VLLM)/bin/python -m pytest -n 2 -m "(vllm or ray) and not slow"
 
 # About two minutes.
 test-sglang: $(SGLANG_READY)
@@ -62,8 +62,8 @@ test-cpus: $(READY)
 # checkpoints of ten layouts read on all the others, the demo shortened. About twenty minutes on two cores.
 test-layouts: $(READY) $(VLLM_READY)
 	$(BIN)/python -m tests.megatron.layout_table
-	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1800
-	$(VLLM)/bin/python -m pytest -m "slow and vllm" --timeout=1800
+	$(BIN)/python -m pytest -m "slow and not vllm and not ray" --timeout=1800
+	$(VLLM)/bin/python -m pytest -m "slow and (vllm or ray)" --timeout=1800
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

@@ -1,0 +1,144 @@
+"""Which ranks go on which nodes of a cluster, without one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.config import RunConfig
+from fivefold.config.loader import ConfigError
+from fivefold.launch.environment import forwarded
+from fivefold.launch.ray.placement import Amount, Node, Role, has, needs, place, place_when_free
+from fivefold.plan.check import check
+
+
+def node(name: str, gpus: int, cpus: int = 64, free: Amount | None = None) -> Node:
+    whole = Amount(gpus, cpus)
+    return Node(name, name, name, whole, whole if free is None else free)
+
+
+def ranks(count: int, together: int = 1) -> Role:
+    return Role("ranks", count, Amount(1, 1), together)
+
+
+def shares(bundles) -> list[tuple[str, int, int]]:
+    return [(bundle.node.id, bundle.members[0], bundle.members[-1]) for bundle in bundles]
+
+
+@pytest.mark.parametrize(
+    ("role", "gpus", "spread", "expected"),
+    [
+        (ranks(8), [8, 8], False, [("n0", 0, 7)]),
+        (ranks(8), [8, 8], True, [("n0", 0, 3), ("n1", 4, 7)]),
+        (ranks(8, 4), [8, 6], True, [("n0", 0, 3), ("n1", 4, 7)]),
+        # The largest is filled, and the rest goes where it leaves least.
+        (ranks(12, 4), [4, 8, 8], False, [("n0", 0, 3), ("n1", 4, 11)]),
+        # Neighbours of four: six GPUs hold one four.
+        (ranks(8, 4), [6, 6], False, [("n0", 0, 3), ("n1", 4, 7)]),
+        (ranks(8, 4), [7, 3, 3], False, None),
+        (ranks(8, 8), [4, 4], False, None),
+        (ranks(9), [4, 4], False, None),
+    ],
+)
+def test_consecutive_ranks_fill_nodes_and_neighbours_share_one(role, gpus, spread, expected):
+    found = place([role], [node(f"n{number}", count) for number, count in enumerate(gpus)], spread)
+    assert (None if found is None else shares(found)) == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6),
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 2), st.integers(1, 2)), min_size=1, max_size=3),
+    st.booleans(),
+)  # fmt: skip
+def test_every_member_has_one_place_neighbours_share_a_node_and_no_node_gives_more_than_it_has(sizes, wanted, spread):
+    nodes = [node(f"n{number}", *size) for number, size in enumerate(sizes)]
+    roles = [
+        Role(f"role {number}", units * together, Amount(gpus, cpus), together)
+        for number, (units, together, gpus, cpus) in enumerate(wanted)
+    ]
+    found = place(roles, nodes, spread)
+    if found is None:
+        if len(roles) == 1:
+            # Whole units of one kind: as many as fit are found.
+            (role,) = roles
+            assert sum(each.free // (role.each * role.together) for each in nodes) < role.count // role.together
+        return
+    for role in roles:
+        own = [bundle.members for bundle in found if bundle.role is role]
+        assert [member for members in own for member in members] == list(range(role.count))
+        assert all(members.start % role.together == 0 == len(members) % role.together for members in own)
+    for each in nodes:
+        taken = [bundle.amount for bundle in found if bundle.node is each]
+        assert (
+            sum(amount.gpus for amount in taken) <= each.free.gpus and sum(amount.cpus for amount in taken) <= each.free.cpus
+        )
+
+
+def test_engines_on_gpus_of_their_own_are_placed_in_what_the_ranks_leave():
+    """Roles of other kinds are bundles of the same reservation."""
+    found = place([ranks(8, 4), Role("engines", 2, Amount(4, 1))], [node("a", 8), node("b", 8)], spread=False)
+    assert found is not None
+    assert [(bundle.role.name, *share) for bundle, share in zip(found, shares(found), strict=True)] == [
+        ("ranks", "a", 0, 7), ("engines", "b", 0, 1)
+    ]  # fmt: skip
+
+
+def test_what_others_have_reserved_is_told_from_what_is_not_there():
+    busy = [node("a", 8, free=Amount(2, 64)), node("b", 4)]
+    assert place([ranks(8, 4)], busy, spread=False) is None
+    assert place_when_free([ranks(8, 4)], busy, spread=False) is not None
+    assert place_when_free([ranks(16, 4)], busy, spread=False) is None
+    assert needs([ranks(8, 4)]) == "8 ranks with 1 GPU and 1 CPU each, 4 neighbours on one node"
+    assert has(busy[:1]) == "a has 8 GPUs and 64 CPUs, of which 2 GPUs and 64 CPUs free"
+
+
+def test_variables_of_libraries_go_along_and_those_of_a_machine_stay():
+    there = {
+        "HF_TOKEN": "t", "WANDB_API_KEY": "w", "NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1", "PYTHONPATH": "/p", "FIVEFOLD_X": "1",
+        "CUDA_VISIBLE_DEVICES": "3", "CUDA_HOME": "/usr/local/cuda", "PATH": "/bin", "HOME": "/root", "RANK": "0", "MY_A": "1", "MY_B": "2",
+    }  # fmt: skip
+    usual = {"HF_TOKEN", "WANDB_API_KEY", "NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING", "PYTHONPATH", "FIVEFOLD_X"}
+    assert set(forwarded(there)) == usual
+    assert set(forwarded(there, ["MY_*", "HOME"])) == usual | {"MY_A", "MY_B", "HOME"}
+    with pytest.raises(ValueError, match="MY_C must be set where the run is started"):
+        forwarded(there, ["MY_A", "MY_C"])
+
+
+@pytest.mark.parametrize(
+    ("ray", "says"),
+    [
+        ({"address": "somewhere"}, "launch.ray.address must be auto, HOST:PORT or ray://HOST:PORT: got 'somewhere'"),
+        ({"env_vars": ["A=1"]}, "must be a name, or its beginning and a [*]: got 'A=1'"),
+        ({"cpus_per_rank": 0}, "launch.ray.cpus_per_rank must be in"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(ray, says):
+    with pytest.raises(ConfigError, match=says):
+        RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray", "ray": ray})
+
+
+def test_check_says_what_is_missing_and_which_keys_do_nothing(monkeypatch):
+    config = RunConfig.of(model={"path": "m/m"}, launch={"ray": {"cpus_per_rank": 2}})
+    assert ("launch.ray", "launch.backend is not ray") in check(config).ignored
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = check(RunConfig.of(model={"path": "m/m"}, launch={"backend": "ray"})).errors
+    assert "launch.backend: ray needs ray, not installed here: pip install 'fivefold[ray]'" in found
+
+
+def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def faults(address: str | None) -> list[str]:
+        tree = {"backend": "ray", "ray": {"address": address}}
+        config = RunConfig.of(
+            model={"path": "m/m"}, policy={"backend": "megatron:d8"}, trainer={"device": "cuda"}, launch=tree
+        )
+        return [fault for fault in check(config).errors if fault.startswith("layout")]
+
+    assert faults("gpu-head:6379") == []
+    assert faults(None) == [
+        "layout megatron:d8t1p1 needs 8 GPUs on this machine: found 0; lower it or set trainer.device: cpu"
+    ]
