@@ -291,6 +291,7 @@ def test_the_traceback_of_a_rank_on_another_node_is_shown(two_nodes):
     assert "rank 3 failed:\nRuntimeError: planted in rank 3" in ends(driver, driver.wait_for_ranks())
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_in_silence_is_named_with_the_end_of_its_log(two_nodes):
     driver = Driver("silent", address=two_nodes.address)
     said = ends(driver, driver.wait_for_ranks())
