@@ -93,6 +93,9 @@ class Matches:
     said: str
     """The form as a message says it."""
 
+    def __str__(self) -> str:
+        return self.said
+
     def fault(self, value: Any) -> str | None:
         return None if self.form.fullmatch(str(value)) else f"must be {self.said}: got {shown(value)}"
 
