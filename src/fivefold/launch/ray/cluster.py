@@ -19,7 +19,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from fivefold.config.schema import RayConfig
-from fivefold.errors import first_line
 from fivefold.launch.ray import guardian as guard
 from fivefold.launch.ray.placement import Amount, Bundle, Node, Role, has, needs, place, place_when_free
 
@@ -60,8 +59,8 @@ def _join(address: str) -> None:
         ray.init(address, **_SPEECHLESS)
     except Exception as error:
         raise ValueError(
-            f"launch.ray.address: no Ray cluster can be joined at {address}: {first_line(error)}; start one with `ray start "
-            "--head`, or leave the address out for a cluster of this machine"
+            f"launch.ray.address: no Ray cluster can be joined at {address}: {' '.join(str(error).split())[-500:]}; start "
+            "one with `ray start --head`, or leave the address out for a cluster of this machine"
         ) from error
 
 
