@@ -29,8 +29,10 @@ trainer: {{run_dir: {root}/runs/base, steps: 8, eval_every: 4, save_every: 2, ke
 launch: {{threads: {threads}}}
 """
 STEPS, PROMPTS = 8, 64
-ENDLESS = ["data.max_response_tokens=200", "engine.sampling.ignore_eos=true", "policy.tokens_per_micro_batch=8192"]
-"""Responses that take longer than a step."""
+ENDLESS = [
+    "data.max_response_tokens=120", "engine.sampling.ignore_eos=true", "engine.max_num_seqs=4", "policy.tokens_per_micro_batch=8192"
+]  # fmt: skip
+"""Responses of which so few are sampled at once that a step's take longer than the rest of it."""
 
 
 @pytest.fixture(scope="module")
