@@ -134,14 +134,15 @@ def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
     away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
     model.offload()
-    process = None
+    processes = {}
     if rank % each == 0:
         given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large} | arguments(large)
-        process = server_process(given, mesh.device, each, directory.parent / f"server-{layout}-{rank}.log", answers)
+        log = directory.parent / f"server-{layout}-{rank}.log"
+        processes = {rank // each: server_process(given, mesh.device, each, log, answers)}
     begin = time.perf_counter()
     engine = ServerEngine(
         directory, mesh.ranks, mesh.device, partial(VLLMServer, ends=set(), run="benchmark"), print,
-        process=process, ranks_per_server=each,
+        processes=processes, ranks_per_server=each,
         window=320, bucket_bytes=512 << 20, verify_every=2, can_sleep=large,
     )  # fmt: skip
     tell(mesh, "start", round(time.perf_counter() - begin, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +14,13 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
+from fivefold.engines.servers.http import own_address
+from fivefold.engines.servers.placement import machines_of, place_servers
 from fivefold.engines.servers.server import Server
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.transformers import TransformersEngine, stop_token_ids
 from fivefold.interfaces import Engine, EngineReplica
+from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.families import load_spec
 from fivefold.plan.engine_checks import engine_cache, token_bytes
@@ -85,30 +90,53 @@ def _build_servers(
     from fivefold.engines.servers.server_engine import ServerEngine
 
     settings, layout = config.engine, config.engine.layout
-    ends, process, each = stop_token_ids(directory, tokenizer), None, 1
+    ends, processes, each = stop_token_ids(directory, tokenizer), {}, None
     run, connect = ranks.broadcast_from_main(uuid.uuid4().hex), _client(settings.kind)
     if not settings.url:
         assert layout is not None
-        each = layout.tp
-        if ranks.rank % each == 0:
-            start = _start_sglang if settings.kind == "sglang" else _start_vllm
-            process = start(config, directory, device, config.run_dir / "logs" / f"server-{ranks.rank // each}.log")
+        start = _start_sglang if settings.kind == "sglang" else _start_vllm
+        own: dict[int, tuple[torch.device, str | None]] = {}
+        if settings.is_apart:
+            own = _own_servers(layout, ranks, device)
+        else:
+            each = layout.tp
+            own = {ranks.rank // each: (device, None)} if ranks.rank % each == 0 else {}
+        logs = config.run_dir / "logs"
+        processes = {
+            number: start(config, directory, where, logs / f"server-{number}.log", host)
+            for number, (where, host) in own.items()
+        }
     return ServerEngine(
         directory,
         ranks,
         device,
         partial(connect, ends=ends, run=run),
         log,
-        process=process,
+        processes=processes,
         ranks_per_server=each,
         addresses=settings.url,
         window=-(-settings.max_num_seqs * 5 // (4 * ranks.layout.world_size)),
         bucket_bytes=settings.sync_bucket_mb << 20,
         verify_every=0 if settings.own_arguments.get("quantization") else settings.verify_weights_every,
-        can_sleep=settings.sleep and device.type == "cuda" and not settings.url,
+        can_sleep=settings.sleep and device.type == "cuda" and not settings.url and not settings.is_apart,
+        is_staged=settings.staged_sync,
         stall_seconds=settings.stall_seconds,
         interrupt=config.rollout.interrupt,
     )
+
+
+def _own_servers(layout: ParallelLayout, ranks: Ranks, device: torch.device) -> dict[int, tuple[torch.device, str | None]]:
+    """By number, the servers apart that this rank starts: their first device, and where they listen if not on a socket."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else None
+    seen = ranks.gather_objects((socket.gethostname(), gpus))
+    machines = machines_of([host for host, _ in seen], [count for _, count in seen])
+    # Ranks of other machines reach no socket of this one.
+    host = own_address(f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}") if len(machines) > 1 else None
+    return {
+        place.number: (device if place.first_gpu is None else torch.device("cuda", place.first_gpu), host)
+        for place in place_servers(layout, machines)
+        if place.rank == ranks.rank
+    }
 
 
 def _client(kind: str) -> Callable[..., Server]:
@@ -122,7 +150,7 @@ def _client(kind: str) -> Callable[..., Server]:
     return VLLMServer
 
 
-def _start_vllm(config: RunConfig, directory: Path, device: torch.device, log: Path) -> ServerProcess:
+def _start_vllm(config: RunConfig, directory: Path, device: torch.device, log: Path, host: str | None) -> ServerProcess:
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process
 
@@ -131,13 +159,13 @@ def _start_vllm(config: RunConfig, directory: Path, device: torch.device, log: P
     arguments = _vllm_arguments(config, directory, device) | {
         "model": str(directory),
         "tensor_parallel_size": layout.tp,
-        "enable_sleep_mode": settings.sleep and device.type == "cuda",
+        "enable_sleep_mode": settings.sleep and device.type == "cuda" and not settings.is_apart,
         "enable_expert_parallel": layout.ep > 1,
     }
-    return server_process(arguments, device, layout.tp, log, answers)
+    return server_process(arguments, device, layout.tp, log, answers, host)
 
 
-def _start_sglang(config: RunConfig, directory: Path, device: torch.device, log: Path) -> ServerProcess:
+def _start_sglang(config: RunConfig, directory: Path, device: torch.device, log: Path, host: str | None) -> ServerProcess:
     from fivefold.engines.sglang.probe import answers
     from fivefold.engines.sglang.serve import server_process
 
@@ -153,8 +181,8 @@ def _start_sglang(config: RunConfig, directory: Path, device: torch.device, log:
         "random_seed": config.trainer.seed,
         "tp_size": layout.tp,
         "ep_size": layout.ep,
-        "enable_memory_saver": settings.sleep and device.type == "cuda",
+        "enable_memory_saver": settings.sleep and device.type == "cuda" and not settings.is_apart,
     }
     if cache is not None:
         arguments["max_total_tokens"] = cache // token_bytes(config, load_spec(directory))
-    return server_process(arguments | settings.sglang, device, layout.tp, log, answers)
+    return server_process(arguments | settings.sglang, device, layout.tp, log, answers, host)

@@ -339,7 +339,9 @@ def test_servers_of_a_run_on_several_machines_are_refused(files, vllm, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     (error,) = check(config(files, backend="vllm:t2", mode="server")).errors
-    assert error.startswith("engine.mode: servers are reached on their own machine, and 1 of 2 ranks are here")
+    assert error.startswith(
+        "engine.mode: servers on the ranks' devices are reached on their own machine, and 1 of 2 ranks are here"
+    )
     assert check(config(files, backend="vllm:t2")).errors == []
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from tests.support.servers import (
     GREEDY,
     LONG,
     check_what_was_sampled_midway,
+    family_of,
     kill_api,
     midway,
     one_short_among_endless,
@@ -52,10 +55,10 @@ def server_of(directory: Path, log: Path, tensor_parallel: int = 1):
 def vllm_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1, **changes):
     from fivefold.engines.vllm.client import VLLMServer
 
-    rank, process = mesh.ranks.rank, None
+    rank, processes = mesh.ranks.rank, {}
     if not changes.get("addresses") and rank % each == 0:
-        process = server_of(directory, logs / f"server-{rank}.log", each)
-    return server_engine(mesh, directory, VLLMServer, process, said, each, **changes)
+        processes = {rank // each: server_of(directory, logs / f"server-{rank}.log", each)}
+    return server_engine(mesh, directory, VLLMServer, processes, said, each, **changes)
 
 
 def changed_midway(mesh, directory: Path, address: str):
@@ -126,7 +129,7 @@ def two_servers(mesh, directory: Path, logs: Path):
         found["left out"] = str(error)
     engine.update_weights(iter(tensors.items()), 3)
     found["after"] = complete(engine, mine_to_ask) == whole
-    processes = engine._process._family()
+    processes = family_of(engine)
     engine.close()
     mesh.ranks.barrier()
     found["left"] = [each.pid for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
@@ -216,6 +219,34 @@ def over_a_process_group(mesh, directory: Path, address: str):
     return calls
 
 
+def ends_midway(mesh, directory: Path, address: str, note: Path):
+    """A sender is killed in the middle of a transfer; the run is noted under whose name the server can be asked."""
+    tensors = load_tensors(directory)
+    engine = vllm_engine(mesh, directory, Path(), [], addresses=[address])
+
+    def cut():
+        for place, pair in enumerate(tensors.items()):
+            if place == len(tensors) // 2 and mesh.ranks.rank == 1:
+                note.write_text(engine._servers[0]._run)
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pair
+
+    engine.update_weights(iter(tensors.items()), 0)
+    engine.update_weights(cut(), 1)
+
+
+def asked_directly(address: str, run: str) -> str:
+    """Why the server samples nothing for this run."""
+    from fivefold.engines.vllm.client import VLLMServer
+
+    async def ask() -> list:
+        return [one async for one in VLLMServer(address, set(), run).generate("direct", [5, 6], GREEDY, [(0, 0)])]
+
+    with pytest.raises(RuntimeError) as refused:
+        asyncio.run(ask())
+    return str(refused.value)
+
+
 def taken_over(mesh, directory: Path, address: str):
     """What a server gives a run after another one was killed in the middle of a sync, and what it says to the other."""
     tensors, asked, said = load_tensors(directory), requests(2, GREEDY), []
@@ -237,7 +268,8 @@ def taken_over(mesh, directory: Path, address: str):
 def test_servers_that_run_already_get_weights_over_a_process_group(cluster, model, tmp_path):
     """Two tensor-parallel workers of a server that somebody else has started; `fivefold check` looks at it before.
 
-    In the middle of a rollout requests are kept, and go on with the new weights. A server belongs to the run that came last,
+    A server that got half of new weights from a run that was killed samples for nobody before it has whole ones. In the
+    middle of a rollout requests are kept, and go on with the new weights. A server belongs to the run that came last,
     whatever the one before has left.
     """
     from fivefold.config.findings import Findings
@@ -265,11 +297,15 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
         assert "300 tokens: its most is 256" in said[1][0]
         assert "holds another model than model.path: {'vocab_size': 131} != {'vocab_size': 7}" in said[2][0]
         results = cluster.run(over_a_process_group, "megatron:d2", model, address)
+        with pytest.raises(RuntimeError):
+            cluster.run(ends_midway, "megatron:d2", model, address, note := tmp_path / "run")
+        half = asked_directly(address, note.read_text())
         ((midway, under),) = cluster.run(changed_midway, "megatron:d1", model, address)
         ((taken, refused, undisturbed_after),) = cluster.run(taken_over, "megatron:d1", model, address)
     finally:
         served.kill()
         served.wait()
+    assert "this server has no whole weights" in half, half
     assert len(refused) == 2 and all("another run has taken this server" in error for error in refused), refused
     assert undisturbed_after
     for calls in [*results, [taken]]:

@@ -16,16 +16,19 @@ import torch
 
 from fivefold.engines.servers import request_router as module
 from fivefold.engines.servers.buckets import (
+    WHOLE,
     BroadcastMemory,
     BucketReader,
     BucketWriter,
     HostMemory,
-    broadcast,
-    join_transfer_group,
+    NoMemory,
+    Part,
 )
 from fivefold.engines.servers.request_router import RequestRouter
 from fivefold.engines.servers.server import ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
+from fivefold.engines.servers.transfer import broadcast, join_groups, open_store
+from fivefold.engines.servers.wire_sender import senders_of
 from fivefold.types import Completion, Request, Sampling
 
 
@@ -50,37 +53,56 @@ def same_bits(found: torch.Tensor, sent: torch.Tensor) -> bool:
     return torch.equal(found.reshape(-1).view(torch.uint8), sent.reshape(-1).view(torch.uint8))
 
 
-def through_buckets(mesh, medium: str, port: int):
-    """Rank 0 sends, rank 1 takes; what does not arrive bit for bit, and how many buckets there were."""
-    rank, sent, size = mesh.ranks.rank, tensors(), 1024
-    group = join_transfer_group("127.0.0.1", port, rank, 2, mesh.device) if medium == "broadcast" else None
-    writer = BucketWriter(size, HostMemory if group is None else lambda size: BroadcastMemory(size, mesh.device))
-    reader, found, count = BucketReader(mesh.device, group), {}, 0
-    buckets = writer.buckets(iter(sent.items())) if rank == 0 else None
-    while True:
-        bucket = next(buckets, None) if buckets is not None else None
-        letter = mesh.ranks.broadcast_from_main(bucket and (bucket.memory.handle, bucket.entries, bucket.used))
-        if letter is None:
-            break
+def through_buckets(mesh, medium: str):
+    """All ranks but the last send, the last one takes; what does not arrive bit for bit, and how many buckets there were."""
+    ranks, sent, size = mesh.ranks, tensors(), 1024
+    rank, last = ranks.rank, ranks.layout.world_size - 1
+    groups, part, takes = [], WHOLE, rank == last
+    if medium == "broadcast":
+        names = [f"of-{sender}" for sender in range(last)]
+        store = open_store("0.0.0.0", None) if takes else None
+        port = ranks.gather_objects(store and store.port)[last]
+        store = store or open_store("127.0.0.1", port)
+        groups = join_groups(store, names if takes else [names[rank]], int(takes), 2, mesh.device)
+        part = Part(min(rank, last - 1), last)
+    allocate = HostMemory if medium == "memory" else lambda size: BroadcastMemory(size, mesh.device)
+    writer = BucketWriter(size, NoMemory if takes else allocate, part)
+    reader, found, count = BucketReader(mesh.device, groups), {}, 0
+    for bucket in writer.buckets(iter(sent.items())):
         count += 1
-        if rank == 0 and group is not None:
-            broadcast(group, bucket.memory.bytes_B[: bucket.used])
-        elif rank == 1:
-            found |= dict(reader.take(*letter))
+        handle = ranks.broadcast_from_main(bucket.memory.handle)
+        if takes:
+            found |= dict(reader.take(handle, bucket.entries, bucket.used))
+        elif groups:
+            broadcast(groups[0], bucket.memory.bytes_B[: bucket.used]).wait()
         # Two buckets are filled in turn: the receiver must have read before.
-        mesh.ranks.barrier()
-    wrong = [name for name in sent if rank == 1 and not same_bits(found[name], sent[name])]
+        ranks.barrier()
+    wrong = [name for name in sent if takes and not same_bits(found[name], sent[name])]
     reader.close()
     writer.close()
     return wrong, count
 
 
-@pytest.mark.parametrize("medium", ["memory", "broadcast"])
-def test_weights_go_to_another_process_bit_for_bit(cluster, medium):
-    from fivefold.distributed.ports import free_port
-
-    for wrong, count in cluster.run(through_buckets, "megatron:d2", medium, free_port()):
+@pytest.mark.parametrize(("medium", "layout"), [("memory", "d2"), ("broadcast", "d2"), ("broadcast", "d4")])
+def test_weights_go_to_another_process_bit_for_bit(cluster, medium, layout):
+    """From one sender, or of each tensor a third from each of three."""
+    for wrong, count in cluster.run(through_buckets, f"megatron:{layout}", medium):
         assert wrong == [] and count > 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_parts_are_every_byte_of_a_tensor_once(count):
+    for name, tensor in tensors().items():
+        parts = [Part(index, count).of(tensor) for index in range(count)]
+        assert torch.equal(torch.cat(parts), tensor.reshape(-1).view(torch.uint8)), name
+        assert max(part.numel() for part in parts) == Part(0, count).size(tensor.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "senders"), [(1, [0]), (4, [0, 1, 2, 3]), (16, list(range(0, 16, 2))), (12, [0, 1, 3, 4, 6, 7, 9, 10])]
+)
+def test_at_most_eight_ranks_send_spread_over_all(ranks, senders):
+    assert senders_of(ranks) == senders
 
 
 class InMemory:

@@ -18,6 +18,7 @@ from tests.support.engines import SAMPLING, complete, own_logits, requests
 from tests.support.servers import (
     GREEDY,
     check_what_was_sampled_midway,
+    family_of,
     kill_api,
     midway,
     one_short_among_endless,
@@ -56,8 +57,8 @@ def sglang_engine(mesh, directory: Path, logs: Path, said: list[str], each: int 
     from fivefold.engines.sglang.client import SGLangServer
 
     rank = mesh.ranks.rank
-    process = server_of(directory, logs / f"server-{rank}.log", each) if rank % each == 0 else None
-    return server_engine(mesh, directory, SGLangServer, process, said, each)
+    processes = {rank // each: server_of(directory, logs / f"server-{rank}.log", each)} if rank % each == 0 else {}
+    return server_engine(mesh, directory, SGLangServer, processes, said, each)
 
 
 def one_server(mesh, directory: Path, logs: Path):
@@ -115,7 +116,7 @@ def two_servers(mesh, directory: Path, logs: Path):
             found[name] = str(error)
     engine.update_weights(iter(tensors.items()), 3)
     found["after"] = [one.token_ids for one in complete(engine, mine_to_ask)] == tokens
-    processes = engine._process._family()
+    processes = family_of(engine)
     engine.close()
     mesh.ranks.barrier()
     found["left"] = [each.pid for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

@@ -96,6 +96,36 @@ def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(roo
     wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
 
 
+APART = ["policy.backend=megatron:d2", "engine.placement=apart", "engine.backend=vllm:d2"]
+
+
+def test_a_run_whose_servers_are_apart_has_the_same_metrics_although_one_is_killed(root, base):
+    """Two ranks, two servers beside them; the summary says who is where, and nothing stays."""
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/apart", *APART)
+    wait_for((root / "runs/apart/checkpoints/step-000002").exists, process)
+    everyone = children_of(process.pid)
+    apis = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+    assert len(apis) == 2
+    blocks = named_blocks(everyone)
+    os.kill(apis[0], signal.SIGKILL)
+    done = process.finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "servers of the engine ended and are started again" in done.stdout
+    assert "server 1 of vllm:d2t1p1, started by rank 1" in done.stdout
+    assert_same(metrics(root, "apart"), base)
+    wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
+
+
+def test_a_run_with_one_string_for_its_layouts_is_the_same(root, base):
+    """One server of two workers for two ranks, and weights that are gathered before they are sent."""
+    text = (root / "run.yaml").read_text().replace('backend: "megatron:t2", ', "").replace('backend: "vllm:d1t2", ', "")
+    (root / "allocated.yaml").write_text(text)
+    given = ["launch.allocation=vllm:d1t2+megatron:t2", "engine.staged_sync=true"]
+    done = fivefold("train", root / "allocated.yaml", f"trainer.run_dir={root}/runs/allocated", *given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same(metrics(root, "allocated"), base)
+
+
 @pytest.mark.slow
 def test_a_server_that_cannot_start_ends_the_run_with_its_reason(root):
     done = train(root, "no-server", "engine.vllm.max_num_batched_tokens=7", "engine.mode=server")

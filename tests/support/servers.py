@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -33,14 +34,16 @@ def one_short_among_endless(asked: list[Request]) -> list[Request]:
     return [replace(request, sampling=replace(endless, max_tokens=240 if request.id else 1)) for request in asked]
 
 
-def server_engine(mesh, directory: Path, client, process: ServerProcess | None, said: list[str], each: int = 1, **changes):
-    """`client`: the class that speaks with a server; `process`: the server of this rank."""
+def server_engine(
+    mesh, directory: Path, client, processes: dict[int, ServerProcess], said: list[str], each: int | None = 1, **changes
+):
+    """`client`: the class that speaks with a server; `processes`: the servers of this rank, by number."""
     from fivefold.engines.servers.server_engine import ServerEngine
 
     settings = {"window": 64, "bucket_bytes": BUCKET, "verify_every": 1, "can_sleep": False} | changes
     connect = partial(client, ends={TOKENIZER.eos_token_id}, run=mesh.ranks.broadcast_from_main(uuid.uuid4().hex))
     return ServerEngine(
-        directory, mesh.ranks, mesh.device, connect, said.append, process=process, ranks_per_server=each, **settings
+        directory, mesh.ranks, mesh.device, connect, said.append, processes=processes, ranks_per_server=each, **settings
     )
 
 
@@ -74,7 +77,13 @@ def three_steps(mesh, directory: Path, engine) -> dict[str, object]:
 
 
 def kill_api(engine) -> None:
-    os.kill(engine._process._process.pid, signal.SIGKILL)
+    for process in engine._processes.values():
+        os.kill(process._process.pid, signal.SIGKILL)
+
+
+def family_of(engine) -> list[psutil.Process]:
+    """What this rank's servers consist of."""
+    return [each for process in engine._processes.values() for each in process._family()]
 
 
 def refreshed(engine, weights) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from fivefold.config.allocated import allocated
 from fivefold.config.dialects import OWN, Dialect, Translation, Tree, find_dialect
 from fivefold.config.findings import Findings
 from fivefold.config.ranges import suggest
@@ -140,7 +141,7 @@ def override(tree: Tree, overrides: list[str]) -> Tree:
 def build(tree: Tree) -> RunConfig:
     """The typed configuration of a tree; raises ConfigError for keys and types that it cannot have."""
     findings = Findings()
-    config = _build(RunConfig, _name_functions(tree, findings), findings)
+    config = _build(RunConfig, allocated(_name_functions(tree, findings), findings), findings)
     if findings.errors:
         raise ConfigError(findings.errors)
     assert config is not None

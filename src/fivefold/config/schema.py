@@ -218,6 +218,9 @@ class EngineConfig:
     mode: Annotated[Literal["in_process", "server"] | None, HARMLESS] = None
     """Where the engine runs: in the policy's ranks, or as servers of their own processes on the same devices. When left out
     vLLM runs in the ranks; SGLang runs as servers only."""
+    placement: Annotated[Literal["colocated", "apart"], HARMLESS] = "colocated"
+    """`apart`: the engine's servers have GPUs of their own, those behind the ranks' on each machine, and weights reach them
+    over the wire. Its layout may then have any size."""
     url: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Servers that run already, instead of those of a layout; docs/engines.md has how they are started."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -244,11 +247,19 @@ class EngineConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sync_bucket_mb: Annotated[int, above(0), HARMLESS] = 256
     """Weights move from trainer to engine in buckets of about this size."""
+    staged_sync: Annotated[bool, HARMLESS] = False
+    """For servers on other devices: gather all weights before the servers are given any, so that they go on sampling
+    meanwhile. Each rank that sends then holds its part of the whole model once more."""
 
     @property
     def is_server(self) -> bool:
         """It samples in processes of its own."""
-        return self.mode == "server" or bool(self.url) or self.kind == "sglang"
+        return self.mode == "server" or bool(self.url) or self.kind == "sglang" or self.is_apart
+
+    @property
+    def is_apart(self) -> bool:
+        """Its servers are started with the run, on devices of their own."""
+        return self.placement == "apart"
 
     @property
     def kind(self) -> str:
@@ -528,6 +539,10 @@ class LaunchConfig:
     """Who starts the ranks: `auto` joins those of torchrun or Slurm where this process is one of them, and otherwise starts
     all on this machine, as `local` does in any case; `ray` places them on a Ray cluster."""
     ray: RayConfig = field(default_factory=RayConfig)
+    allocation: str | None = None
+    """Layouts of engine and models in one string: `vllm:d4t2+megatron:d2t4` gives each GPUs of its own,
+    `vllm:d4t2|megatron[actor]:d8` the same ones. It sets engine.backend, policy.backend and engine.placement;
+    docs/layouts.md has the names of the other models."""
     gpu: Annotated[str, OneOf(GPUS)] | None = None
     """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
     timeout_minutes: Annotated[float, within("(0, 43200]")] = 30.0

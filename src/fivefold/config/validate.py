@@ -91,6 +91,14 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
     if engine.url:
         message = f"must be vllm or sglang alone: the servers of engine.url have layouts of their own; got {engine.backend}"
         findings.require(engine.backend in ENGINES, "engine.backend", message)
+    message = "must be colocated or left out: " + (
+        "the servers of engine.url are where they are" if engine.url else "transformers has no servers"
+    )
+    findings.require(layout is not None or not engine.is_apart, "engine.placement", message)
+    message = (
+        f"is for servers on other devices: set engine.placement: apart or engine.url; got {engine.backend} on the ranks'"
+    )
+    findings.require(not engine.staged_sync or engine.is_apart or bool(engine.url), "engine.staged_sync", message)
     if layout is None:
         message = "must be in_process or left out: transformers has no servers"
         findings.require(bool(engine.url) or engine.mode != "server", "engine.mode", message)
@@ -100,11 +108,13 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         return
     message = "must be server or left out: SGLang runs in processes of its own"
     findings.require(layout.backend == "vllm" or engine.mode != "in_process", "engine.mode", message)
+    message = "must be server or left out: with engine.placement: apart the engine has processes of its own"
+    findings.require(not engine.is_apart or engine.mode != "in_process", "engine.mode", message)
     findings.require(
-        layout.world_size == policy.world_size,
+        engine.is_apart or layout.world_size == policy.world_size,
         "engine.backend",
         f"shares the policy's ranks, so it must have as many: {layout} has {layout.world_size} and {policy} "
-        f"{policy.world_size}",
+        f"{policy.world_size}; or set engine.placement: apart",
     )
     findings.require(layout.pp == 1, "engine.backend", f"must have p1: tensor parallelism shards engines here; got {layout}")
     findings.require(

@@ -31,6 +31,7 @@ from fivefold.models.tensor_files import check_tensor_files, tensor_places
 from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
+from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
 from fivefold.plan.memory import Memory, Sharded, estimate_memory
 from fivefold.plan.placement import Placed, placement
@@ -313,10 +314,11 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         if part.path != config.model.path or part.value_head:
             here |= {name: load_spec(part.path, part.value_head)} if Path(part.path).is_dir() else {}
     sharded = {name: parts[name].sharded(config, own) for name, own in here.items()}
+    shares = not config.engine.url and not config.engine.is_apart
     return estimate_memory(
         sharded["policy"],
         dtype=config.policy.dtype,
-        engine_sequences=config.engine.max_num_seqs if config.may_generate and not config.engine.url else 0,
+        engine_sequences=config.engine.max_num_seqs if config.may_generate and shares else 0,
         engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
         engine_dtype=config.engine.dtype,
         engine_cache=engine_cache(config, spec),
@@ -353,10 +355,12 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         findings.require(
-            not config.engine.is_server or bool(config.engine.url) or here == world,
+            not config.engine.is_server or bool(config.engine.url) or config.engine.is_apart or here == world,
             "engine.mode",
-            f": servers are reached on their own machine, and {here} of {world} ranks are here: use vLLM in_process",
+            f": servers on the ranks' devices are reached on their own machine, and {here} of {world} ranks are here: "
+            "use vLLM in_process, or engine.placement: apart",
         )
+        _check_apart(findings, config)
         return
     if elsewhere(config):
         # The launcher asks the cluster.
@@ -369,3 +373,17 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         f"layout {config.layout}",
         f"needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu",
     )
+    _check_apart(findings, config)
+
+
+def _check_apart(findings: Findings, config: RunConfig) -> None:
+    """GPUs for the servers behind those of the ranks, where they can be counted."""
+    if findings.errors or not config.may_generate or not config.engine.is_apart:
+        return
+    try:
+        rows = device_rows(config)
+    except ValueError as error:
+        findings.error("engine.placement", f": {error}")
+        return
+    for devices, who in rows:
+        findings.note(f"{devices}: {who}")

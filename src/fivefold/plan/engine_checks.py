@@ -61,6 +61,11 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
         check_servers(section, engine.url, probe.describe, probe.COMMAND, model, config.max_sequence_tokens)
     if engine.backend == "transformers" and not config.algorithm.offline and installed_version() is not None:
         section.note(f"vLLM {installed_version()} is installed and samples several times as fast: engine.backend: vllm:...")
+    if engine.is_apart and on_gpus(config) and engine.memory_fraction == EngineConfig().memory_fraction:
+        section.note(
+            f"the servers have GPUs of their own and take {engine.memory_fraction:.0%} of them: "
+            "engine.memory_fraction up to 0.9 gives them a larger cache"
+        )
     if not config.algorithm.offline and engine.sampling.is_changed:
         section.note(
             "engine.sampling draws from a part of the distribution: log-probs of the engine are those of that part, and the "
@@ -145,5 +150,7 @@ def report_engine(findings: Findings, config: RunConfig) -> None:
             "memory_fraction",
             "on a CPU the cache has 1 GiB, or what engine.vllm.kv_cache_memory_bytes or engine.sglang.max_total_tokens say",
         )
-    if is_cpu and not engine.url and engine.sleep != usual.sleep:
+    if engine.is_apart and engine.sleep != usual.sleep:
+        section.ignore("sleep", "the servers have devices of their own, and nobody to leave them to")
+    elif is_cpu and not engine.url and engine.sleep != usual.sleep:
         section.ignore("sleep", "on a CPU there is nothing to leave")

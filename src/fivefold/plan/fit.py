@@ -102,8 +102,13 @@ def _settings(config: RunConfig) -> Iterator[Remedy]:
             f"policy.tokens_per_micro_batch: {least}",
             replace(config, policy=replace(policy, tokens_per_micro_batch=least)),
         )
-    if config.engine.layout is not None and on_gpus(config) and config.engine.memory_fraction > 0.3:
+    if _shares_devices(config) and on_gpus(config) and config.engine.memory_fraction > 0.3:
         yield "engine.memory_fraction: 0.3", replace(config, engine=replace(config.engine, memory_fraction=0.3))
+
+
+def _shares_devices(config: RunConfig) -> bool:
+    """The engine has a layout, on the policy's ranks."""
+    return config.engine.layout is not None and not config.engine.is_apart
 
 
 def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
@@ -112,8 +117,8 @@ def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
         for factor in (2, 4, 8):
             if own.dp % factor == 0:
                 yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
-    # An engine and other models with layouts of their own have as many ranks as the policy.
-    if config.engine.layout is not None or config.own_layouts:
+    # An engine on the policy's ranks and other models with layouts of their own have as many.
+    if _shares_devices(config) or config.own_layouts:
         return
     layout = config.layout
     factor = 2

@@ -6,8 +6,11 @@ from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.check import memory_of, placed
+from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.memory import checkpoint_bytes
 from fivefold.plan.placement import placement
+
+_MOST_ROWS = 12
 
 
 def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dropped: int, validation: int) -> str:
@@ -76,10 +79,19 @@ def _describe_engine(config: RunConfig) -> list[str]:
     if layout is None:
         return [f"engine   transformers, {dtype}: {config.layout.world_size} replicas, {most}"]
     experts = " (experts divided)" if layout.ep > 1 else ""
+    replicas = f"{layout.backend}, {dtype}: {layout.dp} replicas x {layout.tp} tensor{experts}"
+    if engine.is_apart:
+        rows = device_rows(config)
+        shown = [*rows[:_MOST_ROWS], *([("...", f"and {len(rows) - _MOST_ROWS} more")] if len(rows) > _MOST_ROWS else [])]
+        width = max(len(devices) for devices, _ in shown)
+        return [
+            f"engine   {replicas} as servers on devices of their own, {most}",
+            *(f"         {devices:<{width}}  {who}" for devices, who in shown),
+        ]
     where = "as servers on" if engine.is_server else "on"
     rest = "" if engine.sleep else ", on the device all the time"
     return [
-        f"engine   {layout.backend}, {dtype}: {layout.dp} replicas x {layout.tp} tensor{experts} {where} "
+        f"engine   {replicas} {where} "
         f"the policy's ranks, {most}; {engine.memory_fraction:.0%} of each GPU for weights, cache and graphs{rest}"
     ]
 

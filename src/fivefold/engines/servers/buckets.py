@@ -1,27 +1,30 @@
 """Weights on their way to another process: tensors laid into buckets of memory that it maps or is sent.
 
-On one machine nothing is copied through a socket: a bucket is a file without a name on the host, or GPU memory that both
-processes map. Between machines it is broadcast over a process group of trainer and engine.
+On the same device nothing is copied through a socket: a bucket is a file without a name on the host, or GPU memory that both
+processes map. To other devices each sender broadcasts its part of every bucket over a process group.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.engines.servers import cuda_memory
+from fivefold.engines.servers.transfer import broadcast
 
 Entry = tuple[str, str, list[int], int]
-"""Name, dtype, shape and first byte of a tensor in a bucket."""
+"""Name, dtype, shape and first byte of a tensor, or of each sender's part of it, in a bucket."""
 _ALIGNMENT = 256
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Memory(Protocol):
@@ -63,72 +66,87 @@ class BroadcastMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes_B = torch.empty(size, dtype=torch.uint8, device=device)
-        self.handle = {"broadcast": True, "size": size}
+        self.handle = {"broadcast": True}
 
     def free(self) -> None:
         """It ends with the last tensor on it."""
 
 
-def join_transfer_group(address: str, port: int, rank: int, size: int, device: torch.device) -> Any:
-    """A process group apart from every other of this process: NCCL on GPUs, Gloo on hosts."""
-    store = dist.TCPStore(address, port, size, rank == 0, timedelta(seconds=_PATIENCE), wait_for_workers=False)  # type: ignore[attr-defined]
-    prefixed = dist.PrefixStore("fivefold-weights", store)  # type: ignore[attr-defined]
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=_PATIENCE)
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    return dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=_PATIENCE))
+class NoMemory(BroadcastMemory):
+    """That of a rank which knows what is sent, and sends nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, torch.device("meta"))
 
 
-def broadcast(group: Any, bytes_B: Tensor) -> None:
-    """From the group's first member to the others."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([bytes_B], options).wait()
+@dataclass(frozen=True)
+class Part:
+    """Which bytes of every tensor a sender has: those of the `index`th of `count` equal parts, the last of which is less."""
+
+    index: int = 0
+    count: int = 1
+
+    def size(self, nbytes: int) -> int:
+        """Bytes that each part of a tensor takes."""
+        return -(-nbytes // self.count)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The bytes of this part."""
+        size = self.size(tensor.nbytes)
+        return tensor.reshape(-1).view(torch.uint8)[self.index * size : (self.index + 1) * size]
 
 
-_PATIENCE = 300.0
-"""Seconds after which a partner who does not answer is an error."""
+WHOLE = Part()
 
 
 @dataclass
 class Bucket:
-    """Tensors one after the other in a piece of memory."""
+    """Tensors, or a part of each of them, one after the other in a piece of memory."""
 
     memory: Memory
+    part: Part = WHOLE
     used: int = 0
     entries: list[Entry] = field(default_factory=list)
 
     def room_for(self, tensor: Tensor) -> bool:
-        return self.used + tensor.nbytes <= self.memory.bytes_B.numel()
+        return self.used + self.part.size(tensor.nbytes) <= self.memory.bytes_B.numel()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        place = self.memory.bytes_B[self.used : self.used + tensor.nbytes]
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        if not self.memory.bytes_B.is_meta:
+            own = self.part.of(tensor)
+            self.memory.bytes_B[self.used : self.used + own.numel()].copy_(own)
         self.entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used))
-        self.used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.used += _aligned(self.part.size(tensor.nbytes))
 
 
 class BucketWriter:
     """Two buckets in turn: one is filled while the other is read."""
 
-    def __init__(self, size: int, allocate: Any) -> None:
-        """`allocate(size)` gives a Memory; a tensor that is larger than a bucket gets one of its size."""
-        self._size, self._allocate = size, allocate
+    def __init__(self, size: int, allocate: Callable[[int], Memory], part: Part = WHOLE) -> None:
+        """`size`: bytes of tensors in a bucket, of which the memory that `allocate(size)` gives has a part; a tensor that is
+        larger gets a bucket of its size."""
+        self._size, self._allocate, self._part = _aligned(part.size(size)), allocate, part
         self._slots: list[Memory | None] = [None, None]
+        self._kept: list[Memory] = []
 
-    def buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Filled ones; when the next is asked for, the one before the last must have been read."""
+    def buckets(self, weights: Iterator[tuple[str, Tensor]], keeps: bool = False) -> Iterator[Bucket]:
+        """Filled ones; when the next is asked for, the one before the last must have been read, unless each `keeps` what is
+        in it until `close`."""
         turn, bucket = 0, None
         for name, tensor in weights:
             if bucket is not None and not bucket.room_for(tensor):
                 yield bucket
                 turn, bucket = 1 - turn, None
             if bucket is None:
-                bucket = Bucket(self._slot(turn, tensor.nbytes))
+                least = _aligned(self._part.size(tensor.nbytes))
+                bucket = Bucket(self._own(least) if keeps else self._slot(turn, least), self._part)
             bucket.add(name, tensor)
         if bucket is not None:
             yield bucket
+
+    def _own(self, least: int) -> Memory:
+        self._kept.append(self._allocate(max(self._size, least)))
+        return self._kept[-1]
 
     def _slot(self, turn: int, least: int) -> Memory:
         memory = self._slots[turn]
@@ -139,32 +157,38 @@ class BucketWriter:
         return memory
 
     def close(self) -> None:
-        for memory in self._slots:
+        for memory in [*self._slots, *self._kept]:
             if memory is not None:
                 memory.free()
-        self._slots = [None, None]
+        self._slots, self._kept = [None, None], []
 
 
 class BucketReader:
-    """The receiver's side: maps each bucket's memory once."""
+    """The receiver's side: maps each bucket's memory once, or takes the parts that senders broadcast."""
 
-    def __init__(self, device: torch.device, group: Any = None) -> None:
-        self._device, self._transfer_group = device, group
+    def __init__(self, device: torch.device, groups: Sequence[Any] = ()) -> None:
+        """`groups`: one for each sender, in the order of their parts."""
+        self._device, self._groups = device, groups
         self._open: dict[str, Tensor] = {}
 
     def take(self, handle: dict[str, Any], entries: Sequence[Entry], used: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a bucket, copied out of it: it may be overwritten afterwards."""
-        bytes_B = self._memory(handle)
-        if "broadcast" in handle:
-            broadcast(self._transfer_group, bytes_B[:used])
+        parts_RB = self._received(used) if "broadcast" in handle else self._mapped(handle)[None]
         for name, dtype, shape, begin in entries:
             kind = getattr(torch, dtype)
-            end = begin + kind.itemsize * torch.Size(shape).numel()
-            yield name, bytes_B[begin:end].view(kind).view(shape).clone()
+            nbytes = kind.itemsize * torch.Size(shape).numel()
+            end = begin + Part(count=len(parts_RB)).size(nbytes)
+            whole_B = parts_RB[:, begin:end].clone(memory_format=torch.contiguous_format).view(-1)[:nbytes]
+            yield name, whole_B.view(kind).view(shape)
 
-    def _memory(self, handle: dict[str, Any]) -> Tensor:
-        if "broadcast" in handle:
-            return torch.empty(handle["size"], dtype=torch.uint8, device=self._device)
+    def _received(self, used: int) -> Tensor:
+        """[senders, used]: all of them send at the same time."""
+        parts_RB = torch.empty(len(self._groups), used, dtype=torch.uint8, device=self._device)
+        for work in [broadcast(group, own) for group, own in zip(self._groups, parts_RB, strict=True)]:
+            work.wait()
+        return parts_RB
+
+    def _mapped(self, handle: dict[str, Any]) -> Tensor:
         key = str(sorted(handle.items()))
         if key not in self._open:
             if "cuda" in handle:

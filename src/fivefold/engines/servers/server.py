@@ -55,8 +55,8 @@ class Server(Protocol):
         """How many processes take weights."""
         ...
 
-    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
-        """Join the group over which weights come, with `first` as its first worker's place of `size`."""
+    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
+        """Join the groups over which weights come, one of each sender; its first worker is the `first` of `size` members."""
         ...
 
     def begin_weights(self, verify: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.request_router import RequestRouter, RequestStream
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess
-from fivefold.engines.servers.weight_sender import WeightSender
+from fivefold.engines.servers.weight_sender import Sender, WeightSender
+from fivefold.engines.servers.wire_sender import WireSender
 from fivefold.engines.weight_sync import not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
@@ -37,8 +38,8 @@ class ServerEngine:
         connect: Callable[[str], Server],
         log: Callable[[str], None],
         *,
-        process: ServerProcess | None = None,
-        ranks_per_server: int = 1,
+        processes: Mapping[int, ServerProcess] | None = None,
+        ranks_per_server: int | None = 1,
         addresses: Sequence[str] = (),
         window: int,
         bucket_bytes: int,
@@ -46,23 +47,30 @@ class ServerEngine:
         can_sleep: bool,
         stall_seconds: float = 300.0,
         interrupt: Literal["continue", "finish", "abort"] = "continue",
+        is_staged: bool = False,
     ) -> None:
-        """Servers on the policy's ranks, or those that are there already at `addresses`.
+        """Servers that the ranks start, or those that are there already at `addresses`.
 
-        `process`: the server that this rank starts, the first of `ranks_per_server` ranks whose weights it gets;
-        `window`: most requests of this rank that a server has at once; `stall_seconds`: as in RequestRouter;
-        `interrupt`: what becomes of requests in flight when weights come.
+        `processes`: by number, the servers that this rank starts; `ranks_per_server`: ranks that follow each other on whose
+        devices a server is, None for devices of its own; `window`: most requests of this rank that a server has at once;
+        `stall_seconds`: as in RequestRouter; `interrupt`: what becomes of requests in flight when weights come; `is_staged`:
+        servers on other devices get nothing before all weights are gathered.
         """
-        self._ranks, self._device, self._process, self._connect, self._log = ranks, device, process, connect, log
+        self._ranks, self._device, self._connect, self._log = ranks, device, connect, log
+        self._processes = dict(processes or {})
         self._verify_every, self._can_sleep = verify_every, can_sleep
-        self._given, self._ranks_per_server = list(addresses), ranks_per_server
-        self._sender = WeightSender(ranks, device, None if addresses else ranks_per_server, bucket_bytes)
+        self._given = list(addresses)
+        self._sender: Sender
+        if addresses or ranks_per_server is None:
+            self._sender = WireSender(ranks, device, bucket_bytes, is_staged=is_staged)
+        else:
+            self._sender = WeightSender(ranks, device, ranks_per_server, bucket_bytes)
         self._router = RequestRouter(ranks.rank, window, log, stall_seconds)
         self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
         self._servers: list[Server] = []
         self._lost: set[int] = set()
         self._restarts = self._updates = 0
-        self._is_asleep = self._is_cache_asleep = False
+        self._is_asleep = self._is_cache_asleep = self._is_paused = False
         self._interrupt = interrupt
         self.replica = EngineReplica(ranks.rank, ranks.layout.world_size)
         self.version = -1
@@ -75,8 +83,7 @@ class ServerEngine:
         """The servers that this rank speaks with about weights and memory."""
         if self._given:
             return dict(enumerate(self._servers)) if self._ranks.is_main else {}
-        place = self._ranks.rank // self._ranks_per_server
-        return {} if self._process is None else {place: self._servers[place]}
+        return {number: self._servers[number] for number in self._processes}
 
     def _start(self) -> None:
         """Start what has ended, and know where every server is."""
@@ -84,18 +91,23 @@ class ServerEngine:
         self._router.hold()
         # What a server got first is compared, whenever it was started.
         self._updates = 0
-        if self._process is not None and self._process.has_ended:
-            self._log(f"starting the engine's server; what it says is in {self._process.log}")
-            try:
-                self._process.start()
-                self._process.wait()
-            except RuntimeError as error:
-                fault = str(error)
+        ended = [process for process in self._processes.values() if process.has_ended]
+        try:
+            for process in ended:
+                self._log(f"starting the engine's server; what it says is in {process.log}")
+                process.start()
+            for process in ended:
+                process.wait()
+        except RuntimeError as error:
+            fault = str(error)
         for each in self._ranks.gather_objects(fault):
             if each:
                 raise RuntimeError(each)
-        found = self._given or self._ranks.gather_objects("" if self._process is None else self._process.address)
-        addresses, before = [address for address in found if address], {server.address: server for server in self._servers}
+        started: dict[int, str] = {}
+        for found in self._ranks.gather_objects({number: process.address for number, process in self._processes.items()}):
+            started |= found
+        addresses = self._given or [started[number] for number in sorted(started)]
+        before = {server.address: server for server in self._servers}
         self._servers = [before[address] if address in before else self._connect(address) for address in addresses]
         self._lost.clear()
         self._router.serve(self._servers)
@@ -107,22 +119,21 @@ class ServerEngine:
     def _restart(self) -> None:
         """Start the servers again that were lost."""
         self._restarts += 1
-        mine = self._process is not None and self._lost.issuperset(self._own)
-        tail = self._process.last_words() if mine and self._process is not None else ""
-        tails = [each for each in self._ranks.gather_objects(tail) if each]
+        mine = [process for number, process in self._processes.items() if number in self._lost]
+        tails = [tail for each in self._ranks.gather_objects([one.last_words() for one in mine]) for tail in each]
         if self._given or self._restarts > MOST_RESTARTS:
             names = ", ".join(str(self._servers[number]) for number in sorted(self._lost))
             raise RuntimeError("\n".join([f"the engine's servers ended {self._restarts} times: {names}", *tails]))
         self._log(f"{len(self._lost)} of {len(self._servers)} servers of the engine ended and are started again")
-        if mine and self._process is not None:
-            self._process.end()
+        for process in mine:
+            process.end()
         self._start()
 
     def close(self) -> None:
         """End the servers that this engine has started."""
         self._router.close()
-        if self._process is not None:
-            self._process.close()
+        for process in self._processes.values():
+            process.close()
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -132,20 +143,22 @@ class ServerEngine:
         Requests in flight wait meanwhile and go on with the new weights, are finished before or aborted, as `interrupt`
         says. Where a server ends, the version stays below 0, and `wake` starts it again.
         """
-        is_busy = self._hold()
-        self.version = -1
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
-        faults, lost = self._sender.deliver(self._own, weights, missing, verify, version)
+        faults, lost = self._sender.deliver(self._own, weights, missing, verify, version, self._begin_update)
         faults = not_come(missing, self._expected) or faults
         if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
             raise RuntimeError(f"the engine's weights are not those of the policy after {version} updates: {said}")
+        for number in lost.intersection(self._processes):
+            # It may be waiting for weights that nobody sends, with requests in flight.
+            self._processes[number].end()
         self._agree(lost)
         if not self._lost:
             self._updates += 1
             self.version = version
-        if is_busy:
+        if self._is_paused:
             self._each("resume")
+            self._is_paused = False
         if not self._lost:
             self._router.go(version)
 
@@ -163,6 +176,11 @@ class ServerEngine:
         while self._ranks.any(not self._router.is_idle):
             time.sleep(_POLL_SECONDS)
         return False
+
+    def _begin_update(self) -> None:
+        """From now on servers have weights of two versions, until they have the whole new one."""
+        self._is_paused = self._hold()
+        self.version = -1
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -192,6 +210,8 @@ class ServerEngine:
         self._ranks.barrier()
         lost = set()
         for number, server in self._own.items():
+            if number in self._lost:
+                continue
             try:
                 getattr(server, name)(*arguments)
             except ServerLostError:

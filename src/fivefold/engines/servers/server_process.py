@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from fivefold.distributed.ports import free_port
 from fivefold.distributed.processes import descendants, kill, unname_shared_memory
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _SOCKETS = "fivefold-servers-"
 
 
 class ServerProcess:
-    """`python -m MODULE ARGUMENTS` that listens on a socket which only this user can reach."""
+    """`python -m MODULE ARGUMENTS` that listens on a socket of this user's alone, or where other machines reach it."""
 
     def __init__(
         self,
@@ -40,10 +41,12 @@ class ServerProcess:
         environment: Mapping[str, str],
         log: Path,
         is_ready: Callable[[str], bool],
+        host: str | None = None,
     ) -> None:
-        """The module takes the socket's path as `--uds`; `is_ready`: does the server answer at an address."""
+        """The module takes the socket's path as `--uds`, or `--host` and `--port` where a `host` is given; `is_ready`: does
+        the server answer at an address."""
         self._arguments, self._environment, self.log = list(arguments), dict(environment), log
-        self._is_ready = is_ready
+        self._is_ready, self._host, self._port = is_ready, host, 0
         _remove_stale()
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,17 +55,21 @@ class ServerProcess:
     @property
     def address(self) -> str:
         """Of the process that runs now: whoever still has the one before finds nobody there."""
-        return f"unix:{self._directory}/{self._starts}"
+        return f"http://{self._host}:{self._port}" if self._host else f"unix:{self._directory}/{self._starts}"
 
     def start(self) -> None:
         """Start it anew; `wait` then says when it answers."""
         self.end()
         self._starts += 1
+        self._port = free_port() if self._host else 0
+        listens = (
+            ["--host", self._host, "--port", str(self._port)] if self._host else ["--uds", self.address[len("unix:") :]]
+        )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._arguments, "--uds", self.address.removeprefix("unix:")],
+                [sys.executable, "-m", *self._arguments, *listens],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,45 +1,50 @@
-"""The policy's weights on their way to servers."""
+"""The policy's weights on their way to servers on its own devices."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.servers.buckets import (
-    BroadcastMemory,
-    Bucket,
-    BucketWriter,
-    DeviceMemory,
-    HostMemory,
-    Memory,
-    broadcast,
-    join_transfer_group,
-)
-from fivefold.engines.servers.http import own_address
+from fivefold.engines.servers.buckets import Bucket, BucketWriter, DeviceMemory, HostMemory, Memory
 from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.weight_sync import crossed_off
 
 
-class WeightSender:
-    """Delivers weights in buckets: to servers on this rank's devices in memory that they map, to others over a group."""
+class Sender(Protocol):
+    """Delivers the policy's weights to servers."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, ranks_per_server: int | None, bucket_bytes: int) -> None:
-        """`ranks_per_server`: ranks that the weights of one server come from; None for servers elsewhere, which get them
-        from the first rank."""
-        self._device, self._is_remote = device, ranks_per_server is None
-        self._sends = ranks_per_server is not None or ranks.is_main
-        self._group = None if ranks_per_server is None else ranks.consecutive(ranks_per_server)
+    def deliver(
+        self,
+        servers: Mapping[int, Server],
+        weights: Iterator[tuple[str, Tensor]],
+        missing: set[str],
+        verify: bool,
+        version: int,
+        begin: Callable[[], None],
+    ) -> tuple[list[str], set[int]]:
+        """What is wrong with what this rank's `servers`, by number, have then, and which of them are gone.
+
+        Names are taken out of `missing` as they come; `begin` is called before the servers are given anything. Called on all
+        ranks.
+        """
+        ...
+
+
+class WeightSender:
+    """Delivers weights in buckets to servers on this rank's devices, in memory that they map."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, ranks_per_server: int, bucket_bytes: int) -> None:
+        """`ranks_per_server`: ranks that the weights of one server come from."""
+        self._device, self._group = device, ranks.consecutive(ranks_per_server)
         self._writer = BucketWriter(bucket_bytes, self._allocate)
         self._calls = ThreadPoolExecutor()
-        self._transfer_group: Any = None
         self._servers: Mapping[int, Server] = {}
         self._lost: set[int] = set()
 
@@ -50,31 +55,27 @@ class WeightSender:
         missing: set[str],
         verify: bool,
         version: int,
+        begin: Callable[[], None],
     ) -> tuple[list[str], set[int]]:
-        """What is wrong with what this rank's `servers`, by number, have then, and which of them are gone.
-
-        Names are taken out of `missing` as they come. Called on all ranks.
-        """
-        if self._is_remote and self._sends and self._transfer_group is None:
-            self._join_servers(list(servers.values()))
+        """As a `Sender` does."""
+        begin()
         self._servers, self._lost = servers, set()
-        coming = crossed_off(weights, missing)
+        is_whole = False
         self._settle(self._ask("begin_weights", verify))
         try:
-            self._send(coming)
+            self._send(crossed_off(weights, missing))
+            is_whole = not missing
         finally:
-            faults = self._settle(self._ask("finish_weights", not missing, version))
+            faults = self._settle(self._ask("finish_weights", is_whole, version))
             self._writer.close()
         return [fault for each in faults for fault in each], self._lost
 
     def _send(self, coming: Iterator[tuple[str, Tensor]]) -> None:
         """Fill one bucket while the servers read the other."""
         under_way: deque[list[Future[Any]]] = deque()
-        for bucket in self._writer.buckets(coming) if self._sends else _drained(coming):
+        for bucket in self._writer.buckets(coming):
             handles = self._handles(bucket)
             under_way.append(self._ask("receive_bucket", handles, bucket.entries, bucket.used))
-            if self._transfer_group is not None:
-                self._broadcast(bucket, under_way[-1])
             if len(under_way) > 1:
                 self._settle(under_way.popleft())
             # The next bucket is filled into the memory of the one before.
@@ -84,8 +85,6 @@ class WeightSender:
         self._meet()
 
     def _allocate(self, size: int) -> Memory:
-        if self._is_remote:
-            return BroadcastMemory(size, self._device)
         return DeviceMemory(size, self._device) if self._device.type == "cuda" else HostMemory(size)
 
     def _handles(self, bucket: Bucket) -> list[dict[str, Any]]:
@@ -103,18 +102,6 @@ class WeightSender:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _broadcast(self, bucket: Bucket, asked: list[Future[Any]]) -> None:
-        """Broadcast a bucket to the workers that were asked to take it; raises at once where one of them cannot."""
-        sent = self._calls.submit(broadcast, self._transfer_group, bucket.memory.bytes_B[: bucket.used])
-        waiting = {sent, *asked}
-        while not sent.done():
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for each in done:
-                try:
-                    each.result()
-                except ServerLostError as error:
-                    raise RuntimeError(f"a server of engine.url ended while it took weights: {error}") from error
-
     def _ask(self, name: str, *arguments: Any) -> list[Future[Any]]:
         return [self._calls.submit(getattr(server, name), *arguments) for server in self._servers.values()]
 
@@ -127,23 +114,3 @@ class WeightSender:
             except ServerLostError:
                 self._lost.add(number)
         return answers
-
-    def _join_servers(self, servers: Sequence[Server]) -> None:
-        """Join the servers' workers in one group, over which weights go to them."""
-        counts = [server.workers() for server in servers]
-        firsts = [1 + sum(counts[:place]) for place in range(len(counts))]
-        here, port = own_address(servers[0].address), free_port()
-        joins = [
-            self._calls.submit(server.join_transfer_group, here, port, first, 1 + sum(counts))
-            for server, first in zip(servers, firsts, strict=True)
-        ]
-        self._transfer_group = join_transfer_group(here, port, 0, 1 + sum(counts), self._device)
-        for join in joins:
-            join.result()
-
-
-def _drained(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """Take part in gathering the weights, and send nothing."""
-    for _ in weights:
-        pass
-    yield from ()

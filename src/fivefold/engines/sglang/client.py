@@ -25,6 +25,8 @@ from fivefold.engines.sglang.probe import answers
 from fivefold.types import Sampling
 
 _FLUSH_SECONDS, _ANSWER_SECONDS = 30.0, 600.0
+_CUT = -1
+"""Version of weights that are not whole."""
 
 
 class SGLangServer:
@@ -90,6 +92,8 @@ class SGLangServer:
         run, _, number = version.rpartition(":")
         if run != self._run:
             raise RuntimeError(f"{self}: another run has taken this server")
+        if int(number) == _CUT:
+            raise RuntimeError(f"{self} has no whole weights: their transfer was cut")
         return int(number)
 
     def answers(self) -> bool:
@@ -121,20 +125,21 @@ class SGLangServer:
     def _workers(self) -> int:
         return int(self._control.get("/server_info").json()["tp_size"])
 
-    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
-        self._in_session("join_transfer_group", address, port, first, size)
+    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
+        self._in_session("join_groups", address, port, names, first, size)
 
     def begin_weights(self, verify: bool) -> None:
         """`verify`: compare what is held at the end with what came."""
         self._post("/begin_weight_update", {})
-        self._call("begin_weights", verify)
+        # What is sampled before the end says so, and is not taken.
+        self._call("begin_weights", verify, version=f"{self._run}:{_CUT}")
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
         self._call("receive_bucket", handles, entries, used)
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
         """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
-        found = self._call("finish_weights", is_whole, version=f"{self._run}:{version}")
+        found = self._call("finish_weights", is_whole, version=f"{self._run}:{version if is_whole else _CUT}")
         self._post("/end_weight_update", {})
         deadline = time.monotonic() + _FLUSH_SECONDS
         while self._control.post("/flush_cache").status_code != 200:

@@ -20,7 +20,8 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from fivefold.engines.servers.buckets import BucketReader, Entry, join_transfer_group
+from fivefold.engines.servers.buckets import BucketReader, Entry
+from fivefold.engines.servers.transfer import join_groups, leave, open_store
 from fivefold.engines.weight_comparison import SentWeights
 
 _ANSWER_SECONDS = 60.0
@@ -55,16 +56,18 @@ class WeightReceiver:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._device = next(model.parameters()).device
-        self._transfer_group: Any = None
+        self._groups: Sequence[Any] = ()
         self._sent: SentWeights | None = None
 
-    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
-        """Join the group over which weights come; `first`: this server's first member."""
-        self._transfer_group = join_transfer_group(address, port, first + get_tp_group().rank_in_group, size, self._device)
+    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
+        """Join the groups over which weights come, one of each sender; `first`: this server's first member."""
+        leave(self._groups)
+        rank = first + get_tp_group().rank_in_group
+        self._groups = join_groups(open_store(address, port), names, rank, size, self._device)
 
     def begin_weights(self, verify: bool) -> None:
         """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
-        self._reader = BucketReader(self._device, self._transfer_group)
+        self._reader = BucketReader(self._device, self._groups)
         copies = {
             f"{name}.{kind}": module.num_kv_head_replicas
             for name, module in self._model.named_modules()

@@ -25,30 +25,37 @@ _FLAGS = ("--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-ser
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="fivefold.engines.sglang.serve")
-    parser.add_argument("--uds", required=True)
+    parser = argparse.ArgumentParser(prog="fivefold.engines.sglang.serve", allow_abbrev=False)
+    for name in ("uds", "host", "port"):
+        parser.add_argument(f"--{name}")
     given, rest = parser.parse_known_args(arguments)
     import uvicorn
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import prepare_server_args
 
-    class OnSocket(uvicorn.Config):
-        """Of a web server that listens on a socket, whatever it is told."""
+    class There(uvicorn.Config):
+        """Of a web server that listens where the run says, whatever it is told."""
 
         def __init__(self, app: Any, host: str, port: int, **named: Any) -> None:
-            super().__init__(app, uds=given.uds, **named)
+            where = {"uds": given.uds} if given.uds else {"host": given.host, "port": int(given.port)}
+            super().__init__(app, **where, **named)
 
-    uvicorn.Config = OnSocket
+    uvicorn.Config = There
     # It would ask itself for this, on the port that it believes in; whoever takes the server does.
     http_server._freeze_gc_after_server_warmup = lambda *_: None
     run_server(prepare_server_args([*rest, *_FLAGS]))
 
 
 def server_process(
-    arguments: Mapping[str, Any], device: torch.device, devices: int, log: Path, is_ready: Callable[[str], bool]
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    devices: int,
+    log: Path,
+    is_ready: Callable[[str], bool],
+    host: str | None = None,
 ) -> ServerProcess:
-    """A server on this rank's device and the next ones, `devices` in all, with SGLang's own arguments by name."""
+    """A server on this device and the next ones, `devices` in all, with SGLang's own arguments by name."""
     given = {"device": device.type, **arguments, "context_length": arguments["context_length"] + MARGIN}
     environment = _ENVIRONMENT | devices_from(device, devices)
     if device.type == "cpu":
@@ -57,7 +64,7 @@ def server_process(
         shares = [cores[rank::devices] or cores for rank in range(devices)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return ServerProcess(
-        ["fivefold.engines.sglang.serve", *flags(given, says_no=False)], own_environment(environment), log, is_ready
+        ["fivefold.engines.sglang.serve", *flags(given, says_no=False)], own_environment(environment), log, is_ready, host
     )
 
 

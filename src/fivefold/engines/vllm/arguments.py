@@ -15,7 +15,7 @@ VERSIONS = ((0, 20), (0, 32))
 """First and last minor version that this door is written for."""
 EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
 """What vLLM mixes into its workers, so that they take the policy's weights."""
-ROUTE, TAKE = "/fivefold/generate", "/fivefold/take"
+ROUTE, TAKE, WEIGHTS = "/fivefold/generate", "/fivefold/take", "/fivefold/weights"
 """Of a server, beside vLLM's own."""
 ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Environment: threads stay those of the process, and kernels that are compiled at start-up are left out."""

@@ -12,7 +12,7 @@ import httpx2 as httpx
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError
-from fivefold.engines.vllm.arguments import ROUTE, TAKE
+from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import answers, progress
 from fivefold.types import Sampling
@@ -78,18 +78,18 @@ class VLLMServer:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
-        self._call("join_transfer_group", address, port, first, size)
+    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
+        self._call("join_groups", address, port, names, first, size, self._run)
 
     def begin_weights(self, verify: bool) -> None:
-        self._call("begin_weights", verify, self._run)
+        self._call("begin_weights", verify, self._run, path=WEIGHTS)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
-        self._call("receive_bucket", handles, entries, used)
+        self._call("receive_bucket", handles, entries, used, path=WEIGHTS)
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
         """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
-        faults = [fault for each in self._call("finish_weights", is_whole) for fault in each]
+        faults = [fault for each in self._call("finish_weights", is_whole, path=WEIGHTS) for fault in each]
         deadline = time.monotonic() + _RESET_SECONDS
         while not _succeeded(self._post("/reset_prefix_cache")):
             # Requests that nobody waits for any more end a moment later.
@@ -114,8 +114,8 @@ class VLLMServer:
         """Take memory again: of `weights` or `kv_cache`."""
         self._post("/wake_up", params={"tags": part})
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        answer = self._post("/collective_rpc", json={"method": method, "args": arguments})
+    def _call(self, method: str, *arguments: Any, path: str = "/collective_rpc") -> list[Any]:
+        answer = self._post(path, json={"run": self._run, "method": method, "args": arguments})
         results: list[Any] = answer.json()["results"]
         return results
 

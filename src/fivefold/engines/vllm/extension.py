@@ -19,7 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from fivefold.distributed.processes import unname_shared_memory
-from fivefold.engines.servers.buckets import BucketReader, Entry, join_transfer_group
+from fivefold.engines.servers.buckets import BucketReader, Entry
+from fivefold.engines.servers.transfer import join_groups, leave, open_store
 from fivefold.engines.weight_comparison import SentWeights
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -36,7 +37,7 @@ class WeightReceiver:
 
     _run: str | None = None
     _is_receiving = False
-    _transfer_group: Any = None
+    _groups: Sequence[Any] = ()
     _reader: BucketReader
 
     def describe(self) -> dict[str, Any]:
@@ -45,11 +46,14 @@ class WeightReceiver:
         sizes = {name: getattr(model.hf_config, name) for name in SIZES if hasattr(model.hf_config, name)}
         return {"sizes": sizes, "max_model_len": model.max_model_len}
 
-    def join_transfer_group(self, address: str, port: int, first: int, size: int) -> None:
-        """Join the group over which weights come; `first`: this server's first member."""
+    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int, run: str) -> None:
+        """Join the groups over which weights come, one of each sender; `first`: this server's first member."""
+        self._check_run(run)
         if self.device.type == "cpu":
             unname_shared_memory(os.getpid())
-        self._transfer_group = join_transfer_group(address, port, first + get_tp_group().rank_in_group, size, self.device)
+        leave(self._groups)
+        rank = first + get_tp_group().rank_in_group
+        self._groups = join_groups(open_store(address, port), names, rank, size, self.device)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
         """`receive_weights` of tensors in memory of another process, `handles[i]` that of tensor-parallel rank i."""
@@ -63,10 +67,13 @@ class WeightReceiver:
         """Take weights of this run alone from now on."""
         self._run = run
 
-    def begin_weights(self, verify: bool, run: str | None = None) -> None:
-        """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
+    def _check_run(self, run: str | None) -> None:
         if run != self._run:
             raise RuntimeError("another run has taken this server")
+
+    def begin_weights(self, verify: bool, run: str | None = None) -> None:
+        """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
+        self._check_run(run)
         if self._is_receiving:
             # Whoever sent the last ones was killed: a new model cannot begin on half of one.
             self.finish_weights(False)
@@ -87,7 +94,7 @@ class WeightReceiver:
         self._loaded: set[str] = set()
         fused = getattr(model, "packed_modules_mapping", {})
         self._sent = SentWeights(self._names, fused, copies) if verify else None
-        self._reader = BucketReader(self.device, self._transfer_group)
+        self._reader = BucketReader(self.device, self._groups)
         initialize_layerwise_reload(model)
 
     def receive_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,7 +1,8 @@
-"""vLLM's own server with one more route, and ended with whoever started it: `python -m fivefold.engines.vllm.serve`.
+"""vLLM's own server with routes of ours, and ended with whoever started it: `python -m fivefold.engines.vllm.serve`.
 
-The arguments are vLLM's. The route gives a group's tokens and log-probs as lists, each response as it ends: vLLM's own
-routes describe every token by an object, which costs more than a small model takes to sample it.
+The arguments are vLLM's. One route gives a group's tokens and log-probs as lists, each response as it ends: vLLM's own
+routes describe every token by an object, which costs more than a small model takes to sample it. Another takes weights, so
+that nobody samples before they are whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.engines.arguments import flags
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, end_with_parent, own_environment
-from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE
+from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE, WEIGHTS
+from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.parameters import seed_of
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _ENVIRONMENT = {
     # Only what starts anew runs `end_with_parent`: a forked process would not.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+_TAKEN = "another run has taken this server"
 
 
 def main(arguments: list[str]) -> None:
@@ -55,8 +58,9 @@ def main(arguments: list[str]) -> None:
 def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
     def build(*arguments: Any, **named: Any) -> Any:
         app = build_app(*arguments, **named)
-        app.state.run = None
+        app.state.run, app.state.weights = None, HeldWeights()
         app.router.add_route(TAKE, _take, methods=["POST"])
+        app.router.add_route(WEIGHTS, _weights, methods=["POST"])
         app.router.add_route(ROUTE, _generate, methods=["POST"])
         return app
 
@@ -68,7 +72,26 @@ async def _take(raw: Any) -> Any:
     from starlette.responses import Response
 
     raw.app.state.run = (await raw.json())["run"]
+    raw.app.state.weights.cut()
     return Response()
+
+
+async def _weights(raw: Any) -> Any:
+    """{run, method, args} -> {results}: a call of `WeightReceiver` in every worker."""
+    from starlette.responses import JSONResponse, PlainTextResponse
+
+    asked, held = await raw.json(), raw.app.state.weights
+    method, arguments = asked["method"], asked["args"]
+    if asked["run"] != raw.app.state.run:
+        return PlainTextResponse(_TAKEN, status_code=409)
+    held.before()
+    try:
+        results = await raw.app.state.engine_client.collective_rpc(method=method, args=tuple(arguments))
+    except Exception as error:
+        held.cut()
+        return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=500)
+    held.after(method, arguments, results)
+    return JSONResponse({"results": results})
 
 
 async def _generate(raw: Any) -> Any:
@@ -77,7 +100,9 @@ async def _generate(raw: Any) -> Any:
 
     asked = await raw.json()
     if asked["run"] != raw.app.state.run:
-        return PlainTextResponse("another run has taken this server", status_code=409)
+        return PlainTextResponse(_TAKEN, status_code=409)
+    if not await raw.app.state.weights.are_whole():
+        return PlainTextResponse("this server has no whole weights: none came, or their transfer was cut", status_code=409)
     return StreamingResponse(_lines(raw.app.state.engine_client, asked), media_type="application/x-ndjson")
 
 
@@ -111,9 +136,14 @@ async def _lines(engine: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
 
 
 def server_process(
-    arguments: Mapping[str, Any], device: torch.device, devices: int, log: Path, is_ready: Callable[[str], bool]
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    devices: int,
+    log: Path,
+    is_ready: Callable[[str], bool],
+    host: str | None = None,
 ) -> ServerProcess:
-    """A server on this rank's device and the next ones, `devices` in all, with vLLM's own arguments by name."""
+    """A server on this device and the next ones, `devices` in all, with vLLM's own arguments by name."""
     given, environment = dict(arguments), {}
     if device.type == "cpu":
         given = {"enforce_eager": True} | given
@@ -121,7 +151,7 @@ def server_process(
         environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if given["enforce_eager"] else {})
     environment |= devices_from(device, devices)
     return ServerProcess(
-        ["fivefold.engines.vllm.serve", *flags(given, says_no=True)], own_environment(environment), log, is_ready
+        ["fivefold.engines.vllm.serve", *flags(given, says_no=True)], own_environment(environment), log, is_ready, host
     )
 
 

@@ -1,0 +1,115 @@
+"""One string for the layouts of all roles (`launch.allocation`): tree -> tree in which each has its own key."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+from typing import Any
+
+from fivefold.config.findings import Findings
+from fivefold.config.schema import RunConfig
+from fivefold.layout import Allocation, ParallelLayout
+from fivefold.layout.parallel import ENGINES
+
+KEY = "launch.allocation"
+ROLES = {
+    "actor": "policy.backend",
+    "policy": "policy.backend",
+    "ref": "reference.backend",
+    "reference": "reference.backend",
+    "critic": "critic.backend",
+    "reward": "reward.model.backend",
+    "rollout": "engine.backend",
+    "engine": "engine.backend",
+}
+"""Name of a layout in brackets -> the key that it sets."""
+Tree = dict[str, Any]
+
+
+def allocated(tree: Tree, findings: Findings) -> Tree:
+    """The tree with what `launch.allocation` says in the keys of the roles; an error where they say otherwise already."""
+    text = _get(tree, KEY)
+    if not isinstance(text, str):
+        return tree
+    try:
+        keys = keys_of(Allocation.parse(text))
+    except ValueError as error:
+        findings.error(KEY, f": {error}")
+        return tree
+    changed = copy.deepcopy(tree)
+    for key, value in keys.items():
+        if (given := _get(tree, key)) is not None and not _same(given, value):
+            findings.error(key, f"and {KEY} say different things, {given!r} and {value!r} (of {text!r}): keep one of them")
+        *parents, last = key.split(".")
+        node = changed
+        for parent in parents:
+            node = node.setdefault(parent, {}) if isinstance(node, dict) else {}
+        if isinstance(node, dict):
+            # Otherwise it is no section, and refused as such.
+            node[last] = value
+    return changed
+
+
+def keys_of(allocation: Allocation) -> dict[str, str]:
+    """Key -> value of what an allocation says; raises ValueError for roles that cannot be placed so."""
+    found: dict[str, str] = {}
+    trainers: set[int] = set()
+    engine = -1
+    for place, group in enumerate(allocation.groups):
+        for layout in group:
+            key = _key(layout)
+            if key in found:
+                raise ValueError(
+                    f"{key} is set twice, by {found[key]} and {layout}: give each layout another name in brackets"
+                )
+            found[key] = str(dataclasses.replace(layout, name=None))
+            if key == "engine.backend":
+                engine = place
+            else:
+                trainers.add(place)
+    if len(trainers) > 1:
+        raise ValueError(
+            f"all models that the trainer has share the same ranks: join them by | instead of +; got {allocation}"
+        )
+    if engine >= 0 and trainers:
+        found["engine.placement"] = "colocated" if engine in trainers else "apart"
+    return found
+
+
+def _key(layout: ParallelLayout) -> str:
+    """The key that a layout sets, by its name or else by its backend."""
+    is_engine = layout.backend in ENGINES
+    if layout.name is None:
+        return "engine.backend" if is_engine else "policy.backend"
+    if (key := ROLES.get(layout.name)) is None:
+        raise ValueError(f"no role is called {layout.name!r}; known: {', '.join(ROLES)}")
+    if is_engine != (key == "engine.backend"):
+        raise ValueError(f"{layout.name} is {'no engine' if is_engine else 'an engine'}: got {layout}")
+    if not _exists(key):
+        raise ValueError(f"{layout.name} has no layout of its own, it is on the policy's: leave {layout} out")
+    return key
+
+
+def _exists(key: str) -> bool:
+    """The schema has the key."""
+    part: Any = RunConfig
+    for name in key.split("."):
+        if not dataclasses.is_dataclass(part) or name not in (hints := typing.get_type_hints(part)):
+            return False
+        part = hints[name]
+    return True
+
+
+def _get(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _same(given: Any, value: str) -> bool:
+    """Two texts say the same, of layouts whatever their spelling."""
+    try:
+        return ParallelLayout.parse(str(given)) == ParallelLayout.parse(value)
+    except ValueError:
+        return bool(given == value)

@@ -1,0 +1,71 @@
+"""Servers on GPUs of their own: which rank starts which of them, and where. No torch: `fivefold check` asks too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fivefold.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a run."""
+
+    ranks: Sequence[int]
+    """Those of the world that are on it; each has the GPU of its number on the machine."""
+    gpus: int | None
+    """How many it has; None where servers are processes without GPUs."""
+
+    def room(self, gpus_each: int) -> int | None:
+        """Servers for which there are GPUs behind those of the ranks."""
+        return None if self.gpus is None else max(0, self.gpus - len(self.ranks)) // gpus_each
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """Where one server of an engine is."""
+
+    number: int
+    machine: int
+    rank: int
+    """The rank that starts it."""
+    first_gpu: int | None
+    """Of those that it has, which follow each other."""
+
+
+def machines_of(hosts: Sequence[str], gpus: Sequence[int | None]) -> list[Machine]:
+    """The machines of a run, of whose ranks each says its host and how many GPUs it sees there."""
+    return [
+        Machine([rank for rank, other in enumerate(hosts) if other == host], gpus[hosts.index(host)])
+        for host in dict.fromkeys(hosts)
+    ]
+
+
+def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[ServerPlace]:
+    """The places of an engine's replicas, spread evenly over the machines; raises ValueError where GPUs are missing.
+
+    On a machine the servers come one after the other behind the GPUs of the ranks, and its ranks start them in turn.
+    """
+    rooms = [machine.room(layout.tp) for machine in machines]
+    counts = [0] * len(machines)
+    for _ in range(layout.dp):
+        free = [place for place, room in enumerate(rooms) if room is None or counts[place] < room]
+        if not free:
+            raise ValueError(_too_few(layout, machines))
+        counts[min(free, key=counts.__getitem__)] += 1
+    places: list[ServerPlace] = []
+    for place, (machine, count) in enumerate(zip(machines, counts, strict=True)):
+        for index in range(count):
+            first = None if machine.gpus is None else len(machine.ranks) + index * layout.tp
+            places.append(ServerPlace(len(places), place, machine.ranks[index % len(machine.ranks)], first))
+    return places
+
+
+def _too_few(layout: ParallelLayout, machines: Sequence[Machine]) -> str:
+    has = ", ".join(f"{machine.gpus} GPUs for {len(machine.ranks)} ranks" for machine in machines)
+    found = f"the machine has {has}" if len(machines) == 1 else f"its {len(machines)} machines have {has}"
+    return (
+        f"{layout} apart needs {layout.world_size} GPUs behind those of the ranks, {layout.tp} for each server on one "
+        f"machine: {found}; lower it, share the ranks' GPUs (colocated), or start servers elsewhere (engine.url)"
+    )

@@ -1,0 +1,56 @@
+"""Process groups of one trainer rank and the workers of servers: what the rank has goes to all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+PATIENCE = 300.0
+"""Seconds after which a partner who does not answer is an error."""
+
+
+def open_store(address: str, port: int | None) -> TCPStore:
+    """Where the members of groups find each other; without a port this process holds it."""
+    is_host = port is None
+    return TCPStore(address, port or 0, None, is_host, timedelta(seconds=PATIENCE), wait_for_workers=False)
+
+
+def join_groups(store: TCPStore, names: Sequence[str], rank: int, size: int, device: torch.device) -> list[Any]:
+    """This process's part of groups apart from every other: NCCL on GPUs, Gloo on hosts.
+
+    Rank 0 sends, and is in one of the groups; the others are in all of them, which they join in the same order.
+    """
+    groups: list[Any] = []
+    for name in names:
+        prefixed = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=PATIENCE)
+            groups.append(dist.ProcessGroupNCCL(prefixed, rank, size, options))
+        else:
+            groups.append(dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=PATIENCE)))
+        # NCCL connects with the first message: what goes wrong then shall not look like lost weights.
+        broadcast(groups[-1], torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return groups
+
+
+def broadcast(group: Any, bytes_B: Tensor) -> dist.Work:
+    """From the group's first member to the others; done when the work is."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    work: dist.Work = group.broadcast([bytes_B], options)
+    return work
+
+
+def leave(groups: Sequence[Any]) -> None:
+    """Give up groups in which somebody may be waiting for another one who is gone."""
+    for group in groups:
+        group.abort()

@@ -1,0 +1,225 @@
+"""The policy's weights on their way to servers on other devices: every sender broadcasts its part of each tensor.
+
+A transfer is whole on all servers, or none of them has new weights: whoever takes part waits for the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.distributed.ranks import Ranks
+from fivefold.engines.servers.buckets import BroadcastMemory, Bucket, BucketWriter, Memory, NoMemory, Part
+from fivefold.engines.servers.http import own_address
+from fivefold.engines.servers.server import Server, ServerLostError
+from fivefold.engines.servers.transfer import broadcast, join_groups, leave, open_store
+from fivefold.engines.weight_sync import crossed_off
+
+MOST_SENDERS = 8
+"""As many network cards as a machine with eight GPUs has; each is one more group that every worker of a server is in."""
+_POLL_SECONDS, _LOOK_SECONDS = 0.001, 0.2
+"""Between looks at what is under way, and at whether another rank has given up."""
+_OWN = -1
+_REASON_SECONDS = 5.0
+"""Time for servers to say why they could not take weights."""
+
+
+def senders_of(ranks: int) -> list[int]:
+    """The ranks that send, spread evenly over all: each has every tensor for a moment, gathered over the policy's layout."""
+    count = min(ranks, MOST_SENDERS)
+    return [index * ranks // count for index in range(count)]
+
+
+class WireSender:
+    """Delivers weights in buckets, of which each sender broadcasts a part to the workers of all servers at once."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, bucket_bytes: int, *, is_staged: bool) -> None:
+        """`is_staged`: gather all weights before the servers are given anything; each sender then holds its part of the
+        whole model at once."""
+        self._ranks, self._device, self._is_staged = ranks, device, is_staged
+        senders = senders_of(ranks.layout.world_size)
+        self._senders, self._sends = len(senders), ranks.rank in senders
+        self._index = senders.index(ranks.rank) if self._sends else 0
+        self._writer = BucketWriter(bucket_bytes, self._allocate, Part(self._index, len(senders)))
+        self._threads: dict[int, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
+        """One of each server, which takes one bucket after the other, and one for what this rank waits for itself."""
+        self._store: Any = None
+        self._where = "", 0
+        self._groups: list[Any] = []
+        self._joined: list[str] = []
+        self._joins = 0
+        self._servers: Mapping[int, Server] = {}
+        self._asked: list[tuple[int, Future[Any]]] = []
+        self._fault, self._is_cut = "", False
+
+    def deliver(
+        self,
+        servers: Mapping[int, Server],
+        weights: Iterator[tuple[str, Tensor]],
+        missing: set[str],
+        verify: bool,
+        version: int,
+        begin: Callable[[], None],
+    ) -> tuple[list[str], set[int]]:
+        """As a `Sender` does; where one server is gone before all have everything, all of them are."""
+        self._servers, self._asked, self._fault, self._is_cut = servers, [], "", False
+        buckets = self._writer.buckets(crossed_off(weights, missing), keeps=self._is_staged)
+        if self._is_staged:
+            buckets = iter(list(buckets))
+        begin()
+        self._join()
+        self._settle(self._ask("begin_weights", verify))
+        under_way: deque[tuple[dict[int, Future[Any]], Any]] = deque()
+        for bucket in buckets:
+            # The others gather the weights with this rank, whether it sends or not.
+            if not self._is_cut:
+                under_way.append(self._send(bucket))
+                if len(under_way) > 1:
+                    self._settle(*under_way.popleft())
+        while under_way:
+            self._settle(*under_way.popleft())
+        found = self._given_up() if self._ranks.any(self._is_cut) else self._finish(not missing, version)
+        self._writer.close()
+        return found
+
+    def _finish(self, is_whole: bool, version: int) -> tuple[list[str], set[int]]:
+        """All have everything; what is wrong with it, and who is gone since."""
+        faults, lost = [], set()
+        for number, call in self._ask("finish_weights", is_whole, version).items():
+            try:
+                faults += call.result()
+            except ServerLostError:
+                lost.add(number)
+            except RuntimeError as error:
+                faults.append(str(error))
+        return faults, lost
+
+    def _given_up(self) -> tuple[list[str], set[int]]:
+        """Workers may be waiting for what nobody sends any more, and cannot be asked anything: all servers are lost.
+
+        That is the reason where a server is gone; otherwise what went wrong is, and ends the run.
+        """
+        wait([call for _, call in self._asked], _REASON_SECONDS)
+        errors = [call.exception() for _, call in self._asked if call.done()]
+        self._leave()
+        if self._ranks.any(any(isinstance(error, ServerLostError) for error in errors)):
+            return [], set(self._servers)
+        faults = [str(error) for error in errors if error is not None] or ([self._fault] if self._fault else [])
+        return faults, set(self._servers)
+
+    def _allocate(self, size: int) -> Memory:
+        return BroadcastMemory(size, self._device) if self._sends else NoMemory(size)
+
+    def _send(self, bucket: Bucket) -> tuple[dict[int, Future[Any]], Any]:
+        """Begin to send this rank's part, and tell its servers to take all parts."""
+        calls = self._ask("receive_bucket", [bucket.memory.handle], bucket.entries, bucket.used)
+        return calls, broadcast(self._groups[0], bucket.memory.bytes_B[: bucket.used]) if self._groups else None
+
+    def _ask(self, name: str, *arguments: Any) -> dict[int, Future[Any]]:
+        if self._is_cut:
+            return {}
+        calls = {number: self._submit(number, getattr(one, name), *arguments) for number, one in self._servers.items()}
+        self._asked += calls.items()
+        return calls
+
+    def _submit(self, number: int, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self._threads[number].submit(call, *arguments)
+
+    def _settle(self, calls: Mapping[int, Future[Any]], work: Any = None) -> list[Any]:
+        """The answers, when all are there and the work is done; none where it cannot be done any more on some rank."""
+        looked = time.monotonic()
+        while not self._is_cut:
+            waiting = [call for call in calls.values() if not call.done()]
+            if any(call.done() and call.exception() is not None for call in calls.values()):
+                self._cut()
+            elif not waiting and self._is_done(work):
+                break
+            elif time.monotonic() > looked + _LOOK_SECONDS:
+                looked, self._is_cut = time.monotonic(), self._store.check([self._cut_key])
+            elif waiting:
+                wait(waiting, _POLL_SECONDS)
+            else:
+                time.sleep(_POLL_SECONDS)
+        return [] if self._is_cut else [call.result() for call in calls.values()]
+
+    def _is_done(self, work: Any) -> bool:
+        if work is None or not work.is_completed():
+            return work is None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fault = str(error)
+            self._cut()
+        return True
+
+    def _cut(self) -> None:
+        """Give up, and let the other ranks know."""
+        self._is_cut = True
+        self._store.set(self._cut_key, "")
+
+    @property
+    def _cut_key(self) -> str:
+        return f"cut-{self._joins}"
+
+    def _join(self) -> None:
+        """Join the workers of all servers, unless they are those of the last time. Collective."""
+        addresses = [
+            each for own in self._ranks.gather_objects([one.address for one in self._servers.values()]) for each in own
+        ]
+        if addresses == self._joined:
+            return
+        self._leave()
+        if self._store is None:
+            self._open_store(addresses)
+        self._joins += 1
+        counts: dict[int, int] = {}
+        for found in self._ranks.gather_objects(self._workers()):
+            counts |= found
+        if self._ranks.any(self._is_cut):
+            self._is_cut = True
+            return
+        firsts = {number: 1 + sum(counts[other] for other in counts if other < number) for number in counts}
+        size, names = 1 + sum(counts.values()), [f"weights-{self._joins}-{index}" for index in range(self._senders)]
+        calls = {
+            number: self._submit(number, server.join_groups, *self._where, names, firsts[number], size)
+            for number, server in self._servers.items()
+        }
+        self._asked += calls.items()
+        if self._sends:
+            # A partner who never comes would keep this rank from hearing of it.
+            calls[_OWN] = self._submit(_OWN, self._join_own, names[self._index], size)
+        self._settle(calls)
+        if self._sends and calls[_OWN].done() and (error := calls[_OWN].exception()) is not None:
+            self._fault = str(error)
+        self._joined = [] if self._is_cut else addresses
+
+    def _join_own(self, name: str, size: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        # A store answers one question at a time, and this one takes until everybody is there.
+        self._groups = join_groups(open_store(*self._where), [name], 0, size, self._device)
+
+    def _open_store(self, addresses: Sequence[str]) -> None:
+        """Held by the first rank, where the workers of every server reach it."""
+        if self._ranks.is_main:
+            far = next((each for each in addresses if not each.startswith("unix:")), addresses[0])
+            self._store = open_store("0.0.0.0", None)  # noqa: S104
+            self._where = own_address(far), self._store.port
+        self._where = self._ranks.broadcast_from_main(self._where)
+        if not self._ranks.is_main:
+            self._store = open_store(*self._where)
+
+    def _workers(self) -> dict[int, int]:
+        """Of each of this rank's servers."""
+        calls = self._ask("workers")
+        return dict(zip(calls, self._settle(calls), strict=False))
+
+    def _leave(self) -> None:
+        leave(self._groups)
+        self._groups, self._joined = [], []

@@ -1,0 +1,41 @@
+"""Which devices hold the ranks and which the engine's own servers, as far as it is known without torch."""
+
+from __future__ import annotations
+
+import os
+
+from fivefold.config import RunConfig
+from fivefold.engines.servers.placement import Machine, place_servers
+from fivefold.plan.devices import on_gpus, visible_gpus
+
+
+def machines_here(config: RunConfig) -> list[Machine]:
+    """Those of the run: all with as many ranks and GPUs as this one. With launch.gpu they are others, with GPUs enough."""
+    world = int(os.environ.get("WORLD_SIZE", config.layout.world_size))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    gpus = None
+    if on_gpus(config):
+        others = 0 if config.engine.layout is None else config.engine.layout.world_size
+        gpus = visible_gpus() if config.launch.gpu is None else here + others
+    return [Machine(range(first, min(first + here, world)), gpus) for first in range(0, world, here)]
+
+
+def device_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """(devices, who is on them) of a run whose engine is apart; raises ValueError where GPUs are missing."""
+    layout, machines = config.engine.layout, machines_here(config)
+    assert layout is not None
+    places, rows = place_servers(layout, machines), []
+    for number, machine in enumerate(machines):
+        where = f"machine {number} " if len(machines) > 1 else ""
+        ranks = _span(machine.ranks[0], len(machine.ranks))
+        devices = "processes" if machine.gpus is None else f"GPU {_span(0, len(machine.ranks))}"
+        rows.append((f"{where}{devices}", f"ranks {ranks} of {config.layout}"))
+        for place in places:
+            if place.machine == number:
+                own = "processes" if place.first_gpu is None else f"GPU {_span(place.first_gpu, layout.tp)}"
+                rows.append((f"{where}{own}", f"server {place.number} of {layout}, started by rank {place.rank}"))
+    return rows
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
