@@ -159,7 +159,7 @@ def test_a_device_mapping_is_parsed_and_never_evaluated():
         ("list(range(0,4)) + list(range(8,16))", 12),
         ("[0, 3]", 2),
     ):
-        assert devices(Source({"m": text}, {}, {}), "m") == count == len(eval(text))
+        assert devices(Source({"m": text}, {}, {}), "m") == eval(text) and len(eval(text)) == count
     with pytest.raises(UnreadableError, match=r"must be a sum of list\(range"):
         devices(Source({"m": "__import__('os').listdir()"}, {}, {}), "m")
 

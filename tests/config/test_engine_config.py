@@ -122,6 +122,22 @@ REFUSED = [
     ({"backend": "vllm:c2"}, r"engine.backend: .*c"),
     ({"mode": "server"}, r"engine.mode must be in_process or left out: transformers has no servers"),
     (
+        {"placement": "apart"},
+        r"engine.placement must be colocated or left out: transformers has no servers",
+    ),
+    (
+        {"url": ["http://a:1"], "backend": "vllm", "placement": "apart"},
+        r"engine.placement must be colocated or left out: the servers of engine.url are where they are",
+    ),
+    (
+        {"backend": "vllm:d2", "placement": "apart", "mode": "in_process"},
+        r"engine.mode must be server or left out: with engine.placement: apart the engine has processes of its own",
+    ),
+    (
+        {"backend": "vllm:d2", "staged_sync": True},
+        r"engine.staged_sync is for servers on other devices: set engine.placement: apart or engine.url; got vllm:d2",
+    ),
+    (
         {"url": ["http://a:1"]},
         r"engine.backend must be vllm or sglang alone: the servers of engine.url have layouts .* got transformers",
     ),
@@ -345,6 +361,60 @@ def test_servers_of_a_run_on_several_machines_are_refused(files, vllm, monkeypat
     assert check(config(files, backend="vllm:t2")).errors == []
 
 
+@pytest.mark.parametrize("layout", ["vllm:d1", "vllm:d3t2", "sglang:d2t2"])
+def test_an_engine_apart_has_a_layout_of_any_size(files, vllm, sglang, layout):
+    {"vllm": vllm, "sglang": sglang}[layout.partition(":")[0]](
+        {"vllm": "0.26.0", "sglang": "0.5.22"}[layout.partition(":")[0]]
+    )
+    found = check(config(files, backend=layout, placement="apart"))
+    assert found.errors == []
+    assert "processes: ranks 0-1 of megatron:d1t2p1" in found.notes
+    assert dict(check(config(files, backend=layout, placement="apart", sleep=False)).ignored)["engine.sleep"].startswith(
+        "the servers have devices of their own"
+    )
+
+
+def test_gpus_that_servers_apart_lack_are_counted(files, vllm, monkeypatch):
+    """Five GPUs, two of them for the ranks: one server of two is the most; on each of two such machines as well."""
+    from fivefold.plan import check as checks
+    from fivefold.plan import devices, engine_placement
+
+    vllm("0.26.0")
+    for module in (checks, devices, engine_placement):
+        monkeypatch.setattr(module, "visible_gpus", lambda: 5)
+    monkeypatch.setattr(devices, "gpu_bytes", lambda: 80 << 30)
+
+    def made(layout: str, policy: str = "megatron:t2") -> RunConfig:
+        return replace(config(files, policy, backend=layout, placement="apart"), trainer=TrainerConfig(device="cuda"))
+
+    fits = check(made("vllm:t2"))
+    assert fits.errors == []
+    assert {"GPU 0-1: ranks 0-1 of megatron:d1t2p1", "GPU 2-3: server 0 of vllm:d1t2p1, started by rank 0"} <= set(
+        fits.notes
+    )
+    (error,) = check(made("vllm:d2t2")).errors
+    assert error == (
+        "engine.placement: vllm:d2t2p1 apart needs 4 GPUs behind those of the ranks, 2 for each server on one machine: the "
+        "machine has 5 GPUs for 2 ranks; lower it, share the ranks' GPUs (colocated), or start servers elsewhere (engine.url)"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    both = check(made("vllm:d2t2", "megatron:d2t2"))
+    assert both.errors == []
+    assert "machine 1 GPU 2-3: server 1 of vllm:d2t2p1, started by rank 2" in both.notes
+    (error,) = check(made("vllm:d3t2", "megatron:d2t2")).errors
+    assert "its 2 machines have 5 GPUs for 2 ranks, 5 GPUs for 2 ranks" in error
+
+
+def test_gpus_of_servers_apart_hold_no_weights_of_the_policy(files, vllm):
+    from fivefold.models.families import load_spec
+    from fivefold.plan.check import memory_of
+
+    vllm("0.26.0")
+    found = memory_of(config(files, backend="vllm:t2", placement="apart"), load_spec(files / "qwen3"))
+    assert found.engine == found.cache == 0
+
+
 def test_a_faster_engine_that_is_installed_is_told(files, vllm):
     vllm("0.26.0")
     assert any(note.startswith("vLLM 0.26.0 is installed and samples") for note in check(config(files)).notes)
@@ -372,6 +442,13 @@ def test_the_summary_says_what_samples(files, vllm):
     ("engine", "says"),
     [
         ({"backend": "vllm:d1t2", "mode": "server"}, "1 replicas x 2 tensor as servers on the policy's ranks"),
+        (
+            {"backend": "vllm:d2t1", "placement": "apart"},
+            "2 replicas x 1 tensor as servers on devices of their own, at most 256 sequences at once on each\n"
+            "         processes  ranks 0-1 of megatron:d1t2p1\n"
+            "         processes  server 0 of vllm:d2t1p1, started by rank 0\n"
+            "         processes  server 1 of vllm:d2t1p1, started by rank 1",
+        ),
         ({"backend": "vllm", "url": ["http://a:1", "http://b:2"]}, "vllm, 2 servers at http://a:1, http://b:2"),
     ],
 )

@@ -44,9 +44,9 @@ def allocated(tree: Tree, findings: Findings) -> Tree:
         *parents, last = key.split(".")
         node = changed
         for parent in parents:
-            node = node.setdefault(parent, {}) if isinstance(node, dict) else {}
+            # What is no section is refused as such.
+            node = node.setdefault(parent, {}) if isinstance(node, dict) else None
         if isinstance(node, dict):
-            # Otherwise it is no section, and refused as such.
             node[last] = value
     return changed
 
@@ -69,9 +69,7 @@ def keys_of(allocation: Allocation) -> dict[str, str]:
             else:
                 trainers.add(place)
     if len(trainers) > 1:
-        raise ValueError(
-            f"all models that the trainer has share the same ranks: join them by | instead of +; got {allocation}"
-        )
+        raise ValueError(f"every model of the trainer is on the same ranks: join them by | instead of +; got {allocation}")
     if engine >= 0 and trainers:
         found["engine.placement"] = "colocated" if engine in trainers else "apart"
     return found

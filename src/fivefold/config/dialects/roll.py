@@ -5,9 +5,9 @@ Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); 
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from fivefold.config.device_mapping import parse_devices
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
@@ -95,23 +95,12 @@ def role(source: Source) -> str:
     return "sft_train." if kind(source) == "sft" else _TRAIN
 
 
-def devices(source: Source, key: str) -> int:
-    """How many GPUs a mapping names: `list(range(0,16))`, sums of such, or a list. It is parsed, not evaluated."""
-    raw = source.raw(key)
-    if isinstance(raw, list):
-        return len(raw)
-    count = 0
-    for part in str(raw).split("+"):
-        text = part.strip()
-        span = re.fullmatch(r"list\(range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\)", text)
-        listed = re.fullmatch(r"\[([\d,\s]*)\]", text)
-        if span:
-            count += int(span[2]) - int(span[1]) if span[2] else int(span[1])
-        elif listed:
-            count += len([number for number in listed[1].split(",") if number.strip()])
-        else:
-            raise UnreadableError(f"{key} must be a sum of list(range(a,b)) and [a,b]: got {raw!r}")
-    return count
+def devices(source: Source, key: str) -> list[int]:
+    """The GPUs that a mapping names."""
+    try:
+        return parse_devices(source.raw(key))
+    except ValueError as error:
+        raise UnreadableError(f"{key} {error}") from None
 
 
 def sizes(source: Source) -> dict[str, int]:
@@ -123,7 +112,9 @@ def sizes(source: Source) -> dict[str, int]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    return {"policy.backend": str(shared.world_layout(devices(source, role(source) + "device_mapping"), **sizes(source)))}
+    return {
+        "policy.backend": str(shared.world_layout(len(devices(source, role(source) + "device_mapping")), **sizes(source)))
+    }
 
 
 _OPTIONS_OF_LAYOUT = (
@@ -203,7 +194,7 @@ def samples_a_group(source: Source) -> int:
 
 def batch(source: Source) -> dict[str, Any]:
     said = source.under(role(source) + "training_args.")
-    split, world = sizes(source), devices(source, role(source) + "device_mapping")
+    split, world = sizes(source), len(devices(source, role(source) + "device_mapping"))
     replicas = world // (split.get("tp", 1) * split.get("pp", 1) * split.get("cp", 1))
     update = said.count("per_device_train_batch_size") * said.count("gradient_accumulation_steps") * replicas
     if kind(source) != "rlvr":
@@ -416,11 +407,17 @@ def engine(source: Source) -> dict[str, Any]:
     if kind(source) != "rlvr":
         return {}
     said = source.under(_INFER + "strategy_args.strategy_config.")
-    world = devices(source, _TRAIN + "device_mapping")
+    trained, key = devices(source, _TRAIN + "device_mapping"), _INFER + "device_mapping"
+    # Where the two have some GPUs in common, the engine shares all of the policy's.
+    own = devices(source, key) if source.has(key) else []
+    is_apart = bool(own) and not set(own) & set(trained)
+    world = len(own if is_apart else trained)
     tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(_INFER + "num_gpus_per_worker") or 1
     if (name := source.text(_INFER + "strategy_args.strategy_name")) == "hf_infer":
         return {"engine.backend": "transformers"}
     found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
+    if is_apart:
+        found["engine.placement"] = "apart"
     found["engine.memory_fraction"] = said.number(
         "mem_fraction_static" if said.has("mem_fraction_static") else "gpu_memory_utilization"
     )
@@ -740,7 +737,12 @@ SECTIONS = (
                 "strategy_args.strategy_config.tp_size num_gpus_per_worker",
             ),
             "engine.backend",
-            "sglang becomes vLLM, on the policy's GPUs.",
+            "sglang becomes vLLM.",
+        ),
+        used(
+            "actor_infer.device_mapping",
+            "engine.backend engine.placement",
+            "GPUs of its own are those behind the policy's; where some are shared, the policy's.",
         ),
         used(
             _of(

@@ -170,6 +170,7 @@ class BucketReader:
         """`groups`: one for each sender, in the order of their parts."""
         self._device, self._groups = device, groups
         self._open: dict[str, Tensor] = {}
+        self._taken_B = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, handle: dict[str, Any], entries: Sequence[Entry], used: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a bucket, copied out of it: it may be overwritten afterwards."""
@@ -183,7 +184,10 @@ class BucketReader:
 
     def _received(self, used: int) -> Tensor:
         """[senders, used]: all of them send at the same time."""
-        parts_RB = torch.empty(len(self._groups), used, dtype=torch.uint8, device=self._device)
+        size = len(self._groups) * used
+        if self._taken_B.numel() < size:
+            self._taken_B = self._taken_B.new_empty(size)
+        parts_RB = self._taken_B[:size].view(len(self._groups), used)
         for work in [broadcast(group, own) for group, own in zip(self._groups, parts_RB, strict=True)]:
             work.wait()
         return parts_RB
@@ -203,3 +207,4 @@ class BucketReader:
             if memory.is_cuda:
                 cuda_memory.detach(memory)
         self._open.clear()
+        self._taken_B = self._taken_B.new_empty(0)

@@ -1,0 +1,65 @@
+"""Servers on GPUs of their own: which machine, which GPUs, which rank starts them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.engines.servers.placement import Machine, ServerPlace, machines_of, place_servers
+from fivefold.layout import ParallelLayout
+
+
+def test_servers_stand_behind_the_ranks_and_are_started_by_them_in_turn():
+    places = place_servers(ParallelLayout.parse("vllm:d3t2"), [Machine(range(2), 8)])
+    assert places == [ServerPlace(0, 0, 0, 2), ServerPlace(1, 0, 1, 4), ServerPlace(2, 0, 0, 6)]
+
+
+def test_servers_are_spread_evenly_over_machines():
+    machines = machines_of(["a", "a", "b", "b", "c"], [8, 8, 4, 4, 8])
+    assert machines == [Machine([0, 1], 8), Machine([2, 3], 4), Machine([4], 8)]
+    places = place_servers(ParallelLayout.parse("vllm:d5t2"), machines)
+    assert [(place.machine, place.rank, place.first_gpu) for place in places] == [
+        (0, 0, 2), (0, 1, 4), (1, 2, 2), (2, 4, 1), (2, 4, 3),
+    ]  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 16)), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_no_gpu_has_two_masters_and_none_is_asked_for_that_is_not_there(sizes, dp, tp, on_gpus):
+    begins = [sum(ranks for ranks, _ in sizes[:place]) for place in range(len(sizes))]
+    machines = [
+        Machine(range(begin, begin + ranks), gpus if on_gpus else None)
+        for begin, (ranks, gpus) in zip(begins, sizes, strict=True)
+    ]
+    layout = ParallelLayout.parse(f"vllm:d{dp}t{tp}")
+    room = sum(max(0, gpus - ranks) // tp for ranks, gpus in sizes) if on_gpus else dp
+    if room < dp:
+        with pytest.raises(ValueError, match=f"apart needs {dp * tp} GPUs behind those of the ranks"):
+            place_servers(layout, machines)
+        return
+    places = place_servers(layout, machines)
+    assert [place.number for place in places] == list(range(dp))
+    for number, machine in enumerate(machines):
+        here = [place for place in places if place.machine == number]
+        assert all(place.rank in machine.ranks for place in here)
+        if on_gpus:
+            taken = [place.first_gpu + index for place in here for index in range(tp)]
+            assert len(set(taken)) == len(taken)
+            assert all(len(machine.ranks) <= gpu < machine.gpus for gpu in taken)
+
+
+def test_a_server_sees_its_own_gpus_only(monkeypatch):
+    import torch
+
+    from fivefold.engines.servers.server_process import devices_from
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices_from(torch.device("cuda", 4), 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,1,GPU-a,3,0")
+    assert devices_from(torch.device("cuda", 2), 2) == {"CUDA_VISIBLE_DEVICES": "GPU-a,3"}
+    assert devices_from(torch.device("cpu"), 2) == {}
