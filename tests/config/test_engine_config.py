@@ -415,6 +415,23 @@ def test_gpus_of_servers_apart_hold_no_weights_of_the_policy(files, vllm):
     assert found.engine == found.cache == 0
 
 
+def test_the_example_of_an_engine_apart_passes_the_check(files, vllm, tmp_path):
+    """With a model of its sizes but for the layers' number and width, on GPUs that are not here."""
+    from fivefold.config import load_config
+
+    vllm("0.26.0")
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 64, "max_position_embeddings": 2048}
+    model = make_model("qwen3", tmp_path / "model", **sizes)
+    make_tokenizer(model)
+    rows = files / "rows.jsonl"
+    given = [f"model.path={model}", f"data.train=[{rows}]", f"data.val=[{rows}]", "launch.gpu=h100-80g"]
+    example = Path(__file__).resolve().parents[2] / "examples/qwen3-8b-apart.yaml"
+    found = check(load_config(example, [*given, "data.prompts_per_step=32", 'reward={"functions":{"format":1.0}}']))
+    assert found.errors == []
+    assert "GPU 0-3: ranks 0-3 of megatron:d1t4p1" in found.notes
+    assert "GPU 6-7: server 1 of vllm:d2t2p1, started by rank 1" in found.notes
+
+
 def test_a_faster_engine_that_is_installed_is_told(files, vllm):
     vllm("0.26.0")
     assert any(note.startswith("vLLM 0.26.0 is installed and samples") for note in check(config(files)).notes)

@@ -53,6 +53,31 @@ def test_no_gpu_has_two_masters_and_none_is_asked_for_that_is_not_there(sizes, d
             assert all(len(machine.ranks) <= gpu < machine.gpus for gpu in taken)
 
 
+def placed(mesh):
+    """What each rank would start, where the second of three is on a machine of its own."""
+    import ctypes
+    import socket
+
+    from fivefold.build_engine import _own_servers
+
+    new_host_name = 0x04000000
+    may = ctypes.CDLL(None).unshare(new_host_name) == 0
+    if all(mesh.ranks.gather_objects(may)):
+        socket.sethostname("far" if mesh.ranks.rank == 1 else "near")
+        return _own_servers(ParallelLayout.parse("vllm:d4"), mesh.ranks, mesh.device)
+    return None
+
+
+def test_ranks_of_several_machines_start_the_servers_of_their_own_which_listen_to_all(cluster):
+    import torch
+
+    found = cluster.run(placed, "megatron:d3")
+    if found[0] is None:
+        pytest.skip("no process may take another host name here")
+    here = torch.device("cpu"), "127.0.0.1"
+    assert found == [{0: here}, {2: here, 3: here}, {1: here}]
+
+
 def test_a_server_sees_its_own_gpus_only(monkeypatch):
     import torch
 

@@ -44,12 +44,12 @@ def model(tmp_path_factory) -> Path:
     return make_model("qwen3_tied", tmp_path_factory.mktemp("model") / "qwen3_tied", **SIZES)
 
 
-def server_of(directory: Path, log: Path, tensor_parallel: int = 1):
+def server_of(directory: Path, log: Path, tensor_parallel: int = 1, host: str | None = None):
     from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process
 
     arguments = {"model": str(directory), "tensor_parallel_size": tensor_parallel, **ARGUMENTS, "skip_tokenizer_init": True}
-    return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers)
+    return server_process(arguments, torch.device("cpu"), tensor_parallel, log, answers, host)
 
 
 def vllm_engine(mesh, directory: Path, logs: Path, said: list[str], each: int = 1, **changes):

@@ -36,7 +36,12 @@ def apart_engine(mesh, directory: Path, logs: Path, said: list[str], workers: di
     """`workers`: tensor-parallel workers of the servers that this rank starts, by number."""
     from fivefold.engines.vllm.client import VLLMServer
 
-    processes = {number: server_of(directory, logs / f"server-{number}.log", count) for number, count in workers.items()}
+    # The second listens as it would for ranks of other machines.
+    hosts = {1: "127.0.0.1"}
+    processes = {
+        number: server_of(directory, logs / f"server-{number}.log", count, hosts.get(number))
+        for number, count in workers.items()
+    }
     return server_engine(mesh, directory, VLLMServer, processes, said, None, **changes)
 
 

@@ -153,10 +153,11 @@ class ServerEngine:
             # It may be waiting for weights that nobody sends, with requests in flight.
             self._processes[number].end()
         self._agree(lost)
-        if not self._lost:
-            self._updates += 1
-            self.version = version
+        self.version = -1 if self._lost else version
+        self._updates += not self._lost
         if self._is_paused:
+            self._each("resume")
+            self._is_paused = False
             self._each("resume")
             self._is_paused = False
         if not self._lost:

@@ -72,8 +72,10 @@ class WireSender:
         buckets = self._writer.buckets(crossed_off(weights, missing), keeps=self._is_staged)
         if self._is_staged:
             buckets = iter(list(buckets))
-        begin()
         self._join()
+        self._is_cut = self._ranks.any(self._is_cut)
+        if not self._is_cut:
+            begin()
         self._settle(self._ask("begin_weights", verify))
         under_way: deque[tuple[dict[int, Future[Any]], Any]] = deque()
         for bucket in buckets:
@@ -181,7 +183,7 @@ class WireSender:
         counts: dict[int, int] = {}
         for found in self._ranks.gather_objects(self._workers()):
             counts |= found
-        if self._ranks.any(self._is_cut):
+        if len(counts) < len(addresses):
             self._is_cut = True
             return
         firsts = {number: 1 + sum(counts[other] for other in counts if other < number) for number in counts}
