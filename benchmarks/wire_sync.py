@@ -28,7 +28,7 @@ from fivefold.engines.servers.transfer import broadcast, join_groups, open_store
 from tests.support.gpu_models import build, is_large, synchronize, timed, write_model
 from tests.support.tiny_models import make_model
 
-BUCKET = 256 << 20
+BUCKET = (256 if torch.cuda.is_available() else 32) << 20
 ROUNDS = 4
 
 
@@ -108,7 +108,7 @@ def wire(mesh, senders: int) -> dict[str, Any]:
     return found | {"parts_over_broadcast": round(found["parts"] / found["broadcast"], 2)}
 
 
-def servers(mesh, directory: Path, layout: str, is_staged: bool) -> None:
+def servers(mesh, directory: Path, layout: str, how: str) -> None:
     """Syncs of a policy on all ranks to vLLM's servers behind them: seconds of all, and of the pause in it."""
     from fivefold.engines.servers.placement import Machine, place_servers
     from fivefold.engines.servers.server_engine import ServerEngine
@@ -136,8 +136,8 @@ def servers(mesh, directory: Path, layout: str, is_staged: bool) -> None:
     run_name = ranks.broadcast_from_main(f"benchmark-{time.time()}")
     engine = ServerEngine(
         directory, ranks, mesh.device, partial(VLLMServer, ends=set(), run=run_name), print,
-        processes=processes, ranks_per_server=None,
-        window=320, bucket_bytes=BUCKET, verify_every=0, can_sleep=False, is_staged=is_staged,
+        processes=processes, ranks_per_server=own.tp if how == "shared memory" else None,
+        window=320, bucket_bytes=BUCKET, verify_every=0, can_sleep=False, is_staged=how == "staged",
     )  # fmt: skip
     begun: list[float] = []
     begin_update = engine._begin_update
@@ -147,6 +147,17 @@ def servers(mesh, directory: Path, layout: str, is_staged: bool) -> None:
         begun.append(time.perf_counter())
 
     engine._begin_update = noted
+    phases = {"begin_weights": 0.0, "receive_bucket": 0.0, "finish_weights": 0.0}
+    for server in engine._own.values():
+        for name in phases:
+
+            def watched(*given: Any, server: Any = server, name: str = name) -> Any:
+                begin = time.perf_counter()
+                answer = getattr(type(server), name)(server, *given)
+                phases[name] += (time.perf_counter() - begin) / (ROUNDS * len(engine._own)) * (len(begun) > 1)
+                return answer
+
+            setattr(server, name, watched)
     size = 0
 
     def counted(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -166,10 +177,11 @@ def servers(mesh, directory: Path, layout: str, is_staged: bool) -> None:
     whole = finished(mesh, lambda: [dist.broadcast(piece, 0) for piece in flat.split(BUCKET)]) if world > 1 else None
     middle = sorted(range(1, ROUNDS + 1), key=seconds.__getitem__)[ROUNDS // 2 - 1]
     found = {"senders": world, "gib": gib(size), "all": round(seconds[middle], 3), "pause": round(pauses[middle], 3)}
+    found |= {name: round(value, 3) for name, value in phases.items()}
     found |= {"first": round(seconds[0], 3), "gathering_alone": round(gathering, 3)}
     if whole is not None:
         found |= {"broadcast": round(whole, 3), "all_over_broadcast": round(seconds[middle] / whole, 2)}
-    tell(mesh, "staged" if is_staged else "in buckets", found)
+    tell(mesh, how, found)
     engine.close()
 
 
@@ -188,9 +200,10 @@ def syncs(part: Part) -> None:
     half = max(1, part.gpus // 2) if part.large else 2
     model = part.model("qwen3_8b", write_model) if part.large else part.model("qwen3", write_small)
     for policy, engine in ((f"d{half}", f"vllm:d{half}"), (f"t{half}", f"vllm:t{half}")):
-        for is_staged in (False, True):
-            part.say(f"policy {policy}, engine {engine}", "")
-            part.measure("sync", policy, servers, model, engine, is_staged)
+        part.say(f"policy {policy}, engine {engine}", "")
+        # Processes on a CPU can share memory wherever they are; GPUs apart cannot.
+        for how in ("over the wire", "staged", *(() if part.large else ("shared memory",))):
+            part.measure("sync", policy, servers, model, engine, how)
 
 
 PARTS: dict[str, Callable[[Part], None]] = {"wire": transfers, "servers": syncs}

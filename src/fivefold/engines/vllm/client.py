@@ -82,14 +82,14 @@ class VLLMServer:
         self._call("join_groups", address, port, names, first, size, self._run)
 
     def begin_weights(self, verify: bool) -> None:
-        self._call("begin_weights", verify, self._run, path=WEIGHTS)
+        self._give("begin_weights", verify, self._run)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
-        self._call("receive_bucket", handles, entries, used, path=WEIGHTS)
+        self._give("receive_bucket", handles, entries, used)
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
         """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
-        faults = [fault for each in self._call("finish_weights", is_whole, path=WEIGHTS) for fault in each]
+        faults = [fault for each in self._give("finish_weights", is_whole) for fault in each]
         deadline = time.monotonic() + _RESET_SECONDS
         while not _succeeded(self._post("/reset_prefix_cache")):
             # Requests that nobody waits for any more end a moment later.
@@ -114,10 +114,20 @@ class VLLMServer:
         """Take memory again: of `weights` or `kv_cache`."""
         self._post("/wake_up", params={"tags": part})
 
-    def _call(self, method: str, *arguments: Any, path: str = "/collective_rpc") -> list[Any]:
-        answer = self._post(path, json={"run": self._run, "method": method, "args": arguments})
-        results: list[Any] = answer.json()["results"]
-        return results
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all workers; raises RuntimeError with what went wrong in one."""
+        return self._results(self._post("/collective_rpc", json={"method": "answer", "args": [method, *arguments]}))
+
+    def _give(self, method: str, *arguments: Any) -> list[Any]:
+        """The same for a call about weights, of which the server keeps account."""
+        return self._results(self._post(WEIGHTS, json={"run": self._run, "method": method, "args": arguments}))
+
+    def _results(self, answer: httpx.Response) -> list[Any]:
+        found = answer.json()["results"]
+        for each in found:
+            if "error" in each:
+                raise RuntimeError(f"{self}: {each['error']}")
+        return [each["result"] for each in found]
 
     def _post(self, path: str, may_miss: bool = False, **named: Any) -> httpx.Response:
         try:

@@ -8,6 +8,7 @@ and for mixtures of experts.
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,17 @@ class WeightReceiver:
         model = self.vllm_config.model_config
         sizes = {name: getattr(model.hf_config, name) for name in SIZES if hasattr(model.hf_config, name)}
         return {"sizes": sizes, "max_model_len": model.max_model_len}
+
+    def answer(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """What a method gives, or what it raises.
+
+        Where two workers raise, vLLM takes what the second one said for its answer to the next call.
+        """
+        try:
+            return {"result": getattr(self, method)(*arguments)}
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int, run: str) -> None:
         """Join the groups over which weights come, one of each sender; `first`: this server's first member."""

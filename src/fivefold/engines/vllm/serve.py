@@ -86,11 +86,14 @@ async def _weights(raw: Any) -> Any:
         return PlainTextResponse(_TAKEN, status_code=409)
     held.before()
     try:
-        results = await raw.app.state.engine_client.collective_rpc(method=method, args=tuple(arguments))
+        results = await raw.app.state.engine_client.collective_rpc(method="answer", args=(method, *arguments))
     except Exception as error:
         held.cut()
         return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=500)
-    held.after(method, arguments, results)
+    if any("error" in each for each in results):
+        held.cut()
+    else:
+        held.after(method, arguments, [each["result"] for each in results])
     return JSONResponse({"results": results})
 
 
