@@ -158,8 +158,6 @@ class ServerEngine:
         if self._is_paused:
             self._each("resume")
             self._is_paused = False
-            self._each("resume")
-            self._is_paused = False
         if not self._lost:
             self._router.go(version)
 
