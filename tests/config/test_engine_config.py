@@ -507,3 +507,17 @@ def test_keys_of_another_engine_or_device_are_reported_as_without_effect(files, 
     assert {f"engine.{name}" for name in (*mine, "sleep")} <= set(ignored)
     ignored = dict(check(config(files, backend="vllm:t2", **mine)).ignored)
     assert [key for key in ignored if key.startswith("engine.")] == ["engine.memory_fraction"]
+
+
+def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
+    """Those on the policy's GPUs would have to leave them."""
+    given = {
+        "model": {"path": str(files / "qwen3")},
+        "policy": {"backend": "megatron:t2"},
+        "data": {"train": [str(files / "rows.jsonl")], "max_prompt_tokens": 32, "max_response_tokens": 32},
+        "rollout": {"max_staleness": 2},
+    }
+    made = RunConfig.of(**given, engine={"backend": "vllm:t2", "placement": "apart"})
+    assert made.engine.sleep
+    with pytest.raises(ConfigError, match=r"rollout.max_staleness must be 0 .* engine.placement: apart"):
+        RunConfig.of(**given, engine={"backend": "vllm:t2", "mode": "server"})

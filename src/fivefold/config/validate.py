@@ -172,11 +172,12 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
         f"needs rollout.tail: carry or drop, for groups in excess are cut: got {rollout.oversample:g} with tail: wait",
     )
     engine = config.engine
-    if rollout.max_staleness and engine.is_server and not engine.url:
+    if rollout.max_staleness and engine.is_server and not engine.url and not engine.is_apart:
         findings.require(
             not engine.sleep or config.trainer.device == "cpu",
             "max_staleness",
-            "must be 0 or left out where servers leave the GPUs while the policy trains; engine.url, or engine.sleep: false",
+            "must be 0 or left out where servers leave the GPUs while the policy trains; "
+            "engine.placement: apart, engine.url, or engine.sleep: false",
         )
     if not engine.is_server and rollout.interrupt != usual.interrupt:
         findings.ignore("interrupt", "the engine samples in the ranks: nothing is in flight when its weights change")
