@@ -98,7 +98,7 @@ def test_a_server_killed_while_it_takes_weights_ends_them_all_at_once(three):
     for found in three:
         version, lost, ended = found["cut"]
         assert version == -1 and lost == [0, 1, 2] and all(ended)
-        assert found["seconds"] < 30
+        assert found["seconds"] < 100
     assert any("3 of 3 servers" in line for line in three[0]["said"]), three[0]["said"]
 
 

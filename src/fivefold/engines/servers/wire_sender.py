@@ -26,6 +26,7 @@ MOST_SENDERS = 8
 _POLL_SECONDS, _LOOK_SECONDS = 0.001, 0.2
 """Between looks at what is under way, and at whether another rank has given up."""
 _OWN = -1
+"""Beside the numbers of servers: what this rank waits for itself."""
 _REASON_SECONDS = 5.0
 """Time for servers to say why they could not take weights."""
 
@@ -48,7 +49,7 @@ class WireSender:
         self._index = senders.index(ranks.rank) if self._sends else 0
         self._writer = BucketWriter(bucket_bytes, self._allocate, Part(self._index, len(senders)))
         self._threads: dict[int, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
-        """One of each server, which takes one bucket after the other, and one for what this rank waits for itself."""
+        """One of each server, which takes one bucket after the other."""
         self._store: Any = None
         self._where = "", 0
         self._groups: list[Any] = []
@@ -194,18 +195,19 @@ class WireSender:
         }
         self._asked += calls.items()
         if self._sends:
-            # A partner who never comes would keep this rank from hearing of it.
-            calls[_OWN] = self._submit(_OWN, self._join_own, names[self._index], size)
+            # In a thread, and each time in another: a partner who never comes would keep this rank from hearing of it.
+            calls[_OWN] = ThreadPoolExecutor(1).submit(self._join_own, names[self._index], size)
         self._settle(calls)
         if self._sends and calls[_OWN].done() and (error := calls[_OWN].exception()) is not None:
             self._fault = str(error)
-        self._joined = [] if self._is_cut else addresses
+        if not self._is_cut:
+            self._groups, self._joined = calls[_OWN].result() if self._sends else [], addresses
 
-    def _join_own(self, name: str, size: int) -> None:
+    def _join_own(self, name: str, size: int) -> list[Any]:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         # A store answers one question at a time, and this one takes until everybody is there.
-        self._groups = join_groups(open_store(*self._where), [name], 0, size, self._device)
+        return join_groups(open_store(*self._where), [name], 0, size, self._device)
 
     def _open_store(self, addresses: Sequence[str]) -> None:
         """Held by the first rank, where the workers of every server reach it."""
