@@ -887,3 +887,18 @@ def test_an_older_release_has_the_defaults_that_it_had():
     assert bounds == {"skyrl": (1.0, 4.0), "skyrl@2026-03": (0.0, 5.0)}
     with pytest.raises(ValueError, match=r"the version of SkyRL must be one of 2026-03, 2025-09; got '2024'"):
         translate_words("skyrl@2024", words, HOME)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "engine", "placement"),
+    [
+        ("list(range(8,12))", "vllm:d2t2p1", "apart"),
+        ("list(range(0,8))", "vllm:d4t2p1", "colocated"),
+        ("list(range(4,12))", "vllm:d4t2p1", "colocated"),
+    ],
+)
+def test_a_roll_engine_on_gpus_of_its_own_is_apart(mapping, engine, placement):
+    """Where it has some of the policy's GPUs and others, it shares all of the policy's."""
+    found = config("roll", tree=GSM8K_ROLL + f"  device_mapping: {mapping}\n")
+    assert (str(found.engine.layout), found.engine.placement) == (engine, placement)
+    assert found.policy.backend == "megatron:d4t2p1"
