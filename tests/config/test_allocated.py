@@ -27,8 +27,10 @@ def test_a_string_says_layouts_and_whether_they_share_gpus(text, policy, engine,
     assert (config.policy.backend, config.engine.backend, config.engine.placement) == (policy, engine, placement)
 
 
-def test_a_reference_may_be_named_beside_the_actor():
-    assert made("megatron[actor]:d2|megatron[ref]:d2").reference.backend == "megatron:d2t1p1"
+def test_the_other_models_may_be_named_beside_the_actor():
+    config = made("vllm[rollout]:d1+megatron[actor]:t2|megatron[ref]:d2|megatron[critic]:p2|megatron[reward]:d2")
+    assert (config.reference.backend, config.critic.backend) == ("megatron:d2t1p1", "megatron:d1t1p2")
+    assert (config.reward.model.backend, config.engine.placement) == ("megatron:d2t1p1", "apart")
 
 
 @pytest.mark.parametrize(
