@@ -17,7 +17,13 @@ from pathlib import Path
 from fivefold.observability.report import COLORS
 
 HERE = Path(__file__).resolve().parent.parent
-AGES, CORRECTIONS, STEPS = (0, 1, 4, 16), ("none", "tis"), 120
+AGES, STEPS = (0, 1, 4, 16), 120
+CORRECTIONS = {
+    "none": [],
+    "tis": ["algorithm.rollout_correction.name=tis"],
+    "engine's": ["algorithm.rollout_correction.old_logprobs_from=engine"],
+}
+"""Nothing, truncated weights, or the surrogate's ratio taken to the policy that sampled."""
 METRIC = "val/arithmetic/mean@4"
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 640, 320, 56, 60, 30
 
@@ -29,8 +35,7 @@ def run(directory: Path, age: int, correction: str) -> list[tuple[int, float]]:
     if not rows.is_file() or json.loads(rows.read_text().splitlines()[-1])["step"] < STEPS:
         given = [
             f"trainer.run_dir=demo/runs/{name}", f"rollout.max_staleness={age}", f"trainer.steps={STEPS}",
-            "trainer.stop_at={}", "policy.backend=megatron:d1", f"algorithm.rollout_correction.name={correction}",
-            "trainer.loggers=[]",
+            "trainer.stop_at={}", "policy.backend=megatron:d1", "trainer.loggers=[]", *CORRECTIONS[correction],
         ]  # fmt: skip
         subprocess.run(
             [sys.executable, "-m", "fivefold.cli", "train", str(HERE / "examples/demo/grpo.yaml"), *given],
@@ -40,7 +45,7 @@ def run(directory: Path, age: int, correction: str) -> list[tuple[int, float]]:
     return [(row["step"], row[METRIC]) for row in found if METRIC in row]
 
 
-def picture(curves: dict[str, list[tuple[int, float]]]) -> str:
+def picture(curves: dict[tuple[int, str], list[tuple[int, float]]]) -> str:
     """Accuracy over steps; a step has the same number of samples in every run."""
 
     def place(step: float, value: float) -> str:
@@ -55,12 +60,16 @@ def picture(curves: dict[str, list[tuple[int, float]]]) -> str:
     for step in range(0, STEPS + 1, 20):
         x = place(step, 0).split(",")[0]
         parts.append(f'<text x="{x}" y="{HEIGHT - 10}" text-anchor="middle">{step}</text>')
-    for number, (label, points) in enumerate(curves.items()):
-        color, dashes = COLORS[number // 2 % len(COLORS)], ' stroke-dasharray="5 3"' * (number % 2)
+    for (age, correction), points in curves.items():
+        row, column = list(CORRECTIONS).index(correction), AGES.index(age)
+        color, dashes = COLORS[column], f' stroke-dasharray="{("", "5 3", "2 3")[row]}"' if row else ""
         line = " ".join(place(*point) for point in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.8"{dashes}/>')
-        x, y = LEFT + number // 2 * 140, 22 + 16 * (number % 2)
-        parts.append(f'<text x="{x}" y="{y}" style="fill:{color}">{html.escape(label)} {points[-1][1]:.2f}</text>')
+        x, y = LEFT + column * 145, 20 + 14 * row
+        label = html.escape(f"k = {age}, {correction} {points[-1][1]:.2f}")
+        parts.append(f'<text x="{x}" y="{y}" style="fill:{color}">{label}</text>')
+        if dashes:
+            parts.append(f'<line x1="{x - 16}" x2="{x - 3}" y1="{y - 4}" y2="{y - 4}" stroke="{color}"{dashes}/>')
     style = "text{font:11px system-ui,sans-serif;fill:#6b7280}.page{fill:#fff;stroke:#d1d5db}"
     dark = "@media (prefers-color-scheme:dark){.page{fill:#0d1117;stroke:#30363d}}"
     return (
@@ -74,10 +83,10 @@ def main() -> None:
     directory = Path(sys.argv[1])
     curves = {}
     for age in AGES:
-        for correction in CORRECTIONS:
+        for correction in CORRECTIONS if age else ["none"]:
             points = run(directory, age, correction)
-            curves[f"k = {age}, {correction}"] = points
-            print(f"k = {age:2}, {correction:5}", *(f"{step}: {value:.3f}" for step, value in points), flush=True)
+            curves[age, correction] = points
+            print(f"k = {age:2}, {correction:8}", *(f"{step}: {value:.3f}" for step, value in points), flush=True)
     (HERE / "docs/async-learning.svg").write_text(picture(curves))
 
 

@@ -70,7 +70,7 @@ class ServerEngine:
         self._servers: list[Server] = []
         self._lost: set[int] = set()
         self._restarts = self._updates = 0
-        self._is_asleep = self._is_cache_asleep = self._is_paused = False
+        self._is_asleep = self._is_cache_asleep = self._is_paused = self._is_new = False
         self._interrupt = interrupt
         self.replica = EngineReplica(ranks.rank, ranks.layout.world_size)
         self.version = -1
@@ -118,7 +118,7 @@ class ServerEngine:
 
     def _restart(self) -> None:
         """Start the servers again that were lost."""
-        self._restarts += 1
+        self._restarts, self._is_new = self._restarts + 1, True
         mine = [process for number, process in self._processes.items() if number in self._lost]
         tails = [tail for each in self._ranks.gather_objects([one.last_words() for one in mine]) for tail in each]
         if self._given or self._restarts > MOST_RESTARTS:
@@ -155,6 +155,9 @@ class ServerEngine:
         self._agree(lost)
         self.version = -1 if self._lost else version
         self._updates += not self._lost
+        if not self._lost:
+            # What was started anew has to last until the next update.
+            self._restarts, self._is_new = self._restarts if self._is_new else 0, False
         if self._is_paused:
             self._each("resume")
             self._is_paused = False
@@ -233,7 +236,6 @@ class ServerEngine:
         """
         assert self.version >= 0, "the engine has no weights yet"
         self._wake_cache()
-        before = len(self._lost)
         stream = self.stream()
         try:
             stream.submit(requests)
@@ -242,8 +244,6 @@ class ServerEngine:
         finally:
             stream.close()
         self.look_after()
-        if len(self._lost) == before:
-            self._restarts = 0
 
     def stream(self) -> RequestStream:
         """For requests of this rank that are not waited for."""
