@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fivefold.config import RunConfig
 from fivefold.config.loader import ConfigError
 from fivefold.launch.environment import forwarded
-from fivefold.launch.ray.placement import Amount, Node, Role, has, needs, place, place_when_free
+from fivefold.launch.ray.placement import Amount, Node, Role, has, needs, place, place_when_free, rank_role
 from fivefold.plan.check import check
 
 
@@ -142,3 +142,30 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
     assert faults(None) == [
         "layout megatron:d8t1p1 needs 8 GPUs on this machine: found 0; lower it or set trainer.device: cpu"
     ]
+
+
+@pytest.mark.parametrize(
+    ("allocation", "gpus", "expected"),
+    [
+        # AReaL's page: 16 GPUs train, 16 sample, on four nodes; every four ranks start the server behind them.
+        ("sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", [8] * 4, [("n0", 4), ("n1", 4), ("n2", 4), ("n3", 4)]),
+        ("vllm:d2t2+megatron:d1t4", [8], [("n0", 4)]),
+        # One rank starts all three.
+        ("vllm:d3+megatron:d1", [4], [("n0", 1)]),
+        # Two servers for three ranks are not to be had by halves.
+        ("vllm:d2+megatron:d3", [4, 4], None),
+        ("vllm:d2+megatron:d3", [4, 5], [("n1", 3)]),
+        ("vllm:d2t4+megatron:d2t4", [8, 8], [("n0", 4), ("n1", 4)]),
+    ],
+)
+def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(allocation, gpus, expected):
+    sections = {"model": {"path": "m"}, "trainer": {"device": "cuda"}, "data": {"train": ["a.jsonl"]}}
+    config = RunConfig.of(
+        **sections, launch={"allocation": allocation, "backend": "ray"}, reward={"functions": {"math": 1.0}}
+    )
+    nodes = [node(f"n{number}", count) for number, count in enumerate(gpus)]
+    role = rank_role(config, nodes)
+    found = place([role], nodes, spread=False)
+    assert (found and [(each.node.id, len(each.members)) for each in found]) == expected
+    if found:
+        assert sum(each.amount.gpus for each in found) == config.layout.world_size + config.engine.layout.world_size

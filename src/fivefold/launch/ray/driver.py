@@ -7,7 +7,6 @@ on one machine: the same `watch` looks at ranks that are elsewhere.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import socket
@@ -30,10 +29,9 @@ from fivefold.errors import first_line
 from fivefold.launch.environment import forwarded
 from fivefold.launch.ray.cluster import connected, reserved
 from fivefold.launch.ray.node import ERRORS, News, NodeRanks, Report
-from fivefold.launch.ray.placement import Amount, Bundle, Node, Role, listed
+from fivefold.launch.ray.placement import Amount, Bundle, Node, listed, rank_role
 from fivefold.launch.watch import FAILED, Cause, Kind, Signals, watch
 
-RANKS = "ranks"
 _SILENT_SECONDS = 60.0
 """Without an answer: a node whose network or power is gone says nothing."""
 _UNAVAILABLE_SECONDS = 3.0
@@ -51,7 +49,10 @@ def spawn(arguments: Sequence[str], config: RunConfig) -> int:
     Raises ValueError before anything starts where there is no cluster, where it has too few devices, or where a node does
     not see the run's files.
     """
-    own = Amount(1 if config.trainer.device != "cpu" else 0, config.launch.ray.cpus_per_rank) * config.layout.world_size
+    count = config.layout.world_size
+    if config.engine.layout is not None and config.engine.placement == "apart":
+        count += config.engine.layout.world_size
+    own = Amount(1 if config.trainer.device != "cpu" else 0, config.launch.ray.cpus_per_rank) * count
     with Signals() as signals, connected(config.launch.ray, own) as cluster:
         # Ray has put its own handler in the place of ours.
         signals.install()
@@ -67,20 +68,6 @@ def spawn(arguments: Sequence[str], config: RunConfig) -> int:
                     print(f"note     {host}", flush=True)
                 ranks.start(arguments, config)
                 return watch(ranks, signals)
-
-
-def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
-    """The ranks of a run on these nodes, with what must share a node."""
-    layout, engine, device = config.layout, config.engine, config.trainer.device
-    on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
-    layouts = [layout, *config.own_layouts.values()]
-    together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
-    if engine.is_server and not engine.url:
-        # Ranks reach servers by a socket of their own machine.
-        together = layout.world_size
-    elif engine.layout is not None:
-        together = math.lcm(together, engine.layout.tp)
-    return Role(RANKS, layout.world_size, Amount(int(on_gpus), config.launch.ray.cpus_per_rank), together)
 
 
 @dataclass

@@ -6,8 +6,13 @@ bundles, so that neighbours share a node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from fivefold.config import RunConfig
+
+RANKS = "ranks"
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,9 @@ class Amount:
 
     def __mul__(self, count: int) -> Amount:
         return Amount(self.gpus * count, self.cpus * count)
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.gpus + other.gpus, self.cpus + other.cpus)
 
     def __sub__(self, other: Amount) -> Amount:
         return Amount(self.gpus - other.gpus, self.cpus - other.cpus)
@@ -43,6 +51,13 @@ class Role:
     each: Amount
     together: int = 1
     """So many neighbours share a node; divides `count`."""
+    beside: Amount = Amount(0, 0)
+    """What so many neighbours take besides: what they start themselves."""
+
+    @property
+    def unit(self) -> Amount:
+        """What so many neighbours take in all."""
+        return self.each * self.together + self.beside
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,27 @@ class Bundle:
 
     @property
     def amount(self) -> Amount:
-        return self.role.each * len(self.members)
+        return self.role.unit * (len(self.members) // self.role.together)
+
+
+def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
+    """The ranks of a run on these nodes, with what must share a node."""
+    layout, engine, device = config.layout, config.engine, config.trainer.device
+    on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
+    layouts = [layout, *config.own_layouts.values()]
+    together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
+    each, beside = Amount(int(on_gpus), config.launch.ray.cpus_per_rank), Amount(0, 0)
+    if engine.layout is not None and engine.placement == "apart":
+        # The ranks of a node start its servers, on the GPUs behind theirs: as many for every so many ranks.
+        units = math.gcd(layout.world_size, engine.layout.dp)
+        together = math.lcm(together, layout.world_size // units)
+        beside = each * (engine.layout.world_size * together // layout.world_size)
+    elif engine.is_server and not engine.url:
+        # Ranks reach servers by a socket of their own machine.
+        together = layout.world_size
+    elif engine.layout is not None:
+        together = math.lcm(together, engine.layout.tp)
+    return Role(RANKS, layout.world_size, each, together, beside)
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
@@ -80,8 +115,7 @@ def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bu
     """
     free, bundles = {node.id: node.free for node in nodes}, []
     for role in roles:
-        unit = role.each * role.together
-        room = {node.id: free[node.id] // unit for node in nodes}
+        room = {node.id: free[node.id] // role.unit for node in nodes}
         shares = (_spread if spread else _pack)(role.count // role.together, room)
         if shares is None:
             return None
@@ -130,7 +164,8 @@ def needs(roles: Sequence[Role]) -> str:
     said = []
     for role in roles:
         text = f"{role.count} {role.name} with {role.each} each"
-        said.append(text + (f", {role.together} neighbours on one node" if role.together > 1 else ""))
+        text += f", {role.together} neighbours on one node" if role.together > 1 else ""
+        said.append(text + (f" and {role.beside} beside them" if role.beside != Amount(0, 0) else ""))
     return "; ".join(said)
 
 
