@@ -54,10 +54,10 @@ def finished(root: Path, process: Command, name: str) -> list[dict[str, float]]:
     return metrics(root, name)
 
 
-def check_ages_and_prompts(root: Path, name: str, max_staleness: int) -> list[dict[str, float]]:
+def check_ages_and_prompts(root: Path, name: str, max_staleness: int, steps: int = STEPS) -> list[dict[str, float]]:
     """Nothing too old was used, and every prompt of the epoch exactly once."""
     rows = metrics(root, name)[1:]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row in rows:
         assert row["async/staleness_max"] <= max_staleness
         # One optimizer step a step: the ages by the tokens' versions and by steps are the same.
@@ -130,3 +130,41 @@ def test_a_stalled_server_is_started_again(root):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "has sampled no token for" in done.stdout and "started again" in done.stdout
     check_ages_and_prompts(root, "stalled", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [1, 4])
+def test_two_ranks_and_two_engines_apart_raise_the_reward_ahead(root, max_staleness):
+    """From random weights: the share of digits in what is sampled."""
+    given = [
+        "engine.backend=vllm:d2", "engine.placement=apart", "policy.backend=megatron:d2",
+        f"rollout.max_staleness={max_staleness}", "trainer.steps=60", "trainer.epochs=8", "policy.optimizer.lr=2.0e-3",
+        "algorithm.kl.coef=0", "algorithm.rollout_correction.old_logprobs_from=engine", "data.max_response_tokens=12",
+        "trainer.eval_every=0", "trainer.save_every=0",
+    ]  # fmt: skip
+    rows = finished(root, command(root, f"learns-{max_staleness}", *given), f"learns-{max_staleness}")[1:]
+    assert all(row["async/staleness_max"] <= max_staleness for row in rows)
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ten_servers_and_ten_trainers_killed_lose_no_prompt_and_use_none_twice(root):
+    """Of 64 prompts a step takes two, and after each of ten steps the server is killed, after each of ten others the run."""
+    name, given = "tens", ["rollout.max_staleness=2", "data.prompts_per_step=2", "trainer.steps=32", "trainer.save_every=1"]
+    checkpoints = root / f"runs/{name}/checkpoints"
+    process = command(root, name, *given, "trainer.keep=99")
+    for step in range(2, 22):
+        wait_for((checkpoints / f"step-{step:06d}").exists, process)
+        everyone = children_of(process.pid)
+        if step % 2:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            wait_for(lambda everyone=everyone: gone(everyone))
+            process = command(root, name, *given, "trainer.keep=99")
+        else:
+            found = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
+            os.kill(found[0], signal.SIGKILL)
+    finished(root, process, name)
+    check_ages_and_prompts(root, name, 2, steps=32)
