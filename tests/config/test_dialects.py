@@ -684,7 +684,7 @@ def test_details_of_those_runs():
     ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),
-    ("areal", [], GSM8K_AREAL.replace("max_head_offpolicyness: 0", "max_head_offpolicyness: 4"), "samples of older weights"),
+    ("areal", [], GSM8K_AREAL.replace("max_head_offpolicyness: 0", "max_head_offpolicyness: 4"), "counts steps of 1 prompts where a step takes 256"),
     ("roll", [], GSM8K_ROLL + "difficulty_mask: true\nentropy_loss_coef: 0.1\n", "that the entropy still counts"),
     ("roll", [], pg_variant("topr").replace("max_steps: 100", "max_steps: 100\nwhiten_advantages: true"), "TOPR by the sign of the reward"),
     ("roll", [], pg_variant("cispo, cispo_use_unified_mask: true"), "a mask besides the bounds"),
@@ -692,7 +692,14 @@ def test_details_of_those_runs():
     ("trinity", [], of_type("rec", "advantage_fn_args: {std_normalize: true}"), "a biased deviation"),
     ("trinity", [], of_type("mix_chord", ""), "the algorithm mix_chord"),
     ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear"), "log-probs that are estimated"),
-    ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8"), "samples of older weights"),
+    ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8, sync_offset: 4"), "a part of sync_interval = 8"),
+    ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_style: dynamic_by_explorer"), "weights that come when one of the two asks"),
+    ("trinity", [], PPO_TRINITY.replace("sync_interval: 1", "sync_interval: 8"), "values that are computed anew by the critic"),
+    ("trinity", [], GSM8K_TRINITY.replace("batch_size: 96", "batch_size: 96\n  total_steps: 100").replace("sync_interval: 1", "sync_interval: 8"), "ends between two syncs"),
+    ("roll", [], GSM8K_ROLL + "async_generation_ratio: 1.5\n", "a part of a step that is sampled ahead"),
+    ("verl", [*GRPO_VERL, "-m=verl.experimental.fully_async_policy.fully_async_main", "async_training.staleness_threshold=0.5"], "", "samples that run ahead by a part"),
+    ("skyrl", [*SKYRL, "trainer.fully_async.enabled=true"], "", "asynchronous training on shared GPUs"),
+    ("skyrl", [*SKYRL, "trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"], "", "a step of another size than train_batch_size"),
 ])  # fmt: skip
 def test_what_would_be_another_run_is_refused_by_name(system, words, tree, says):
     refusals = translated(system, *words, tree=tree).refusals
@@ -902,3 +909,111 @@ def test_a_roll_engine_on_gpus_of_its_own_is_apart(mapping, engine, placement):
     found = config("roll", tree=GSM8K_ROLL + f"  device_mapping: {mapping}\n")
     assert (str(found.engine.layout), found.engine.placement) == (engine, placement)
     assert found.policy.backend == "megatron:d4t2p1"
+
+
+ASYNC_AREAL = GSM8K_AREAL.replace(
+    "max_head_offpolicyness: 0",
+    'max_head_offpolicyness: 2, consumer_batch_size: "${train_dataset.batch_size}", max_concurrent_rollouts: 96',
+)
+ONE_STEP_OFF = [*GRPO_VERL, "trainer.n_gpus_per_node=6", "rollout.nnodes=1", "rollout.n_gpus_per_node=2"]
+ASYNC_SKYRL = [
+    *SKYRL[:3], "trainer.placement.colocate_all=false", "generator.inference_engine.num_engines=2", "trainer.train_batch_size=64",
+    "generator.inference_engine.tensor_parallel_size=2", "trainer.policy_mini_batch_size=64", "generator.n_samples_per_prompt=8",
+]  # fmt: skip
+AHEAD = {
+    # 96 prompts at once, of 4 samples on 4 servers.
+    "areal": (
+        ["areal", ASYNC_AREAL], (2, "continue", "carry"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 96), (256, 2, "trainer"),
+    ),
+    "areal on the trainer's GPUs": (
+        ["areal", ASYNC_AREAL.replace('backend: "sglang:d4t1"', 'backend: "sglang:d4t1", scheduling_strategy: {type: colocation, target: actor}')],
+        (2, "continue", "carry"), ("megatron:d4t1p1", "vllm:d4t1p1", "colocated", 96), (256, 2, "trainer"),
+    ),
+    "areal that waits": (
+        ["areal", ASYNC_AREAL + "async_training: false\n"],
+        (None, "continue", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (256, 2, "trainer"),
+    ),
+    # Eight of the trainer's steps of 96 prompts have samples of the same weights, two such periods ahead.
+    "trinity": (
+        ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8, sync_offset: 16")],
+        (2, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (768, 8, "engine"),
+    ),
+    "trinity, one step off": (
+        ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_offset: 1")],
+        (1, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (96, 1, "engine"),
+    ),
+    "verl until 2025-11": (
+        ["verl", *ONE_STEP_OFF, "-m=recipe.one_step_off_policy.main_ppo"],
+        (1, "finish", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
+    ),
+    "verl": (
+        ["verl", *ONE_STEP_OFF, "-m=verl.experimental.one_step_off_policy.main_ppo"],
+        (1, "finish", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "engine"),
+    ),
+    "roll": (
+        ["roll", GSM8K_ROLL + "  device_mapping: list(range(8,12))\nasync_generation_ratio: 2\n"],
+        (2, "continue", "wait"), ("megatron:d4t2p1", "vllm:d2t2p1", "apart", 256), (64, 8, "trainer"),
+    ),
+    # 80 prompts at once, of 8 samples on 2 engines: below the 128 that may be given out.
+    "skyrl": (
+        ["skyrl", *ASYNC_SKYRL, "-m=examples.train.fully_async.main_fully_async", "trainer.fully_async.max_staleness_steps=1",
+         "trainer.fully_async.num_parallel_generation_workers=80"],
+        (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d2t2p1", "apart", 320), (64, 1, "trainer"),
+    ),
+    "skyrl, one step off": (
+        ["skyrl", *ASYNC_SKYRL, "-m=examples.train.async.main_async"],
+        (1, "finish", "wait"), ("megatron:d8t1p1", "vllm:d2t2p1", "apart", 1024), (64, 1, "trainer"),
+    ),
+    "skyrl in turns on GPUs of its own": (
+        ["skyrl", *ASYNC_SKYRL], (None, "continue", "wait"), ("megatron:d8t1p1", "vllm:d2t2p1", "apart", 1024), (64, 1, "trainer"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_run_that_samples_ahead_has_samples_as_old_as_there(name):
+    (system, *words), ahead, places, updates = AHEAD[name]
+    found = config(system, tree=words[0]) if "\n" in words[0] else config(system, *words)
+    assert (found.rollout.max_staleness, found.rollout.interrupt, found.rollout.tail) == ahead
+    engine, algorithm = found.engine, found.algorithm
+    assert (found.policy.backend, str(engine.layout), engine.placement, engine.max_num_seqs) == places
+    old = algorithm.resolved.rollout_correction.old_logprobs_from
+    assert (found.data.prompts_per_step, algorithm.updates_per_step, old) == updates
+
+
+def test_trinitys_steps_are_counted_in_its_syncs():
+    tree = GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8").replace(
+        "batch_size: 96", "batch_size: 96\n  total_steps: 160"
+    )
+    found = config("trinity", tree=tree.replace("max_token_len", "save_interval: 100\n  max_token_len"))
+    assert (found.trainer.steps, found.trainer.save_every, found.policy.optimizer.warmup_steps) == (20, 13, 20)
+    # The warm-up over 20 of its steps is one over 20 updates.
+    assert found.policy.optimizer.schedule_per == "update"
+
+
+OWN_REFERENCE = (
+    "reference: {{strategy_args: {{strategy_name: {}, strategy_config: {}}}, device_mapping: list(range(8,24))}}\n"
+)
+
+
+@pytest.mark.parametrize(("words", "reference"), [
+    (["roll", GSM8K_ROLL + OWN_REFERENCE.format("megatron_infer", "{pipeline_model_parallel_size: 4}")], "megatron:d2t1p4"),
+    (["roll", GSM8K_ROLL + OWN_REFERENCE.format("megatron_infer", "{tensor_model_parallel_size: 2}")], None),
+    (["roll", GSM8K_ROLL + OWN_REFERENCE.format("megatron_infer", "{tensor_model_parallel_size: 16}")], None),
+    (["roll", GSM8K_ROLL + OWN_REFERENCE.format("hf_infer", "~")], None),
+    (["areal", AREAL_PPO.replace("ref: {path: m}", "ref: {path: m, backend: 'megatron:d1t4'}")], "megatron:d1t4p1"),
+    (["areal", AREAL_PPO.replace("ref: {path: m}", "ref: {path: m, backend: '${actor.backend}'}")], None),
+    # verl lays its reference out as the actor, whatever these say.
+    (["verl", *GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"], None),
+])  # fmt: skip
+def test_a_reference_has_the_layout_that_it_has_there(words, reference):
+    system, *rest = words
+    found = config(system, tree=rest[0]) if "\n" in rest[0] else config(system, *rest)
+    assert found.reference.backend == reference
+
+
+def test_a_critic_has_the_layout_that_it_has_there():
+    tree = AREAL_PPO.replace("critic: {path: c,", "critic: {path: c, backend: 'megatron:d4',")
+    assert config("areal", tree=tree).critic.backend == "megatron:d4t1p1"
+    own = "critic: {strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 4}}}\n"
+    assert config("roll", tree=PPO_ROLL + own).critic.backend == "megatron:d2t4p1"

@@ -33,7 +33,10 @@ DEFAULTS: dict[str, Any] = {
     "gconfig.top_p": 1.0,
     "gconfig.temperature": 1.0,
     "gconfig.ignore_eos": False,
+    "async_training": True,
     "rollout.max_head_offpolicyness": 0,
+    "rollout.consumer_batch_size": 1,
+    "rollout.max_concurrent_rollouts": "${rollout.consumer_batch_size}",
     "rollout.backend": "",
     "actor.backend": "",
     "allocation_mode": "",
@@ -128,18 +131,56 @@ def _with_backend(text: str, backend: str) -> str:
     return f"{backend or ('megatron' if re.search('[pe](?!1)[0-9]', text) else 'fsdp')}:{text}"
 
 
-def program(source: Source) -> dict[str, Any]:
-    if (source.whole("rollout.max_head_offpolicyness") or 0) > 0:
+def is_colocated(source: Source) -> bool:
+    """Engine and trainer share GPUs: layouts joined by |, or one scheduled onto the other (rl_trainer.py:395)."""
+    both = source.text("allocation_mode") or ""
+    joined = "+" not in both and len(_components(both)) > 1
+    targets = {"rollout": "actor", "actor": "rollout"}
+    return joined or any(
+        source.text(f"{role}.scheduling_strategy.type") == "colocation"
+        and source.text(f"{role}.scheduling_strategy.target") == target
+        for role, target in targets.items()
+    )
+
+
+def steps_ahead(source: Source) -> int:
+    """0 where rollouts are waited for: until 2026 async_training said so."""
+    waits = is_sft(source) or not source.flag("async_training")
+    return 0 if waits else source.whole("rollout.max_head_offpolicyness") or 0
+
+
+def ahead(source: Source) -> dict[str, Any]:
+    """AReaL's rule counts prompts of consumer_batch_size (staleness_manager.py:93), which must be those of a step."""
+    taken, step = source.count("rollout.consumer_batch_size"), source.count("train_dataset.batch_size")
+    if steps_ahead(source) and taken != step:
         source.lacks(
-            "rollout.max_head_offpolicyness", "samples of older weights (asynchronous training): 0 is what is supported"
+            "rollout.consumer_batch_size",
+            f"a bound of ages that counts steps of {taken} prompts where a step takes {step}: "
+            "say ${train_dataset.batch_size}",
         )
-    return {}
+    return shared.ahead(steps_ahead(source), "continue", "carry")
 
 
 def layout(source: Source) -> dict[str, Any]:
     ours, _ = roles(source)
-    found = ParallelLayout(dp=ours.dp, tp=ours.tp, pp=ours.pp, cp=ours.cp, ep=ours.ep, etp=ours.etp)
-    return {"policy.backend": str(found)}
+    policy = _for_megatron(ours)
+    found = {"policy.backend": str(policy)}
+    others = {"ref": "reference.backend", "critic": "critic.backend"}
+    for role, key in others.items():
+        text = source.text(f"{role}.backend") or ""
+        if ":" in _dotless(text):
+            try:
+                other = _for_megatron(ParallelLayout.parse(_dotless(text)))
+            except ValueError as error:
+                raise UnreadableError(f"{role}.backend: {error}") from None
+            sizes = {"tp": other.tp, "pp": other.pp, "cp": other.cp, "ep": other.ep, "etp": other.etp}
+            if source.keys(f"{role}.path") and (own := shared.own_layout(policy, **sizes)):
+                found[key] = own
+    return found
+
+
+def _for_megatron(given: ParallelLayout) -> ParallelLayout:
+    return ParallelLayout(dp=given.dp, tp=given.tp, pp=given.pp, cp=given.cp, ep=given.ep, etp=given.etp)
 
 
 def engine(source: Source) -> dict[str, Any]:
@@ -148,15 +189,26 @@ def engine(source: Source) -> dict[str, Any]:
     ours, theirs = roles(source)
     if theirs is None:
         return {}
-    tp = theirs.tp * theirs.pp
-    found: dict[str, Any] = {"engine.backend": shared.engine_layout(ours.world_size, tp if ours.world_size % tp == 0 else 1)}
+    tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
-    # Engine and trainer share the GPUs here, so that the trainer's share must be left.
-    found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
+    found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}
+    replicas = theirs.dp
+    if shares:
+        tp = tp if ours.world_size % tp == 0 else 1
+        replicas = ours.world_size // tp
+        # The trainer's share of the GPUs must be left.
+        found["engine.memory_fraction"] = min(source.number(share) or 0.5, 0.6)
+        found["engine.backend"] = shared.engine_layout(ours.world_size, tp)
+    else:
+        found |= shared.engine_apart(theirs.dp * tp, tp)
     if theirs.backend == "vllm":
         found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):
             found["engine.vllm.enforce_eager"] = True
+    at_once = source.count("rollout.max_concurrent_rollouts")
+    if (ahead := steps_ahead(source)) and at_once < (ahead + 1) * source.count("train_dataset.batch_size"):
+        samples = at_once * source.count("gconfig.n_samples")
+        found |= shared.at_once(samples, replicas, found.get("engine.max_num_seqs"))
     return found
 
 
@@ -425,7 +477,6 @@ def run(source: Source) -> dict[str, Any]:
     return found
 
 
-_ASYNC = "sampling while the policy learns (asynchronous training)"
 _BEFORE = "AReaL before 2025-08, whose trainer was another program: write the keys of today"
 
 SECTIONS = (
@@ -439,13 +490,37 @@ SECTIONS = (
         used(
             "rollout.backend",
             "engine.backend",
-            "Engine and trainer share the trainer's GPUs: without staleness the numbers are the same. sglang becomes vLLM.",
+            "On GPUs of its own, behind the trainer's; with | in allocation_mode or a scheduling_strategy that colocates "
+            "the two, on the trainer's. sglang becomes vLLM.",
         ),
-        used("rollout.max_head_offpolicyness", "engine.backend"),
+        used(
+            "rollout.scheduling_strategy.type rollout.scheduling_strategy.target actor.scheduling_strategy.type "
+            "actor.scheduling_strategy.target",
+            "engine.placement engine.backend",
+        ),
+        used(
+            "rollout.max_head_offpolicyness rollout.consumer_batch_size async_training",
+            "rollout",
+            "The same number and the same rule: at most (k + v + 1) x consumer_batch_size prompts are given out when v "
+            "steps are done (staleness_manager.py:93), so consumer_batch_size must be train_dataset.batch_size. Responses "
+            "go on under new weights: interrupt: continue. A step takes the oldest prompts that are complete "
+            "(workflow_executor.py:591): tail: carry. What takes longer than k steps AReaL uses all the same, older than k; "
+            "here its prompt is sampled again.",
+        ),
+        used(
+            "rollout.max_concurrent_rollouts",
+            "engine.max_num_seqs",
+            "Prompts in flight at once, consumer_batch_size when left out: samples of each replica here, where that is less "
+            "than what may be given out. Without staleness it changes nothing.",
+        ),
+        used(
+            "critic.backend ref.backend",
+            "reference.backend critic.backend",
+            "On the policy's ranks. The policy's where it is left out, or where the ranks cannot be divided so.",
+        ),
         fixed(
-            "critic.backend ref.backend critic.scheduling_* ref.scheduling_* **.scheduling_spec "
-            "**.scheduling_strategy.* **.scheduling_strategy",
-            "all models share the policy's GPUs",
+            "critic.scheduling_* ref.scheduling_* **.scheduling_spec **.scheduling_strategy.* **.scheduling_strategy",
+            "all models of the trainer share the policy's GPUs",
         ),
         fixed(
             "cluster.n_nodes cluster.n_gpus_per_node cluster.name_resolve.* cluster.cluster_name scheduler.* "
@@ -453,13 +528,13 @@ SECTIONS = (
             "the layout says how many GPUs; how they are started is launch's",
         ),
         fixed(
-            "rollout.max_concurrent_rollouts rollout.queue_size rollout.consumer_batch_size "
+            "rollout.queue_size "
             "rollout.enable_rollout_tracing rollout.dump_to_file rollout.fileroot rollout.tokenizer_path "
             "rollout.setup_timeout rollout.request_* rollout.pause_grace_period "
             "rollout.check_trajectory_format rollout.experiment_name rollout.trial_name rollout._version "
             "rollout.model "
             "rollout.routing_strategy rollout.poll_interval rollout.*_api_key rollout.api_url",
-            "a step waits for all of its samples",
+            "how requests are spread",
         ),
         lacks("rollout.use_lora rollout.return_routed_experts", "adapters, or the routing of experts", [False]),
         fixed("rollout.agent.** rollout.openai.**", "read by agents only"),
@@ -601,13 +676,12 @@ SECTIONS = (
             "It divides the trainer's logits: the same as gconfig.temperature, as here.",
         ),
         fixed("actor.log_agent_*", SHOWN),
-        lacks("async_training", _ASYNC, [False]),
         used(
             "critic.path critic.optimizer critic.optimizer.* critic.eps_clip critic.ppo_n_minibatches",
             "critic.path critic.optimizer critic.value_clip",
         ),
-        fixed("critic.**", "it has the policy's layout"),
-        fixed("ref.**", "the reference has the policy's layout, and only computes"),
+        fixed("critic.**", "it has the policy's settings"),
+        fixed("ref.**", "the reference has the policy's settings, and only computes"),
         lacks("teacher.**", "learning from a teacher"),
     ),
     Section.of(
@@ -628,7 +702,7 @@ SECTIONS = (
         used(
             "sglang.mem_fraction_static vllm.gpu_memory_utilization",
             "engine.memory_fraction",
-            "At most 0.6, as the trainer shares the GPUs.",
+            "At most 0.6 where the trainer shares the GPUs.",
         ),
         used("vllm.max_num_seqs", "engine.max_num_seqs"),
         used("vllm.enforce_eager", "engine.vllm"),
@@ -683,7 +757,7 @@ SECTIONS = (
     ),
 )
 
-DERIVED = (program, layout, engine, model, data, advantage, loss, kl, correction, optimizer, critic, sampling, run)
+DERIVED = (ahead, layout, engine, model, data, advantage, loss, kl, correction, optimizer, critic, sampling, run)
 
 TABLE = Table(
     "AReaL",
@@ -697,14 +771,13 @@ TABLE = Table(
         "strings with or without quotes."
     ),
     loses=(
-        "asynchronous training (max_head_offpolicyness above 0)",
         "agents",
         "adapters (LoRA)",
     ),
     gains=(
         "a KL without a reference is refused instead of being taken of the log-prob itself",
         "the same layout strings, and layouts that are checked against the model before anything starts",
-        "samples and weights on the same GPUs",
+        "a bound of ages that holds for every token: AReaL uses what is older and was slow",
     ),
 )
 

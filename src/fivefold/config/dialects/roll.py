@@ -112,9 +112,24 @@ def sizes(source: Source) -> dict[str, int]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    return {
-        "policy.backend": str(shared.world_layout(len(devices(source, role(source) + "device_mapping")), **sizes(source)))
-    }
+    """Of the policy, and of the other models that Megatron lays out otherwise, on the same ranks."""
+    policy = shared.world_layout(len(devices(source, role(source) + "device_mapping")), **sizes(source))
+    found: dict[str, Any] = {"policy.backend": str(policy)}
+    asked = {"reference": kind(source) != "sft", "critic": kind(source) == "rlvr" and uses_critic(source)}
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        said = source.under(f"{name}.strategy_args.")
+        if (said.text("strategy_name") or "").startswith("megatron"):
+            own = shared.own_layout(policy, **shared.parallel_sizes(said.under("strategy_config.")))
+            virtual = said.whole("strategy_config.virtual_pipeline_model_parallel_size") or 1
+            if own is not None:
+                found[f"{name}.backend"] = own
+                if virtual > 1:
+                    found[f"{name}.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    return found
+
+
+def uses_critic(source: Source) -> bool:
+    return source.text("adv_estimator") in (None, "gae")
 
 
 _OPTIONS_OF_LAYOUT = (
@@ -395,7 +410,7 @@ def optimizer(source: Source, start: str = "", ours: str = "policy.optimizer") -
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if kind(source) != "rlvr" or source.text("adv_estimator") not in (None, "gae"):
+    if kind(source) != "rlvr" or not uses_critic(source):
         return {}
     return {
         "critic.path": shared.path(source, "reward_pretrain"),
@@ -485,9 +500,16 @@ def run(source: Source) -> dict[str, Any]:
     return found
 
 
-def other_pipelines(source: Source) -> dict[str, Any]:
-    if (source.number("async_generation_ratio") or 0) > 0:
-        source.lacks("async_generation_ratio", "sampling while the policy learns (asynchronous training)")
+def ahead(source: Source) -> dict[str, Any]:
+    ratio = source.number("async_generation_ratio") or 0.0
+    if ratio > 0 and not ratio.is_integer():
+        source.lacks(
+            "async_generation_ratio", "a part of a step that is sampled ahead: rollout.max_staleness counts whole ones"
+        )
+    return shared.ahead(int(ratio), "continue") if kind(source) == "rlvr" else {}
+
+
+def model(source: Source) -> dict[str, Any]:
     own, reference = (source.text(f"{start}model_args.model_name_or_path") for start in (role(source), "reference."))
     found = {"model.path": own or shared.path(source, "pretrain")}
     return found | ({"reference.path": reference} if reference not in (None, found["model.path"]) else {})
@@ -598,7 +620,13 @@ SECTIONS = (
         ),
         fixed("error_max_len_threshold", "read with error_max_len_clip only"),
         lacks("train_infer_correction.**", "correction of the engine's log-probs: algorithm.rollout_correction", [False]),
-        used("async_generation_ratio", "engine.backend"),
+        used(
+            "async_generation_ratio",
+            "rollout",
+            "Whole ones are the same number and the same rule: (r + v + 1) x rollout_batch_size prompts have been begun "
+            "when v steps are done, and a step takes the oldest first and waits for them (generate_scheduler.py:228, 347). "
+            "Responses go on under new weights: interrupt: continue.",
+        ),
         lacks("use_opd is_pure_opd *opd_* teacher.** student.** student_train.**", "learning from a teacher", [False]),
         lacks(
             "env_manager* custom_envs.** train_env_manager.** val_env_manager.** ratio_type step_reward_* episode_reward_*",
@@ -728,8 +756,15 @@ SECTIONS = (
         lacks(_of("actor_train", "router_replay.mode"), "replaying the routing of experts", ["disabled"]),
         fixed("actor_train.router_replay.*", "read with its mode only"),
         used("critic.training_args.*", "critic.optimizer"),
-        fixed("critic.**", "it has the policy's layout"),
-        fixed("reference.** reference_configs.**", "the reference has the policy's layout, and only computes"),
+        used(
+            "reference.strategy_args.strategy_name reference.strategy_args.strategy_config.*_parallel_size "
+            "critic.strategy_args.strategy_name critic.strategy_args.strategy_config.*_parallel_size",
+            "reference.backend critic.backend reference.megatron.pipeline critic.megatron.pipeline",
+            "Of Megatron, on the policy's ranks whatever their device_mapping says. The policy's where nothing is said, "
+            "with another strategy, or where the ranks cannot be divided so.",
+        ),
+        fixed("critic.**", "it has the policy's ranks and settings"),
+        fixed("reference.** reference_configs.**", "the reference has the policy's ranks, and only computes"),
         used(
             _of(
                 "actor_infer",
@@ -771,7 +806,7 @@ SECTIONS = (
     ),
 )
 
-DERIVED = (other_pipelines, method, loss, batch, lengths, layout, megatron, optimizer, critic, engine, rewards, run)
+DERIVED = (ahead, model, method, loss, batch, lengths, layout, megatron, optimizer, critic, engine, rewards, run)
 
 TABLE = Table(
     "ROLL",
@@ -783,7 +818,6 @@ TABLE = Table(
     loses=(
         "domains that are mixed by probability, judges and sandboxes as rewards",
         "environments and agents",
-        "asynchronous generation",
     ),
     gains=(
         "device mappings that are parsed instead of evaluated",

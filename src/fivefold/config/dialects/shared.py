@@ -9,6 +9,7 @@ from typing import Any
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Convert
 from fivefold.config.mcore_options import PIPELINE, is_option, refusal
+from fivefold.config.schema import EngineConfig
 from fivefold.layout import ParallelLayout
 
 EVERY_CHECKPOINT = 1_000_000
@@ -144,6 +145,30 @@ def engine_layout(world: int, tp: int, ep: int = 1) -> str:
     if world % tp:
         raise UnreadableError(f"{world} GPUs cannot be divided into engines of {tp}")
     return f"vllm:d{world // tp}t{tp}" + (f"e{ep}" if ep > 1 else "")
+
+
+def engine_apart(gpus: int, tp: int, ep: int = 1) -> dict[str, Any]:
+    """vLLM on so many GPUs of its own."""
+    return {"engine.backend": engine_layout(gpus, tp, ep), "engine.placement": "apart"}
+
+
+def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
+    """Another model's layout on the policy's ranks; None where it is the policy's, or the ranks cannot be divided so."""
+    try:
+        found = world_layout(policy.world_size, **sizes)
+    except UnreadableError:
+        return None
+    return None if found.is_same(policy) else str(found)
+
+
+def ahead(steps: int, interrupt: str, tail: str = "wait") -> dict[str, Any]:
+    """Sampling so many steps ahead of the trainer; nothing of it where that is none."""
+    return {"rollout.max_staleness": steps, "rollout.interrupt": interrupt, "rollout.tail": tail} if steps > 0 else {}
+
+
+def at_once(samples: int, replicas: int, usual: int | None) -> dict[str, int]:
+    """`engine.max_num_seqs` where no more than so many samples are in flight at once; `usual` is a bound that was said."""
+    return {"engine.max_num_seqs": min(max(1, -(-samples // replicas)), usual or EngineConfig().max_num_seqs)}
 
 
 _OF_MINDSPEED = (

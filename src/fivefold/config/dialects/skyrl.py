@@ -57,6 +57,8 @@ DEFAULTS: dict[str, Any] = {
     "trainer.logger": "wandb",
     "trainer.gradient_checkpointing": True,
     "trainer.placement.colocate_all": True,
+    "trainer.fully_async.max_staleness_steps": 4,
+    "trainer.fully_async.num_parallel_generation_workers": 768,
     "trainer.placement.policy_num_nodes": 1,
     "trainer.placement.policy_num_gpus_per_node": 1,
     "trainer.run_name": "test_run",
@@ -180,7 +182,7 @@ REDUCTIONS = {
 }
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 REWARDS = {"gsm8k": {"gsm8k": 1.0}, "aime": {"math": 2.0}, "math": {"math": 1.0}}
-PROGRAMS = ("main_base", "main_dapo", "main_tis_dapo")
+PROGRAMS = ("main_base", "main_dapo", "main_tis_dapo", "main_async", "main_fully_async", "main_dapo_fully_async")
 
 
 def of_engine(source: Source, name: str) -> str:
@@ -190,7 +192,7 @@ def of_engine(source: Source, name: str) -> str:
 
 
 def is_dapo(source: Source) -> bool:
-    return (source.text("-m") or "").endswith(("main_dapo", "main_tis_dapo"))
+    return (source.text("-m") or "").endswith(("main_dapo", "main_tis_dapo", "main_dapo_fully_async"))
 
 
 def gpus(source: Source) -> int:
@@ -205,16 +207,36 @@ def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
     if name is not None and name.rpartition(".")[2] not in PROGRAMS:
         source.lacks("-m", "another program than main_base: it may do what no key says")
-    if not source.flag("trainer.placement.colocate_all"):
-        source.lacks(
-            "trainer.placement.colocate_all",
-            "engines share the policy's GPUs: a step waits for its samples there too, so that the numbers are the same",
-            changes_result=False,
-        )
     key = of_engine(source, "run_engines_locally")
     if source.has(key) and not source.flag(key):
         source.lacks(key, "engines that run elsewhere: engine.url names such servers here")
     return {}
+
+
+def steps_ahead(source: Source) -> int:
+    """By the program: those of main_fully_async, one in main_async, none otherwise."""
+    name = (source.text("-m") or "").rpartition(".")[2]
+    if name.endswith("fully_async") or source.flag("trainer.fully_async.enabled"):
+        return source.count("trainer.fully_async.max_staleness_steps")
+    return 1 if name == "main_async" else 0
+
+
+def ahead(source: Source) -> dict[str, Any]:
+    steps = steps_ahead(source)
+    if not steps:
+        return {}
+    if source.flag("trainer.placement.colocate_all"):
+        source.lacks(
+            "trainer.placement.colocate_all", "asynchronous training on shared GPUs, which SkyRL refuses: say false"
+        )
+    if (source.text("-m") or "").endswith("main_async") and not source.flag("trainer.fully_async.enabled"):
+        return shared.ahead(steps, "finish")
+    if source.count("trainer.train_batch_size") != source.count("trainer.policy_mini_batch_size"):
+        source.lacks(
+            "trainer.policy_mini_batch_size",
+            "a step of another size than train_batch_size, which fully asynchronous training refuses: say the same",
+        )
+    return shared.ahead(steps, "continue", "carry")
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -441,20 +463,22 @@ def engine(source: Source) -> dict[str, Any]:
     def key(name: str) -> str:
         return of_engine(source, name)
 
-    if source.flag("trainer.placement.colocate_all"):
-        asked = (
-            source.count(key("num_engines"))
-            * (source.whole(key("tensor_parallel_size")) or 1)
-            * (source.whole(key("data_parallel_size")) or 1)
-        )
-        if asked != gpus(source):
-            raise UnreadableError(
-                f"{key('num_engines')} x tensor_parallel_size = {asked} must be the policy's {gpus(source)} "
-                f"GPUs where all are colocated"
-            )
     tp, ep = source.whole(key("tensor_parallel_size")) or 1, source.whole(key("expert_parallel_size")) or 1
-    found: dict[str, Any] = {
-        "engine.backend": shared.engine_layout(gpus(source), tp, ep if ep == tp else 1),
+    replicas = source.count(key("num_engines")) * (source.whole(key("data_parallel_size")) or 1)
+    # What is sharded over stages there is over tensors here.
+    tp, ep = tp * (source.whole(key("pipeline_parallel_size")) or 1), ep if ep == tp else 1
+    is_colocated = source.flag("trainer.placement.colocate_all")
+    if is_colocated and replicas * tp != gpus(source):
+        raise UnreadableError(
+            f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} must be the policy's {gpus(source)} "
+            f"GPUs where all are colocated"
+        )
+    found: dict[str, Any] = (
+        shared.engine_apart(replicas * tp, tp, ep)
+        if not is_colocated
+        else {"engine.backend": shared.engine_layout(gpus(source), tp, ep)}
+    )
+    found |= {
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
     }
@@ -464,6 +488,10 @@ def engine(source: Source) -> dict[str, Any]:
                 found[f"engine.vllm.{name}"] = source.flag(key(name))
         if source.has(key("max_num_batched_tokens")):
             found["engine.vllm.max_num_batched_tokens"] = source.whole(key("max_num_batched_tokens"))
+    workers = source.whole("trainer.fully_async.num_parallel_generation_workers") or 0
+    if steps_ahead(source) and 0 < workers < (steps_ahead(source) + 1) * source.count("trainer.train_batch_size"):
+        samples = workers * source.count("generator.n_samples_per_prompt")
+        found |= shared.at_once(samples, replicas, found["engine.max_num_seqs"])
     return found
 
 
@@ -641,7 +669,11 @@ SECTIONS = (
             ),
             "policy.backend",
         ),
-        used("trainer.placement.colocate_all", "engine.backend policy.offload.optimizer"),
+        used(
+            "trainer.placement.colocate_all",
+            "engine.placement engine.backend policy.offload.optimizer",
+            "False: engines on GPUs of their own, behind the policy's.",
+        ),
         fixed(
             "trainer.placement.colocate_policy_ref trainer.placement.ref_num_* "
             "trainer.placement.critic_num_* trainer.placement.reward_num_*",
@@ -736,7 +768,10 @@ SECTIONS = (
     Section.of(
         "Generator",
         used(_engines("backend"), "engine.backend", "sglang becomes vLLM: the same distribution."),
-        used(_engines("num_engines tensor_parallel_size expert_parallel_size data_parallel_size"), "engine.backend"),
+        used(
+            _engines("num_engines tensor_parallel_size expert_parallel_size data_parallel_size pipeline_parallel_size"),
+            "engine.backend",
+        ),
         used(_engines("gpu_memory_utilization"), "engine.memory_fraction"),
         used(_engines("max_num_seqs"), "engine.max_num_seqs"),
         used(_engines("enforce_eager enable_prefix_caching enable_chunked_prefill max_num_batched_tokens"), "engine.vllm"),
@@ -744,13 +779,13 @@ SECTIONS = (
         fixed(
             _engines(
                 "async_engine weight_sync_backend vllm_v1_disable_multiproc "
-                "weight_transfer_threshold_cuda_ipc_GB pipeline_parallel_size model_dtype "
+                "weight_transfer_threshold_cuda_ipc_GB model_dtype "
                 "distributed_executor_backend language_model_only offload_kv_for_weight_sync "
                 "use_expandable_segments enable_ray_prometheus_stats "
                 "served_model_name fully_sharded_loras"
             )
             + f" {_ENGINE}delta_weight_sync {_ENGINE}delta_weight_sync.*",
-            "the engine shares the policy's GPUs and is given the whole weights",
+            "the engine is given the whole weights",
         ),
         slower(
             _engines("engine_init_kwargs") + f" {_ENGINE}engine_init_kwargs.** generator.engine_init_kwargs.**",
@@ -804,8 +839,32 @@ SECTIONS = (
             _TOOLS,
             [False],
         ),
-        lacks("trainer.fully_async.enabled", "sampling while the policy learns (asynchronous training)", [False]),
-        lacks("trainer.fully_async.**", "sampling while the policy learns (asynchronous training)"),
+        used(
+            "trainer.fully_async.enabled trainer.fully_async.max_staleness_steps",
+            "rollout",
+            "With main_fully_async, 4 when left out: the same number and the same rule, (k + v + 1) x "
+            "policy_mini_batch_size prompts given out when v steps are done (fully_async_trainer.py:184). Responses go "
+            "on under new weights, and a step takes what is complete: interrupt: continue and tail: carry. SkyRL begins "
+            "each epoch anew, and uses what is older than k with a warning; here nothing waits for an epoch's end, and such "
+            "a prompt is sampled again. main_async is one step ahead, with interrupt: finish: there the first step of each "
+            "epoch is not.",
+        ),
+        used(
+            "trainer.fully_async.num_parallel_generation_workers",
+            "engine.max_num_seqs",
+            "Prompts in flight at once, 768 when left out: samples of each replica here, where that is less than what may "
+            "be given out.",
+        ),
+        lacks(
+            "trainer.fully_async.sample_full_batch trainer.fully_async.simulate_training",
+            "groups without variance that are left out, or training that is only simulated",
+            [False],
+        ),
+        fixed("trainer.fully_async.simulate_*", "read with simulate_training only"),
+        fixed(
+            "trainer.fully_async.clear_kv_cache_on_weight_sync",
+            "as if it were true: keys and values of a response that goes on are computed anew by the new weights",
+        ),
     ),
     Section.of(
         "Trainer",
@@ -841,7 +900,7 @@ SECTIONS = (
             "trainer.algorithm.use_abs_kl trainer.algorithm.normalize_reward trainer.use_orm_score", "keys of 2025", [False]
         ),
         lacks("trainer.num_dummy_steps trainer.override_entrypoint trainer.arctic_rl.**", "another program's key"),
-        used("-m", "algorithm.name", "main_base, and DAPO's main_dapo."),
+        used("-m", "algorithm.name rollout", "main_base, main_async, main_fully_async, and DAPO's main_dapo."),
         fixed("--config-name --config-path", "how the program is started"),
     ),
     Section.of(
@@ -866,6 +925,7 @@ SECTIONS = (
 
 DERIVED = (
     program,
+    ahead,
     advantage,
     loss,
     kl,
@@ -899,7 +959,6 @@ TABLE = Table(
     ),
     loses=(
         "environments with tools and several turns",
-        "engines on GPUs of their own, and asynchronous training",
         "adapters (LoRA)",
     ),
     gains=(

@@ -158,18 +158,49 @@ def program(source: Source) -> dict[str, Any]:
     mode = source.text("mode") or "both"
     if mode not in ("both", "train") or (mode == "train" and not offline(source)):
         source.lacks("mode", f"{mode}: a run samples and trains here (both), or learns from data (train with dpo or sft)")
-    if not offline(source):
-        interval, offset = source.whole("synchronizer.sync_interval") or 1, source.whole("synchronizer.sync_offset") or 0
-        if interval > 1 or offset:
-            source.lacks(
-                "synchronizer.sync_interval",
-                "samples of older weights (asynchronous training): 1 with sync_offset 0 is what is supported",
-            )
-        if (style := source.text("synchronizer.sync_style") or "fixed") != "fixed":
-            source.lacks("synchronizer.sync_style", f"{style}: samples of older weights (asynchronous training)")
     if source.text("trainer.trainer_config_path"):
         source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
     return {}
+
+
+def period(source: Source) -> int:
+    """Trainer's steps that one step of ours has: those between two syncs, whose samples are all of the same weights."""
+    return 1 if offline(source) else max(1, source.whole("synchronizer.sync_interval") or 1)
+
+
+def periods(source: Source, steps: int | None) -> int:
+    """Steps of ours that so many of the trainer's make, rounded up."""
+    return -(-max(0, steps or 0) // period(source))
+
+
+def ahead(source: Source) -> dict[str, Any]:
+    """The explorer's step s has the weights of trainer's step max(0, (s - offset - 1) // interval) x interval (explorer.py,
+    need_sync), so that an offset of whole intervals is so many steps of ours."""
+    if offline(source):
+        return {}
+    said = source.under("synchronizer.")
+    interval, offset = period(source), said.whole("sync_offset") or 0
+    if (style := said.text("sync_style") or "fixed") != "fixed":
+        said.lacks(
+            "sync_style", f"{style}: weights that come when one of the two asks, so that no step says how old a sample is"
+        )
+    if offset % interval:
+        said.lacks(
+            "sync_offset", f"a part of sync_interval = {interval}: whole intervals are steps of rollout.max_staleness"
+        )
+    if interval > 1:
+        found = {**ADVANTAGES.get(chosen(source, "advantage", "advantage_fn"), {})}
+        over_batch = found.get("whiten") or source.text("algorithm.advantage_fn_args.std_cal_level") == "batch"
+        section = "kl_penalty_fn_args" if (source.text("algorithm.kl_penalty_fn") or "none") != "none" else "kl_loss_fn_args"
+        reasons = (
+            (found.get("credit") == "gae", "values that are computed anew by the critic in each of the trainer's steps"),
+            (over_batch and found.get("credit") != "gae", "advantages over the samples of each of the trainer's steps"),
+            (source.flag(f"algorithm.{section}.adaptive"), "a KL coefficient that moves in each of the trainer's steps"),
+        )
+        for is_asked, reason in reasons:
+            if is_asked:
+                said.lacks("sync_interval", f"{reason}, where {interval} of them are one step here: say 1")
+    return shared.ahead(offset // interval, "finish")
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -232,7 +263,12 @@ def batch(source: Source) -> dict[str, Any]:
             "buffer.train_batch_size",
             f"a trainer's step of {taken} samples beside an explorer's of {tasks} x {group}: they must be as many",
         )
-    return {"data.prompts_per_step": tasks, "algorithm.group_size": group, "algorithm.updates_per_step": 1}
+    steps = period(source)
+    return {
+        "data.prompts_per_step": tasks * steps,
+        "algorithm.group_size": group,
+        "algorithm.updates_per_step": steps,
+    }
 
 
 def algorithm(source: Source) -> dict[str, Any]:
@@ -305,6 +341,9 @@ def loss(source: Source) -> dict[str, Any]:
     }
     if chosen(source, "entropy", "entropy_loss_fn", "default") != "none":
         found["entropy_coef"] = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
+    if found["surrogate"] != "opmd":
+        # Of the engine, whose samples the trainer takes as they are (data conversion of verl_trainer).
+        found["rollout_correction.old_logprobs_from"] = "engine"
     if found["surrogate"] == "ppo_clip":
         usual = said.number("clip_range") if said.has("clip_range") else 0.2
         found |= {
@@ -420,7 +459,7 @@ def optimizer(source: Source) -> dict[str, Any]:
         "betas": [float(beta) for beta in of("betas").items("betas")],
         "clip_grad": source.number("trainer.grad_clip"),
         "schedule": style,
-        "schedule_per": "step",
+        "schedule_per": "step" if period(source) == 1 else "update",
         "warmup_from": 0,
         "warmup_steps": steps if steps is not None and steps >= 0 else share or 0,
     }
@@ -454,12 +493,11 @@ def critic(source: Source) -> dict[str, Any]:
 def engine(source: Source) -> dict[str, Any]:
     if offline(source):
         return {}
-    said, world = source.under(ROLLOUT), gpus(source)
+    said, drawn = source.under(ROLLOUT), source.under(TASKSET + "rollout_args.")
     tp = said.count("tensor_parallel_size")
-    drawn = source.under(TASKSET + "rollout_args.")
     found: dict[str, Any] = {
-        "engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1),
-        "engine.memory_fraction": min(said.number("gpu_memory_utilization") or 0.5, 0.6),
+        **shared.engine_apart(said.count("engine_num") * tp, tp),
+        "engine.memory_fraction": said.number("gpu_memory_utilization"),
         "engine.sampling.temperature": drawn.number("temperature")
         if drawn.has("temperature")
         else source.number("model.temperature"),
@@ -544,23 +582,26 @@ def data(source: Source) -> dict[str, Any]:
 def run(source: Source) -> dict[str, Any]:
     place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
     keep = source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
-    steps = source.whole("buffer.total_steps") or source.whole("trainer.total_steps")
+    key = "buffer.total_steps" if source.whole("buffer.total_steps") else "trainer.total_steps"
+    steps = source.whole(key)
+    if steps and steps % period(source):
+        source.lacks(key, f"a run that ends between two syncs: say a multiple of sync_interval = {period(source)}")
     evaluated = bool(source.items("buffer.explorer_input.eval_tasksets")) and not offline(source)
     return {
         "trainer.run_dir": place,
         "trainer.keep": keep if keep and keep > 0 else EVERY_CHECKPOINT,
         "trainer.resume": "auto" if source.flag("continue_from_checkpoint") else "never",
-        "trainer.save_every": max(0, source.whole("trainer.save_interval") or 0),
-        "trainer.eval_every": max(0, source.whole("explorer.eval_interval") or 0) if evaluated else 0,
+        "trainer.save_every": periods(source, source.whole("trainer.save_interval")),
+        "trainer.eval_every": periods(source, source.whole("explorer.eval_interval")) if evaluated else 0,
         "trainer.eval_before_train": source.flag("explorer.eval_on_startup") and evaluated,
-        "trainer.steps": steps,
+        "trainer.steps": periods(source, steps) or None,
         "trainer.epochs": source.whole("buffer.total_epochs"),
         "eval.samples": 0,
         "trainer.loggers": [name for name in ("tensorboard",) if source.text("monitor.monitor_type") == name] + ["console"],
     }
 
 
-DERIVED = (program, layout, offload, lengths, batch, algorithm, loss, kl, optimizer, critic, engine, data, run)
+DERIVED = (program, ahead, layout, offload, lengths, batch, algorithm, loss, kl, optimizer, critic, engine, data, run)
 
 TABLE = Table(
     "Trinity-RFT",
@@ -571,12 +612,12 @@ TABLE = Table(
     command="`fivefold train --from trinity --config run.yaml`, as `trinity run --config run.yaml`.",
     loses=(
         "workflows with tools, environments and other models",
-        "an explorer and a trainer that go on at their own pace (sync_interval above 1)",
+        "an explorer and a trainer that ask each other for weights (sync_style other than fixed)",
         "replay buffers and operators on data",
     ),
     gains=(
         "no flash-attn, Apex or converter to install: mixture-of-experts models load from their Hugging Face directory",
-        "all GPUs for sampling and for training in turn",
+        "a choice: GPUs of its own for sampling, or all GPUs for sampling and for training in turn",
         "every layout with the same numbers",
     ),
 )

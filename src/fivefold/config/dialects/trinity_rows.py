@@ -34,7 +34,7 @@ SECTIONS = (
         used(
             "cluster.node_num cluster.gpu_per_node",
             "policy.backend",
-            "Engines and trainer share the trainer's GPUs: those of the cluster without engine_num x tensor_parallel_size.",
+            "The trainer's GPUs: those of the cluster without engine_num x tensor_parallel_size, which are the engine's.",
         ),
         fixed(
             "cluster.ray_address cluster.total_gpu_num cluster.*_gpu_num cluster.trainer_node_num "
@@ -43,8 +43,13 @@ SECTIONS = (
         ),
         used(
             "synchronizer.sync_interval synchronizer.sync_offset synchronizer.sync_style",
-            "engine.backend",
-            "Every step, as here.",
+            "rollout data.prompts_per_step algorithm.updates_per_step policy.optimizer.schedule_per trainer.steps "
+            "trainer.save_every trainer.eval_every",
+            "sync_interval I of the trainer's steps between two syncs are one step here, of I updates: their samples are "
+            "all of the same weights, and their old log-probs the engine's. Steps are counted so: total_steps / I, and "
+            "intervals of checkpoints and evaluations rounded up. A sync_offset of k x I is rollout.max_staleness: k with "
+            "interrupt: finish, for responses are whole before weights come (explorer.py, save_checkpoint). "
+            "What is left of an epoch behind its last whole interval is not trained on here.",
         ),
         fixed(
             "synchronizer.sync_method synchronizer.sync_timeout synchronizer.wait_for_checkpoint "
@@ -198,8 +203,12 @@ SECTIONS = (
     ),
     Section.of(
         "Explorer",
-        used(f"{ROLLOUT}engine_num {ROLLOUT}tensor_parallel_size", "engine.backend policy.backend"),
-        used(ROLLOUT + "gpu_memory_utilization", "engine.memory_fraction", "At most 0.6, as the trainer shares the GPUs."),
+        used(
+            f"{ROLLOUT}engine_num {ROLLOUT}tensor_parallel_size",
+            "engine.backend engine.placement policy.backend",
+            "On GPUs of its own, behind the trainer's.",
+        ),
+        used(ROLLOUT + "gpu_memory_utilization", "engine.memory_fraction"),
         used(f"{ROLLOUT}enforce_eager {ROLLOUT}enable_prefix_caching {ROLLOUT}enable_chunked_prefill", "engine.vllm"),
         used("explorer.eval_interval", "trainer.eval_every"),
         used("explorer.eval_on_startup", "trainer.eval_before_train"),

@@ -6,6 +6,7 @@ verl_rows.py has what becomes of each key; here is what several of them say toge
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects import shared, verl_sft
@@ -169,6 +170,8 @@ PROGRAMS = (
     "siirl.client.main_dag",
 )
 """Programs whose configuration says all of what they do."""
+ONE_STEP_OFF = ("recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
+"""Of those, the ones that sample a step ahead, on GPUs of their own."""
 
 
 def is_megatron(source: Source) -> bool:
@@ -186,12 +189,14 @@ def gpus(source: Source) -> int:
 
 def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
-    if name is not None and name not in PROGRAMS:
+    if name is not None and name not in (*PROGRAMS, *ONE_STEP_OFF):
         source.lacks("-m", "another program than verl.trainer.main_ppo: it may do what no key says")
     if source.has(_R + "nnodes") and source.whole(_R + "nnodes"):
-        source.lacks(_R + "nnodes", "GPUs of their own for sampling")
+        source.lacks(_R + "nnodes", "GPUs of their own for sampling, of another program than one_step_off_policy")
+    if name in ONE_STEP_OFF:
+        return shared.ahead(1, "finish")
     if source.has("rollout.nnodes") and source.whole("rollout.nnodes"):
-        source.lacks("rollout.nnodes", "GPUs of their own for sampling")
+        source.lacks("rollout.nnodes", "GPUs of their own for sampling, of another program than one_step_off_policy")
     return {}
 
 
@@ -555,14 +560,19 @@ def engine(source: Source) -> dict[str, Any]:
     if name == "hf":
         return {"engine.backend": "transformers"}
     tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
+    ep, is_apart = ep if ep == tp else 1, source.text("-m") in ONE_STEP_OFF
+    if is_apart:
+        placed = shared.engine_apart(source.count("rollout.nnodes") * source.count("rollout.n_gpus_per_node"), tp, ep)
+    else:
+        placed = {"engine.backend": shared.engine_layout(gpus(source), tp, ep)}
     found: dict[str, Any] = {
-        "engine.backend": shared.engine_layout(gpus(source), tp, ep if ep == tp else 1),
+        **placed,
         "engine.memory_fraction": said.number("gpu_memory_utilization"),
         "engine.max_num_seqs": said.whole("max_num_seqs"),
     }
     if (length := said.whole("max_model_len")) is not None:
         found["engine.max_model_len"] = max(length, longest(source))
-    if said.has("free_cache_engine"):
+    if said.has("free_cache_engine") and not is_apart:
         found["engine.sleep"] = said.flag("free_cache_engine")
     if name == "vllm":
         options: dict[str, Any] = {"enforce_eager": said.flag("enforce_eager") or None}
@@ -693,7 +703,7 @@ TABLE = Table(
     loses=(
         "adapters (LoRA)",
         "tools, several turns, images",
-        "sampling on GPUs of its own and asynchronous training",
+        "asynchronous training by parts of a step (fully_async_policy)",
         "sampling with quantized weights",
     ),
     gains=(
@@ -706,11 +716,21 @@ TABLE = Table(
 
 
 OTHER_TABLES = (verl_sft.TABLE,)
+_APART = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
+_BYPASS = {"algorithm.rollout_correction.bypass_mode": True}
+_AHEAD = {
+    # The older one computes old log-probs (until 2025-11), the newer one takes the engine's.
+    program: replace(TABLE, defaults=DEFAULTS | _APART | (_BYPASS if program.startswith("verl.") else {}))
+    for program in ONE_STEP_OFF
+}
+"""Tables of programs whose configuration has other defaults."""
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
     """The table of a program's settings: PPO's, or that of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
+    if (own := _AHEAD.get(str(settings.get("-m")))) is not None:
+        return own
     return TABLE if is_rl or not verl_sft.looks_like(settings) else verl_sft.TABLE
 
 

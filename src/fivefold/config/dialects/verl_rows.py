@@ -13,7 +13,12 @@ _A, _R, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "acto
 _TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
 _OF_POLICY = "it has the policy's layout and options"
 _LORA = "low-rank adapters: all weights are trained"
-_ASYNC = "sampling while the policy learns (asynchronous training)"
+_ASYNC = "sampling while the policy learns (asynchronous training), of another program than one_step_off_policy"
+_PARTS = (
+    "samples that run ahead by a part (staleness_threshold) of trigger_parameter_sync_step x require_batches mini-batches "
+    "and are trained on in the order in which they are complete (fully_async_rollouter.py:199): rollout.max_staleness "
+    "counts whole steps"
+)
 _NOT_TEXT = "images, videos and audio"
 _TOOLS = "tools and several turns"
 
@@ -225,7 +230,7 @@ SECTIONS = (
         lacks(f"{_M}mtp.enable {_M}mtp.enable_train", "multi-token prediction", [False]),
         fixed(_M + "mtp.**", "read with mtp.enable only"),
         lacks(f"{_A}freeze_vision_tower {_A}freeze_non_attn_ffn", "part of the weights frozen", [False]),
-        fixed("actor_rollout_ref.hybrid_engine", "trainer and engine share the GPUs, as here"),
+        fixed("actor_rollout_ref.hybrid_engine", "the program says whether trainer and engine share the GPUs"),
         slower("actor_rollout_ref.nccl_timeout", "launch.timeout_minutes has its own default"),
         fixed("actor_rollout_ref.checkpoint_engine", "read by asynchronous training only"),
     ),
@@ -435,7 +440,8 @@ SECTIONS = (
                 "actor_rollout_ref.ref.torchtitan.** actor_rollout_ref.ref.ppo_micro_batch_size* "
                 "actor_rollout_ref.ref.*_offload actor_rollout_ref.ref.profile"
             ),
-            "the reference has the policy's layout, and only computes: no cut changes its numbers",
+            "the reference has the policy's layout, and only computes: no cut changes its numbers. verl and siiRL lay it "
+            "out as the actor too, whatever ref.megatron says (megatron_workers.py:284; siiRL's: 882)",
         ),
         lacks("actor_rollout_ref.ref.model.**", "a reference of other weights: reference.path here"),
     ),
@@ -493,9 +499,14 @@ SECTIONS = (
         lacks(_R + "disaggregation.enabled", "prefill and decoding on different GPUs", [False], changes_result=False),
         fixed(_R + "disaggregation.*", "read with disaggregation.enabled only"),
         lacks(_R + "mtp", "multi-token prediction"),
-        used(f"{_R}nnodes rollout.nnodes", "engine.backend", "0 shares the policy's GPUs."),
+        used(
+            f"rollout.nnodes rollout.n_gpus_per_node {_R}nnodes",
+            "engine.backend engine.placement",
+            "Of one_step_off_policy: GPUs of the engine, behind the policy's. 0 shares the policy's GPUs.",
+        ),
         fixed(_R + "n_gpus_per_node", "read with rollout.nnodes only"),
-        lacks("async_training.** rollout.** trainer.n_training_gpus_per_node trainer.num_*", _ASYNC),
+        lacks("async_training.**", _PARTS),
+        lacks("rollout.** trainer.n_training_gpus_per_node trainer.num_*", _ASYNC),
     ),
     Section.of(
         "Reward",
@@ -608,6 +619,13 @@ SECTIONS = (
         fixed("distillation.**", "read with distillation.enabled only"),
         fixed("skip.**", "rollouts are always sampled anew"),
         lacks("rllm.** rllm/*", "rLLM's agents"),
-        used("-m", "algorithm.name", "main_ppo, and DAPO's main_dapo."),
+        used(
+            "-m",
+            "algorithm.name rollout engine.placement",
+            "main_ppo, and DAPO's main_dapo. one_step_off_policy is rollout.max_staleness: 1 with interrupt: finish: a "
+            "step's prompts are sampled by the weights before the last update, whole (ray_trainer.py:509). Under "
+            "recipe (until 2025-11) it computes old log-probs when bypass_mode is left out, under verl.experimental they "
+            "are the engine's.",
+        ),
     ),
 )
