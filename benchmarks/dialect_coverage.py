@@ -184,6 +184,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
     many, any_size = {"visible_gpus": lambda: 1 << 20}, {"device_of": lambda config: None}
     with (
         patch.multiple("fivefold.plan.devices", **many),
+        patch.multiple("fivefold.plan.engine_placement", **many),
         patch.multiple("fivefold.plan.fit", **any_size),
         patch.multiple("fivefold.plan.check", check_tensor_files=nothing, tensor_places=lambda path: VALUE_HEAD.hf, **many),
         patch.multiple("fivefold.plan.engine_checks", check_vllm=nothing, **any_size),
