@@ -43,7 +43,11 @@ def train(root: Path, name: str, *overrides: str):
 
 @pytest.fixture(scope="module")
 def ahead(root):
-    return train(root, "ahead", "rollout.max_staleness=2")
+    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/ahead", "rollout.max_staleness=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ahead    samples are at most 2 steps old; a step waits for its groups\n" in done.stdout
+    assert "nothing weighs what older weights have sampled" in done.stdout
+    return metrics(root, "ahead")
 
 
 def without(rows, *starts: str):

@@ -36,6 +36,7 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         *_describe_experts(spec, layout),
         *_describe_placement(config),
         *_describe_engine(config),
+        *_describe_ahead(config),
         f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
         f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
         *_describe_others(config),
@@ -94,6 +95,23 @@ def _describe_engine(config: RunConfig) -> list[str]:
         f"engine   {replicas} {where} "
         f"the policy's ranks, {most}; {engine.memory_fraction:.0%} of each GPU for weights, cache and graphs{rest}"
     ]
+
+
+_LATE = {"wait": "a step waits for its groups", "carry": "what is late is sampled again", "drop": "what is late is dropped"}
+_IN_FLIGHT = {
+    "continue": "goes on under new weights",
+    "finish": "ends before new weights",
+    "abort": "is aborted by new weights",
+}
+
+
+def _describe_ahead(config: RunConfig) -> list[str]:
+    rollout = config.rollout
+    if rollout.max_staleness is None or config.algorithm.offline:
+        return []
+    more = f", {rollout.oversample:.0%} more prompts than needed" if rollout.oversample else ""
+    in_flight = f"; what is in flight {_IN_FLIGHT[rollout.interrupt]}" if config.engine.is_server else ""
+    return [f"ahead    samples are at most {rollout.max_staleness} steps old{more}; {_LATE[rollout.tail]}{in_flight}"]
 
 
 def _describe_others(config: RunConfig) -> list[str]:
