@@ -138,6 +138,7 @@ def changed_midway(mesh, directory: Path, logs: Path):
     return found, done[done.index("tensor 0", 1) :]
 
 
+@pytest.mark.slow
 def test_staged_weights_pause_the_servers_when_all_of_them_are_gathered(cluster, model, tmp_path):
     (((completions, under), done),) = cluster.run(changed_midway, "megatron:d1", model, tmp_path)
     check_what_was_sampled_midway(completions, under)

@@ -298,6 +298,7 @@ def test_a_rank_that_ends_in_silence_is_named_with_the_end_of_its_log(two_nodes)
     assert "ended with code 7 and left no traceback" in said and "last words of rank 2" in said
 
 
+@pytest.mark.slow
 def test_a_worker_process_of_rays_that_is_killed_takes_its_ranks_along_and_is_named(two_nodes):
     driver = Driver("wait", address=two_nodes.address)
     ranks = driver.wait_for_ranks()
@@ -314,6 +315,7 @@ def test_sigterm_at_the_driver_reaches_all_ranks(two_nodes):
     assert len(list(Path().glob("saved-*"))) == 4
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_of_a_person_ends_ranks_that_are_busy(two_nodes):
     driver = Driver("stubborn", address=two_nodes.address)
     ranks = driver.wait_for_ranks()
@@ -397,6 +399,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(two_nodes, over
     assert not list(Path().glob("rank-*"))
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_what_others_have_reserved_and_says_so(two_nodes):
     first = Driver("wait", address=two_nodes.address)
     ranks = first.wait_for_ranks()
@@ -463,6 +466,7 @@ def test_a_cluster_that_the_run_started_ends_with_it(alone):
     assert not list(alone.glob("fivefold-ray-*"))
 
 
+@pytest.mark.slow
 def test_nothing_of_a_cluster_that_the_run_started_runs_on_when_the_driver_is_killed(alone):
     driver = Driver("wait", "trainer.device=cpu", address=None)
     ranks = driver.wait_for_ranks()

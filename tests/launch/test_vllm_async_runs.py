@@ -76,9 +76,8 @@ def test_nothing_ahead_with_a_server_is_the_synchronous_run(root):
     assert_same([{k: v for k, v in row.items() if not k.startswith("async/")} for row in none], base)
 
 
-@pytest.mark.parametrize(
-    "interrupt", ["continue", *(pytest.param(each, marks=pytest.mark.slow) for each in ("finish", "abort"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupt", ["continue", "finish", "abort"])
 def test_ages_stay_within_their_bound_and_each_prompt_is_used_once(root, interrupt):
     given = ["rollout.max_staleness=2", f"rollout.interrupt={interrupt}", *ENDLESS]
     finished(root, command(root, interrupt, *given), interrupt)

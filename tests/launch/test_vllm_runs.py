@@ -58,6 +58,7 @@ def test_a_run_samples_with_vllm_what_the_trainer_computes(root, base):
         assert row["response/length_mean"] > 1
 
 
+@pytest.mark.slow
 def test_a_run_on_two_replicas_of_the_engine_is_the_same(root, base):
     """What is drawn depends on the key of a request, not on who samples it: float32 breaks no tie the other way here."""
     done = train(root, "replicas", "engine.backend=vllm:d2", "policy.backend=megatron:d2")
@@ -116,6 +117,7 @@ def test_a_run_whose_servers_are_apart_has_the_same_metrics_although_one_is_kill
     wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
 
 
+@pytest.mark.slow
 def test_a_run_with_one_string_for_its_layouts_is_the_same(root, base):
     """One server of two workers for two ranks, and weights that are gathered before they are sent."""
     text = (root / "run.yaml").read_text().replace('backend: "megatron:t2", ', "").replace('backend: "vllm:d1t2", ', "")
