@@ -100,6 +100,7 @@ def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(roo
 APART = ["policy.backend=megatron:d2", "engine.placement=apart", "engine.backend=vllm:d2"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_servers_are_apart_has_the_same_metrics_although_one_is_killed(root, base):
     """Two ranks, two servers beside them; the summary says who is where, and nothing stays."""
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/apart", *APART)
