@@ -100,6 +100,9 @@ def midway(mesh, directory: Path, engine, prompts: int = 12):
     weights = [{name: tensor * factor for name, tensor in tensors.items()} for factor in (1.0, 1.1)]
     engine.update_weights(iter(weights[0].items()), 4)
     asked = requests(4, LONG, [[5 + i, 6, 7 + i] for i in range(prompts)])
+    # Five are short; the others are still being sampled when weights come, however fast that is.
+    sizes = [Sampling(max_tokens=170, ignore_eos=True), Sampling(max_tokens=8, ignore_eos=True)]
+    asked = [replace(request, sampling=sizes[request.id < 5]) for request in asked]
     found: dict[int, Completion] = {}
     for completion in engine.generate(asked):
         found[completion.request_id] = completion
