@@ -66,18 +66,87 @@ def training_step(mesh, directory: Path, tokens: int, samples: int, length: int)
     }
 
 
-def transformers_step(mesh, directory: Path, samples: int, length: int) -> dict[str, float]:
+def gemm(mesh) -> float:
+    """TFLOP/s of a product of bfloat16 matrices: the limit that the steps are measured against."""
+    size = 8192 if is_large(mesh) else 256
+    one, other = torch.randn(2, size, size, device=mesh.device, dtype=torch.bfloat16)
+    seconds = min(timed(mesh, lambda: [one @ other for _ in range(10)])[0] for _ in range(4)) / 10
+    return 2 * size**3 / seconds / 1e12
+
+
+def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute: str, attention: str) -> dict[str, Any]:
+    """A training step on sequences of one length, steady: seconds, rate, memory, and where the GPU's time goes."""
+    from fivefold.megatron.kernels import flash
+
+    if attention != "flash-attn-4":
+        flash._available = lambda device: False
+    elif is_large(mesh) and not flash._available(mesh.device):
+        return {"not measured": "flash-attn-4 is not installed"}
+    model = build(mesh, directory, "bfloat16", tokens, recompute=recompute)
+    mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
+    mine = mine.select(mesh.ranks.shard_of_replica(range(samples)))
+
+    def step() -> Any:
+        return model.train_step(mine, OBJECTIVE.loss)
+
+    timed_steps = [timed(mesh, step) for _ in range(5)]
+    seconds, report = min(one for one, _ in timed_steps[1:]), timed_steps[-1][1]
+    flops = training_flops(model.spec, report.tokens, report.tokens / report.sequences)
+    found = {
+        "seconds": round(seconds, 4),
+        "tflops_per_gpu": round(flops / seconds / mesh.layout.world_size / 1e12, 1),
+        "peak_gib": round(peak_gib(mesh), 2),
+        "micro_batches": report.micro_batches,
+        "kernels_ms": kernels_of(mesh, step),
+    }
+    return found
+
+
+KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "cutlass___call__", "kernel_cutlass"),
+    "products": ("nvjet", "gemm", "cutlass", "splitk", "cublas"),
+    "logits": ("_row_sums", "_row_gradient"),
+    "heads": ("_heads",),
+    "swiglu": ("_swiglu",),
+    "norms": ("layer_norm", "rms_norm", "gammabeta"),
+    "optimizer": ("fusedadam", "fused_adam", "multi_tensor", "optimizer", "nrm", "normtwo"),
+    "compiled": ("triton_",),
+    "communication": ("nccl",),
+    "copies": ("copy", "cat", "memcpy", "memset", "fill"),
+}
+
+
+def kernels_of(mesh, step: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of the GPU's kernels in one step, by what they are for."""
+    if not is_large(mesh):
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        timed(mesh, step)
+    found: dict[str, float] = dict.fromkeys([*KINDS, "element-wise and others"], 0.0)
+    for event in profiled.key_averages():
+        if event.self_device_time_total <= 0 or event.key.startswith("Optimizer."):
+            continue
+        name = event.key.lower()
+        kind = next((kind for kind, marks in KINDS.items() if any(mark in name for mark in marks)), None)
+        found[kind or "element-wise and others"] += event.self_device_time_total / 1e3
+    return {kind: round(spent, 1) for kind, spent in found.items() if spent}
+
+
+def transformers_step(mesh, directory: Path, samples: int, length: int, spread: float = 0.5) -> dict[str, float]:
     """The same training step as one would write it with transformers: bf16, SDPA, padded batches, fused AdamW."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(mesh.device)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_large(mesh))
-    batch = random_batch(samples, length, model.config.vocab_size)
+    batch = random_batch(samples, length, model.config.vocab_size, spread=spread)
     rows = sorted(batch.token_ids_T.split(batch.lengths_N), key=len)
+    together = max(1, min(8, 8192 // length))
 
     def step() -> None:
-        for first in range(0, samples, 8):
-            part = rows[first : first + 8]
+        for first in range(0, samples, together):
+            part = rows[first : first + together]
             ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(mesh.device)
             there = [torch.ones_like(row) for row in part]
             mask = torch.nn.utils.rnn.pad_sequence(there, batch_first=True).to(mesh.device)
@@ -197,6 +266,41 @@ def hugging_face(part: Part) -> None:
         part.say("training step with transformers", found)
 
 
+def rows(part: Part) -> None:
+    """Qwen3-1.7B's shape on one GPU: sequences of one length, with and without recomputation, beside transformers."""
+    directory = part.model("qwen3_1.7b")
+    rate = part.measure("product", "d1", gemm)
+    part.say("product of bfloat16 matrices of 8192 x 8192, TFLOP/s", round(rate or 0))
+    long, short, tokens = (4096, 1024, 32768) if part.large else (64, 16, 256)
+    for samples, length, recompute in ((8, long, "none"), (64, short, "none"), (8, long, "full")):
+        for attention in ("flash-attn-4", "torch"):
+            name = f"{samples} x {length}, recomputation {recompute}, attention {attention}"
+            found = part.measure(name, "d1", row, directory, tokens, samples, length, recompute, attention)
+            if found is not None:
+                share = found.get("tflops_per_gpu", 0) / (rate or 1)
+                part.say(name, {**found, "of_the_product": round(share, 2)})
+    for samples, length in ((8, long), (64, short)):
+        name = f"{samples} x {length}, transformers"
+        found = part.measure(name, "d1", transformers_step, directory, samples, length, 0.0)
+        if found is not None:
+            part.say(name, found)
+
+
+def rows_of_four(part: Part) -> None:
+    """Qwen3-8B's shape on four GPUs, 32 sequences of 4096 tokens."""
+    if part.large and part.gpus < 4:
+        return part.say("Qwen3-8B", "needs 4 GPUs")
+    directory = part.model("qwen3_8b")
+    rate = part.measure("product", "d1", gemm)
+    length, tokens = (4096, 16384) if part.large else (64, 256)
+    for layout in ("d2t2", "d1t4", "d2p2", "d4"):
+        found = part.measure(layout, layout, row, directory, tokens, 32, length, "none", "flash-attn-4")
+        if found is not None:
+            share = found.get("tflops_per_gpu", 0) / (rate or 1)
+            part.say(f"32 x {length}, {layout}", {**found, "of_the_product": round(share, 2)})
+    return None
+
+
 def experts_model(part: Part) -> None:
     """Qwen3-30B-A3B with 8 of its 48 layers: the training step on layouts of four GPUs."""
     if part.large and part.gpus < 4:
@@ -259,8 +363,8 @@ def deterministic(part: Part) -> None:
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
-    "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic, "experts": experts,
-    "offload": leaving, "deterministic": deterministic,
+    "rows": rows, "rows-four": rows_of_four, "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic,
+    "experts": experts, "offload": leaving, "deterministic": deterministic,
 }  # fmt: skip
 
 

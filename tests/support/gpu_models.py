@@ -102,10 +102,13 @@ def write_classifier(mesh, name: str, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def random_batch(samples: int, mean_length: int, vocab: int) -> TokenBatch:
-    """GRPO's inputs for `samples` sequences of lengths around the mean, the first quarter of each a prompt."""
+def random_batch(samples: int, mean_length: int, vocab: int, spread: float = 0.5) -> TokenBatch:
+    """GRPO's inputs for `samples` sequences of lengths around the mean, the first quarter of each a prompt.
+
+    `spread` is the share of the mean by which a length differs from it at most.
+    """
     generator = torch.Generator().manual_seed(1)
-    lengths = (mean_length * (0.5 + torch.rand(samples, generator=generator))).long().tolist()
+    lengths = (mean_length * (1 - spread + 2 * spread * torch.rand(samples, generator=generator))).long().tolist()
     tokens = torch.randint(0, vocab, (sum(lengths),), generator=generator)
     mask = torch.cat([torch.arange(n) >= max(1, n // 4) for n in lengths])
     batch = TokenBatch(tokens, mask, lengths, temperature=1.0)

@@ -96,6 +96,7 @@ _REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
                                          "moe_hybridep_num_sms"),
         "multi-token prediction is not trained": ("mtp_num_layers", "mtp_loss_scaling_factor"),
         "replaying the sampler's routing is not part of this release": ("moe_enable_routing_replay",),
+        "products add to the optimizer's buffer by themselves": ("gradient_accumulation_fusion",),
         "use {section}.offload, which moves state between the stages of a step": (
             "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",
             "cpu_offloading_double_buffering", "fine_grained_activation_offloading", "offload_modules",
@@ -108,7 +109,7 @@ _REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "use_kitchen", "use_kitchen_attention", "kitchen_attention_backend", "quant_recipe", "batch_invariant_mode",
             "cp_comm_type", "attention_backend", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
             "num_layers_at_end_in_bf16", "tp_only_amax_red", "disable_parameter_transpose_cache", "symmetric_ar_type",
-            "gradient_accumulation_fusion", "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
+            "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
             "activation_func_fp8_input_store", "log_max_attention_logit", "qk_clip", "qk_clip_alpha", "qk_clip_threshold",
             "use_ring_exchange_p2p", "pipeline_model_parallel_comm_backend", "use_fused_weighted_squared_relu",
             "memory_efficient_layer_norm", "persist_layer_norm", "moe_use_legacy_grouped_gemm",

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, rando
 from fivefold.distributed.groups import own_groups_only
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
-from fivefold.megatron.patches import cuda_shim, te_stubs
+from fivefold.megatron.patches import activation, cuda_shim, gradients, te_stubs
 
 T = TypeVar("T")
 
@@ -149,6 +149,8 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
     te_stubs.define()
     if device.type == "cpu":
         cuda_shim.install()
+    gradients.install()
+    activation.install()
     before, scratch = _Globals(), {name: getattr(parallel_state, name) for name in _SCRATCH}
     _NO_LAYOUT.install()
     # It makes its own, and refuses to where one is there.

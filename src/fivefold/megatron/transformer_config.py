@@ -67,7 +67,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
         "use_cpu_initialization": mesh.device.type == "cpu",
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": not fused,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
         "bias_activation_fusion": mesh.device.type == "cuda",

@@ -23,6 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from fivefold.megatron.kernels import flash
+
 _GROUPED_QUERY = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """This release of torch's varlen_attn takes fewer key/value heads than query heads."""
 
@@ -63,6 +65,13 @@ class Packing(PackedSeqParams):
     """Which real tokens of this rank each sequence has; for layers with experts."""
     most_queries: int = 0
     most_keys: int = 0
+    _turns: tuple[Tensor, Tensor] | None = None
+
+    def turns(self, angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """[T, R] cosines and sines of rotary angles [T, 1, R], times `scale`: computed for the first layer that asks."""
+        if self._turns is None:
+            self._turns = (angles[:, 0].cos() * scale, angles[:, 0].sin() * scale)
+        return self._turns
 
 
 def chunk_multiple(cp: int) -> int:
@@ -185,14 +194,19 @@ class PackedAttention(MegatronModule):
             together = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
             key, value = together.split([key.shape[-1], value.shape[-1]], -1)
         half = query.dtype in (torch.bfloat16, torch.float16)
-        if query.is_cuda and half and query.shape[2] % 8 == 0:
-            return self._flash(query, key, value, packing).flatten(1)
-        return self._padded(query, key, value, packing).flatten(1)
-
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """PyTorch's own variable-length flash attention; queries are the last ones of their keys."""
+        if not (query.is_cuda and half and query.shape[2] % 8 == 0):
+            return self._padded(query, key, value, packing).flatten(1)
         if packing.key_index is not None:
             key, value = key.index_select(0, packing.key_index), value.index_select(0, packing.key_index)
+        assert packing.cu_queries is not None and packing.cu_keys is not None
+        if flash.takes(query, value):
+            ends, most = (packing.cu_queries, packing.cu_keys), (packing.most_queries, packing.most_keys)
+            window = None if self.window is None else self.window - 1
+            return flash.attention(query, key, value, ends, most, window, self.scale).flatten(1)
+        return self._varlen(query, key, value, packing).flatten(1)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """PyTorch's own variable-length flash attention; queries are the last ones of their keys."""
         if not _GROUPED_QUERY and query.shape[1] != key.shape[1]:
             repeat = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
@@ -200,8 +214,8 @@ class PackedAttention(MegatronModule):
         if width < key.shape[2]:
             value = F.pad(value, (0, key.shape[2] - width))
         options: dict[str, Any] = {"enable_gqa": True} if _GROUPED_QUERY else {}
-        left = -1 if self.window is None else self.window - 1
         assert packing.cu_queries is not None and packing.cu_keys is not None
+        left = -1 if self.window is None else self.window - 1
         output = varlen_attn(
             query,
             key,

@@ -9,7 +9,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -28,6 +28,7 @@ from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.layers.norm import RMSNorm
+from fivefold.megatron.layers.self_attention import SelfAttention
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:

@@ -14,8 +14,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from fivefold.megatron import kernels
+from fivefold.megatron.patches.gradients import add_product, taken_by_buffer
+
 CHUNK_ELEMENTS = 1 << 26
-"""Logits that exist at once on a rank: 256 MiB in float32."""
+"""Logits that exist at once on a rank: 256 MiB in float32, of which plain PyTorch needs several."""
+KERNEL_CHUNK_ELEMENTS = 1 << 29
+"""The same where one kernel turns them into their gradient: 2 GiB. Large, for each chunk adds to the weight's gradient."""
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -42,7 +47,11 @@ class LogProbHead(ColumnParallelLinear):
         hidden_SD = hidden.squeeze(1)[source_index_S]
         start = self.tp_group.rank() * weight.shape[0]
         valid = max(0, min(valid_vocab - start, weight.shape[0]))
-        logprobs_S, entropy_S = _LogProbs.apply(hidden_SD, weight, targets_S, start, valid, 1.0 / temperature, self.tp_group)
+        # The optimizer's buffer takes the gradient at once where Megatron-Core's own products do so.
+        into = getattr(weight, "main_grad", None) if self.config.gradient_accumulation_fusion else None
+        logprobs_S, entropy_S = _LogProbs.apply(
+            hidden_SD, weight, targets_S, start, valid, 1.0 / temperature, self.tp_group, into
+        )
         return logprobs_S, entropy_S
 
 
@@ -62,14 +71,48 @@ class ValueHead(torch.nn.Module):
         return hidden.squeeze(1)[at_S].float() @ self.weight[0].float()
 
 
-def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """float32 logits of one chunk of tokens."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         # The product of bfloat16 numbers, kept in float32 instead of rounded.
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = torch.mm(hidden, weight.t()).float()
-    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.mm(hidden, weight.t()).float()
+
+
+def _row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """What `kernels.logits.row_sums` gives, in plain PyTorch; the logits are gone."""
+    if scale != 1.0:
+        logits.mul_(scale)
+    here = (targets >= 0) & (targets < logits.shape[1])
+    picked = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    largest = logits.amax(1)
+    weights = (logits - largest[:, None]).exp_()
+    total = weights.sum(1)
+    return torch.stack([largest, total, weights.mul_(logits).sum(1), torch.where(here, picked, 0.0)])
+
+
+def _row_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What `kernels.logits.row_gradient` gives, in plain PyTorch; the logits are gone."""
+    if scale != 1.0:
+        logits.mul_(scale)
+    log_p = logits.sub_(log_sum[:, None])
+    p = log_p.exp()
+    # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
+    grad = p * -of_logprob[:, None]
+    grad -= of_entropy[:, None] * p * (log_p + entropy[:, None])
+    here = (targets >= 0) & (targets < logits.shape[1])
+    target = targets.clamp(0, logits.shape[1] - 1)[:, None]
+    grad.scatter_add_(1, target, torch.where(here, of_logprob, 0.0)[:, None])
+    return grad.mul_(scale).to(dtype)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -85,26 +128,21 @@ class _LogProbs(torch.autograd.Function):
         valid: int,
         inverse_temperature: float,
         group: dist.ProcessGroup,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden_SD.shape[0]
-        # Row by row: largest logit; then sum of exp, sum of exp * logit, the target's logit.
-        largest_S = hidden_SD.new_full((tokens,), -torch.inf, dtype=torch.float32)
-        sums = hidden_SD.new_zeros((3, tokens), dtype=torch.float32)
-        rows = max(1, CHUNK_ELEMENTS // max(valid, 1))
+        # Row by row: largest logit; sum of exp, sum of exp * logit, the target's logit.
+        found = hidden_SD.new_zeros((4, tokens), dtype=torch.float32)
+        found[0] = -torch.inf
+        rows = max(1, _chunk_elements(hidden_SD) // max(valid, 1))
         weight = weight_VD[:valid].detach()
         local_S = targets_S - start
-        here_S = (local_S >= 0) & (local_S < valid)
+        row_sums, _ = _passes(hidden_SD)
         if valid:
             for begin in range(0, tokens, rows):
                 chunk = slice(begin, begin + rows)
-                logits = _logits(hidden_SD[chunk], weight, inverse_temperature)
-                picked = logits.gather(1, local_S[chunk].clamp(0, valid - 1)[:, None])[:, 0]
-                sums[2, chunk] = torch.where(here_S[chunk], picked, 0.0)
-                largest = logits.amax(1)
-                weights = (logits - largest[:, None]).exp_()
-                largest_S[chunk] = largest
-                sums[0, chunk] = weights.sum(1)
-                sums[1, chunk] = weights.mul_(logits).sum(1)
+                found[:, chunk] = row_sums(_logits(hidden_SD[chunk], weight), local_S[chunk], inverse_temperature)
+        largest_S, sums = found[0], found[1:]
         if group.size() > 1:
             own_S = largest_S.clone()
             dist.all_reduce(largest_S, dist.ReduceOp.MAX, group=group)
@@ -112,35 +150,52 @@ class _LogProbs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_sum_S = largest_S + sums[0].log()
         entropy_S = log_sum_S - sums[1] / sums[0]
-        ctx.save_for_backward(hidden_SD, weight_VD, local_S, here_S, log_sum_S, entropy_S)
-        ctx.valid, ctx.rows, ctx.inverse_temperature = valid, rows, inverse_temperature
+        ctx.save_for_backward(hidden_SD, weight_VD, local_S, log_sum_S, entropy_S)
+        ctx.valid, ctx.rows, ctx.inverse_temperature, ctx.into = valid, rows, inverse_temperature, into
         ctx.set_materialize_grads(False)
         return sums[2] - log_sum_S, entropy_S
 
     @staticmethod
     def backward(ctx: Any, grad_logprob_S: Tensor | None, grad_entropy_S: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_SD, weight_VD, local_S, here_S, log_sum_S, entropy_S = ctx.saved_tensors
-        if grad_logprob_S is None:
-            grad_logprob_S = torch.zeros_like(log_sum_S)
-        valid, rows = ctx.valid, ctx.rows
+        hidden_SD, weight_VD, local_S, log_sum_S, entropy_S = ctx.saved_tensors
+        of_logprob_S, of_entropy_S = (
+            (torch.zeros_like(log_sum_S) if grad is None else grad.contiguous()) for grad in (grad_logprob_S, grad_entropy_S)
+        )
+        valid, rows, into = ctx.valid, ctx.rows, ctx.into
         weight = weight_VD[:valid]
         grad_hidden = torch.zeros_like(hidden_SD)
         tokens = hidden_SD.shape[0]
-        one_chunk = tokens <= rows
+        _, row_gradient = _passes(hidden_SD)
         # Several chunks are summed in float32; one needs no second buffer.
-        grad_weight = torch.zeros_like(weight_VD, dtype=weight_VD.dtype if one_chunk else torch.float32)
+        dtype = weight_VD.dtype if tokens <= rows else torch.float32
+        grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if into is None else into
         for begin in range(0, tokens if valid else 0, rows):
             chunk = slice(begin, begin + rows)
             hidden = hidden_SD[chunk]
-            log_p = _logits(hidden, weight, ctx.inverse_temperature).sub_(log_sum_S[chunk, None])
-            p = log_p.exp()
-            # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
-            grad = p * -grad_logprob_S[chunk, None]
-            if grad_entropy_S is not None:
-                grad -= grad_entropy_S[chunk, None] * p * (log_p + entropy_S[chunk, None])
-            target = local_S[chunk].clamp(0, valid - 1)[:, None]
-            grad.scatter_add_(1, target, torch.where(here_S[chunk], grad_logprob_S[chunk], 0.0)[:, None])
-            grad = grad.mul_(ctx.inverse_temperature).to(hidden.dtype)
-            grad_hidden[chunk] = grad @ weight
-            grad_weight[:valid] += grad.t() @ hidden
-        return grad_hidden, grad_weight.to(weight_VD.dtype), None, None, None, None, None
+            grad = row_gradient(
+                _logits(hidden, weight),
+                local_S[chunk],
+                log_sum_S[chunk],
+                entropy_S[chunk],
+                of_logprob_S[chunk],
+                of_entropy_S[chunk],
+                ctx.inverse_temperature,
+                hidden.dtype,
+            )
+            torch.mm(grad, weight, out=grad_hidden[chunk])
+            add_product(grad_weight[:valid], grad, hidden)
+        given = grad_weight.to(weight_VD.dtype) if into is None else taken_by_buffer(weight_VD)
+        return grad_hidden, given, None, None, None, None, None, None
+
+
+def _chunk_elements(tensor: Tensor) -> int:
+    return KERNEL_CHUNK_ELEMENTS if kernels.serve(tensor) else CHUNK_ELEMENTS
+
+
+def _passes(tensor: Tensor) -> tuple[Any, Any]:
+    """What goes over a chunk's logits, forward and backward."""
+    if not kernels.serve(tensor):
+        return _row_sums, _row_gradient
+    from fivefold.megatron.kernels.logits import row_gradient, row_sums
+
+    return row_sums, row_gradient

@@ -18,6 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from fivefold.megatron import kernels
+
 
 class _AddLoss(torch.autograd.Function):
     """Pass activations through and let `loss` take part in backward with derivative 1."""
@@ -215,6 +217,10 @@ class GroupedExperts(MegatronModule):
 
 
 def _swiglu(product: Tensor, weights_T: Tensor) -> Tensor:
+    if kernels.serve(product):
+        from fivefold.megatron.kernels.swiglu import swiglu
+
+        return swiglu(product, weights_T)
     gate, up = product.chunk(2, -1)
     return (F.silu(gate) * up * weights_T[:, None]).to(product.dtype)
 

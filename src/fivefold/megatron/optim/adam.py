@@ -1,15 +1,39 @@
-"""AdamW whose moments may be kept in bfloat16: what Megatron-Core calls a precision-aware optimizer, in plain PyTorch."""
+"""AdamW in plain PyTorch: by one kernel on a GPU, or with moments in bfloat16, which Megatron-Core calls precision-aware."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import megatron.core.optimizer
 import torch
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's AdamW by its fused kernel, whatever a checkpoint says of the optimizer that wrote it."""
+
+    @classmethod
+    def take_over(cls, optimizer: Any) -> None:
+        """Let a plain AdamW whose parameters are on a GPU go on as this one."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if type(optimizer) is torch.optim.AdamW and parameters and all(parameter.is_cuda for parameter in parameters):
+            optimizer.__class__ = cls
+            cast(FusedAdamW, optimizer)._choose()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state, steps counted on the device as the kernel wants them."""
+        super().load_state_dict(state_dict)
+        self._choose()
+        for parameter, state in self.state.items():
+            if "step" in state:
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
+
+    def _choose(self) -> None:
+        for group in self.param_groups:
+            group |= {"fused": True, "foreach": False}
 
 
 class PrecisionAwareConfig(OptimizerConfig):

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from fivefold.config.mcore_options import DTYPE_NAMES
 from fivefold.config.schema import OptimizerConfig, PolicyConfig
 from fivefold.megatron.layers.layer_spec import PolicyModel
-from fivefold.megatron.optim.adam import PrecisionAwareConfig, precision_aware_adam
+from fivefold.megatron.optim.adam import FusedAdamW, PrecisionAwareConfig, precision_aware_adam
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ def build_updater(
             ddps,
             use_gloo_process_groups=False,
         )
+    for part in optimizer.chained_optimizers:
+        FusedAdamW.take_over(part.optimizer)
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
     if ddp_config.overlap_param_gather:

@@ -1,0 +1,88 @@
+"""One pass over float32 logits [rows, V]: what the log-prob head needs of each row, and their gradient in their place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""Logits of a row that are read at once."""
+
+
+@triton.jit
+def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.constexpr):
+    row = tl.program_id(0)
+    begin = logits + row.to(tl.int64) * stride
+    offsets = tl.arange(0, block)
+    # Each place of the block has a maximum and sums of its own, so that nothing is reduced inside the loop.
+    largest = tl.full([block], float("-inf"), tl.float32)
+    total = tl.zeros([block], tl.float32)
+    weighted = tl.zeros([block], tl.float32)
+    for first in range(0, width, block):
+        inside = first + offsets < width
+        x = tl.load(begin + first + offsets, mask=inside, other=float("-inf")) * scale
+        higher = tl.maximum(largest, x)
+        # A place that has seen nothing yet: exp(-inf - -inf) would not be a number.
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        before = tl.exp(largest - shift)
+        weight = tl.exp(x - shift)
+        total = total * before + weight
+        weighted = weighted * before + weight * tl.where(inside, x, 0.0)
+        largest = higher
+    top = tl.max(largest, 0)
+    share = tl.exp(largest - top)
+    target = tl.load(targets + row)
+    here = (target >= 0) & (target < width)
+    picked = tl.load(begin + tl.where(here, target, 0), mask=here, other=0.0) * scale
+    tl.store(found + row, top)
+    tl.store(found + rows + row, tl.sum(total * share, 0))
+    tl.store(found + 2 * rows + row, tl.sum(weighted * share, 0))
+    tl.store(found + 3 * rows + row, picked)
+
+
+@triton.jit
+def _row_gradient(logits, stride, gradient, targets, log_sum, entropy, slope, spread, width, scale, block: tl.constexpr):
+    row = tl.program_id(0)
+    begin = logits + row.to(tl.int64) * stride
+    # Numbers of half the size, or of the same.
+    written = gradient + row.to(tl.int64) * stride * (4 // (gradient.dtype.element_ty.primitive_bitwidth // 8))
+    offsets = tl.arange(0, block)
+    target, norm, mean = tl.load(targets + row), tl.load(log_sum + row), tl.load(entropy + row)
+    of_logprob, of_entropy = tl.load(slope + row), tl.load(spread + row)
+    for first in range(0, width, block):
+        inside = first + offsets < width
+        log_p = tl.load(begin + first + offsets, mask=inside, other=0.0) * scale - norm
+        # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
+        found = -tl.exp(log_p) * (of_logprob + of_entropy * (log_p + mean))
+        found += tl.where(first + offsets == target, of_logprob, 0.0)
+        # What is written lies over what was read: all of the block must have been read.
+        tl.debug_barrier()
+        tl.store(written + first + offsets, (found * scale).to(gradient.dtype.element_ty), mask=inside)
+
+
+def row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """[4, rows] of logits · `scale`: the largest, Σ exp, Σ exp · logit (exponents relative to it), the target's or 0."""
+    rows, width = logits.shape
+    found = torch.empty(4, rows, device=logits.device, dtype=torch.float32)
+    _row_sums[(rows,)](logits, logits.stride(0), targets, found, rows, width, scale, block=BLOCK, num_warps=8)
+    return found
+
+
+def row_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[rows, V] gradient of the logits in `dtype`, in their own memory: they are gone."""
+    rows, width = logits.shape
+    gradient = logits.view(dtype)
+    arguments = (logits, logits.stride(0), gradient, targets, log_sum, entropy, of_logprob, of_entropy, width, scale)
+    _row_gradient[(rows,)](*arguments, block=BLOCK, num_warps=8)
+    return gradient[:, :width]

@@ -1,0 +1,66 @@
+"""What Megatron-Core asks of Apex where gradients are added up, measured and clipped, by PyTorch's own means.
+
+Products add to the optimizer's float32 buffer (`gradient_accumulation_fusion`), which cuBLAS does as well; norms and
+clipping take all tensors at once and leave the host out of it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core.optimizer.clip_grads as clip_grads
+import megatron.core.tensor_parallel.layers as layers
+import torch
+from megatron.core.utils import local_multi_tensor_applier
+from torch import Tensor
+
+
+def add_product(buffer: Tensor, grad_SV: Tensor, input_SD: Tensor) -> None:
+    """buffer [V, D] += gradᵀ · input, the sum in the buffer's own precision."""
+    if grad_SV.is_cuda and buffer.dtype == torch.float32 and grad_SV.dtype != torch.float32:
+        torch.addmm(buffer, grad_SV.t(), input_SD, out_dtype=torch.float32, out=buffer)
+    elif buffer.dtype == grad_SV.dtype:
+        buffer.addmm_(grad_SV.t(), input_SD)
+    else:
+        buffer += grad_SV.t() @ input_SD
+
+
+def taken_by_buffer(weight: Tensor) -> Tensor:
+    """What autograd is given for a weight whose `main_grad` has its gradient already.
+
+    Megatron-Core's hook wants to see something. It ignores the content, unless the weight has another use whose gradient is
+    added to this one (`zero_out_wgrad`: an embedding that is the output layer too).
+    """
+    parameter: Any = weight
+    parameter.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def install() -> None:
+    """Let Megatron-Core use these where Apex and Transformer Engine are not there to do it."""
+    products: Any = layers
+    if not products._grad_accum_fusion_available:
+        products.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate
+        )
+        products._grad_accum_fusion_available = True
+    clipping: Any = clip_grads
+    if clipping.multi_tensor_applier is local_multi_tensor_applier:
+        clipping.l2_norm_impl, clipping.multi_tensor_scale_impl = _norm, _scale
+
+
+def _accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    add_product(main_grad, grad_output, total_input)
+
+
+def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], each: bool) -> tuple[Tensor, None]:
+    """[1] norm of all tensors together, on their device."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
+
+
+def _scale(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
+    """Tensors times a number, in place."""
+    given, scaled = lists
+    assert all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(given, scaled, strict=True))
+    torch._foreach_mul_(scaled, factor)

@@ -1,0 +1,188 @@
+"""Triton's kernels and cuDNN's attention against the same written out in float64: on a GPU, or interpreted on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.kernels
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(DEVICE)
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest, in units of the largest number that was wanted."""
+    return float(((found.double() - wanted).abs().max() / wanted.abs().max()).detach())
+
+
+@pytest.mark.parametrize("width", [1, 150, 2048, 5000])
+@pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
+def test_one_pass_over_logits_gives_their_sums(width, scale):
+    from fivefold.megatron.kernels.logits import row_sums
+
+    logits = random(5, width, scale=5.0)
+    targets = torch.tensor([0, width - 1, -1, width, width // 2], device=DEVICE)
+    largest, total, weighted, picked = row_sums(logits.float(), targets, scale)
+    scaled = logits.float().double() * scale
+    top = scaled.amax(1)
+    weights = (scaled - top[:, None]).exp()
+    assert difference(largest, top) < 1e-6
+    assert difference(total, weights.sum(1)) < 1e-5
+    # Terms of both signs: measured by their size.
+    assert ((weighted - (weights * scaled).sum(1)).abs() <= 1e-5 * (weights * scaled).abs().sum(1)).all()
+    inside = (targets >= 0) & (targets < width)
+    wanted = torch.where(inside, scaled.gather(1, targets.clamp(0, width - 1)[:, None])[:, 0], 0.0)
+    assert (picked - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max()))
+    assert picked[2] == picked[3] == 0.0, "another rank's target"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [150, 2048, 5000])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_the_gradient_of_logits_takes_their_place(dtype, width, with_entropy):
+    from fivefold.megatron.kernels.logits import row_gradient
+
+    logits, scale = random(4, width, scale=3.0).float(), 1 / 0.7
+    targets = torch.tensor([0, width - 1, -1, width // 2], device=DEVICE)
+    of_logprob, of_entropy = random(4, seed=1), random(4, seed=2) * with_entropy
+    leaf = logits.double().requires_grad_()
+    log_p = torch.log_softmax(leaf * scale, -1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    picked = log_p.gather(1, targets.clamp(0)[:, None])[:, 0]
+    # Where the target is another rank's, only the sum below the fraction depends on these logits.
+    other = -torch.logsumexp(leaf * scale, -1)
+    own = torch.where(targets >= 0, picked, other)
+    (own * of_logprob + entropy * of_entropy).sum().backward()
+    log_sum = torch.logsumexp(leaf * scale, -1).detach()
+    given = (log_sum, entropy.detach(), of_logprob, of_entropy)
+    held = logits.clone()
+    found = row_gradient(held, targets, *(tensor.float() for tensor in given), scale, dtype)
+    assert found.dtype == dtype and found.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+    # A GPU rounds to the nearest, the interpreter cuts off.
+    assert difference(found, leaf.grad) < (2e-6 if dtype == torch.float32 else 2**-8 if ON_GPU else 2**-7)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize(("width", "rotated"), [(16, 16), (24, 24), (32, 16)])
+@pytest.mark.parametrize("normed", [True, False])
+def test_queries_and_keys_are_normed_and_rotated_values_are_left(groups, heads, width, rotated, normed, monkeypatch):
+    from fivefold.megatron.kernels import rotary
+
+    monkeypatch.setattr(rotary, "PROGRAMS", 3)
+    tokens, mscale = 7, 1.3
+    mixed = random(tokens, 1, groups, (heads + 2) * width).requires_grad_()
+    weights = [random(width, seed=seed).requires_grad_() for seed in (1, 2)]
+    angles = random(tokens, 1, rotated // 2, seed=3, scale=50.0).repeat(1, 1, 2)
+
+    def norm(x, weight):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight if normed else x
+
+    def rotate(x):
+        turned, rest = x[..., :rotated], x[..., rotated:]
+        first, second = turned.chunk(2, -1)
+        cos, sin = mscale * angles.float().double().cos(), mscale * angles.float().double().sin()
+        return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+    query, key, value = mixed[:, 0].split([heads * width, width, width], -1)
+    query = query.reshape(tokens, groups * heads, width)
+    wanted = (rotate(norm(query, weights[0])), rotate(norm(key, weights[1])), value)
+    upstream = [random(*tensor.shape, seed=4) for tensor in wanted]
+    leaves = [mixed, *weights] if normed else [mixed]
+    gradients = torch.autograd.grad(wanted, leaves, upstream)
+    own = [tensor.detach().float().requires_grad_() for tensor in leaves]
+    norms = (own[1], own[2]) if normed else None
+    turns = (mscale * angles[:, 0].float().cos(), mscale * angles[:, 0].float().sin())
+    found = rotary.norm_rotate(own[0], *turns, norms, heads, width, 1e-6)
+    for got, want in zip(found, wanted, strict=True):
+        assert difference(got, want) < 5e-6
+    for got, want in zip(torch.autograd.grad(found, own, [g.float() for g in upstream]), gradients, strict=True):
+        assert difference(got, want) < 5e-6
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("width", [1, 96, 1500])
+def test_swiglu_and_its_gradients(weighted, width):
+    from fivefold.megatron.kernels.swiglu import swiglu
+
+    product, weights, upstream = (
+        random(6, 2 * width).requires_grad_(),
+        random(6, seed=1).requires_grad_(),
+        random(6, width, seed=2),
+    )
+    gate, up = product.chunk(2, -1)
+    wanted = torch.nn.functional.silu(gate) * up * (weights[:, None] if weighted else 1.0)
+    leaves = [product, weights][: 1 + weighted]
+    gradients = torch.autograd.grad(wanted, leaves, upstream)
+    own = [tensor.detach().float().requires_grad_() for tensor in leaves]
+    found = swiglu(*own)
+    assert difference(found, wanted) < 1e-6
+    for got, want in zip(torch.autograd.grad(found, own, upstream.float()), gradients, strict=True):
+        assert difference(got, want) < 2e-6
+
+
+def test_swiglu_of_no_tokens_is_empty():
+    """An expert's rank may get none."""
+    from fivefold.megatron.kernels.swiglu import swiglu
+
+    product = torch.zeros(0, 32, device=DEVICE, requires_grad=True)
+    weights = torch.zeros(0, device=DEVICE, requires_grad=True)
+    swiglu(product, weights).sum().backward()
+    assert product.grad.shape == (0, 32)
+
+
+@pytest.mark.skipif(not ON_GPU or not importlib.util.find_spec("flash_attn"), reason="needs a GPU and flash-attn-4")
+@pytest.mark.parametrize("lengths", [[64], [100, 300, 1, 777, 512], [1] * 9])
+@pytest.mark.parametrize("before", [0, 130])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("heads", "groups", "width"), [(16, 8, 128), (4, 4, 64), (8, 2, 96)])
+def test_flash_attention_attends_within_each_piece_and_nowhere_else(lengths, before, window, heads, groups, width):
+    """Against float64, no further from it than plain PyTorch in bfloat16; what follows a piece, or another, is not seen."""
+    from fivefold.megatron.kernels import flash
+
+    of_keys = [length + before for length in lengths]
+    shapes = ((sum(lengths), heads, width), (sum(of_keys), groups, width), (sum(of_keys), groups, width))
+    given = [random(*shape, seed=seed).bfloat16() for seed, shape in enumerate(shapes)]
+    upstream = random(sum(lengths), heads, width, seed=5).bfloat16()
+
+    def plain(tensors):
+        q, k, v = tensors
+        outputs, at, keys_at = [], 0, 0
+        for length, count in zip(lengths, of_keys, strict=True):
+            mine = [
+                t.transpose(0, 1) for t in (q[at : at + length], k[keys_at : keys_at + count], v[keys_at : keys_at + count])
+            ]
+            mine[1], mine[2] = (t.repeat_interleave(heads // groups, 0) for t in mine[1:])
+            scores = mine[0] @ mine[1].transpose(1, 2) * width**-0.5
+            distance = torch.arange(count - length, count, device=q.device)[:, None] - torch.arange(count, device=q.device)
+            seen = (distance >= 0) & (distance <= (count if window is None else window))
+            outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ mine[2]).transpose(0, 1))
+            at, keys_at = at + length, keys_at + count
+        return torch.cat(outputs)
+
+    def gradients(function, tensors):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        output = function(leaves)
+        return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+    assert flash.takes(given[0], given[2])
+    ends = tuple(torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).cuda() for sizes in (lengths, of_keys))
+    most = (max(lengths), max(of_keys))
+    exact = gradients(plain, [tensor.double() for tensor in given])
+    rounded = gradients(plain, given)
+    found = gradients(lambda tensors: flash.attention(*tensors, ends, most, window, width**-0.5), given)
+    for got, half, want in zip(found, rounded, exact, strict=True):
+        assert torch.isfinite(got).all()
+        # Of one key alone queries and keys have no gradient: measured against what came in.
+        rounding = max(1.5 * float((half.double() - want).norm()), 4e-3 * float(want.norm()), 4e-3 * float(upstream.norm()))
+        assert (got.double() - want).norm() <= rounding
