@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config import ConfigError, dialects, dump_yaml, load_config, make_config
+from fivefold.config import ConfigError, dialects, dump_yaml, load_config, make_config, methods
 from fivefold.config.loader import read, translate
 from fivefold.user_code import load_user_code
 from tests.support.commands import fivefold, program, python, with_cpu_seconds
@@ -91,6 +92,23 @@ def test_overrides_change_one_key(tmp_path):
 def test_a_bad_key_or_value_is_refused_with_what_to_write(tmp_path, override, says):
     with pytest.raises(ConfigError, match=says):
         load_config(write(tmp_path, GOOD), [override])
+
+
+@pytest.mark.parametrize("method", ["name=remax", "advantage=greedy_baseline"])
+def test_a_method_that_samples_within_the_step_is_refused_ahead_of_it(tmp_path, method):
+    with pytest.raises(ConfigError, match=r"rollout.max_staleness must be left out with advantage: greedy_baseline"):
+        load_config(write(tmp_path, GOOD), [f"algorithm.{method}", "rollout.max_staleness=1"])
+
+
+def test_no_rule_looks_for_a_name_that_the_tables_of_methods_lack():
+    """A comparison with a name that is no row never holds, and the type checker does not see it: names are any text."""
+    axes = {axis.rpartition(".")[2]: set(known) for axis, known in methods.NAMES.items()}
+    for path in Path(methods.__file__).parents[1].rglob("*.py"):
+        compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+        for axis, node in ((node.left.attr, node) for node in compared if isinstance(node.left, ast.Attribute)):
+            texts = [each.value for right in node.comparators for each in ast.walk(right) if isinstance(each, ast.Constant)]
+            unknown = {text for text in texts if isinstance(text, str)} - axes.get(axis, set(texts))
+            assert not unknown, f"{path}:{node.lineno} compares {axis} with {unknown}"
 
 
 def test_all_faults_are_told_at_once(tmp_path):

@@ -162,9 +162,9 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
         "algorithm.dynamic_sampling: false",
     )
     findings.require(
-        chosen.advantage != "remax",
+        chosen.advantage != "greedy_baseline",
         "max_staleness",
-        "must be left out with remax, whose most likely responses are sampled within the step",
+        "must be left out with advantage: greedy_baseline, whose most likely responses are sampled within the step",
     )
     findings.require(
         rollout.oversample == 0 or rollout.tail != "wait",
