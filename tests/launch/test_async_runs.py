@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -50,14 +51,19 @@ def ahead(root):
     return metrics(root, "ahead")
 
 
+@pytest.fixture(scope="module")
+def base(root):
+    return train(root, "base")
+
+
 def without(rows, *starts: str):
     return [{name: value for name, value in row.items() if not name.startswith(starts)} for row in rows]
 
 
-def test_nothing_ahead_is_the_synchronous_run(root):
+def test_nothing_ahead_is_the_synchronous_run(root, base):
     found = train(root, "none", "rollout.max_staleness=0")
     assert {row["async/staleness_max"] for row in found[1:]} == {0.0}
-    assert_same(without(found, "async/"), train(root, "base"))
+    assert_same(without(found, "async/"), base)
 
 
 def test_what_is_sampled_ahead_is_as_old_as_it_may_be_and_no_older(ahead):
@@ -79,6 +85,39 @@ def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
     found = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
     assert_same(without(found, *WHEN), without(ahead, *WHEN))
     assert (root / f"runs/killed-{layout}/checkpoints/step-000003/rollouts/groups-00000.safetensors").is_file()
+
+
+def resumed(root: Path, name: str, origin: str, max_staleness: str):
+    """From step 3 of another run."""
+    given = [f"trainer.run_dir={root}/runs/{name}", f"trainer.resume={root}/runs/{origin}/checkpoints/step-000003"]
+    given += [f"rollout.max_staleness={max_staleness}", "trainer.accept_changes=[rollout.max_staleness]"]
+    return fivefold("train", root / "run.yaml", *given)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_waits_too_long_for_a_lowered_bound_is_sampled_again(root, ahead, max_staleness):
+    done = resumed(root, f"lowered-{max_staleness}", "ahead", str(max_staleness))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(root, f"lowered-{max_staleness}")
+    assert [row["step"] for row in rows] == [4, 5, 6]
+    assert all(row["async/staleness_max"] <= max_staleness for row in rows)
+    state = json.loads((root / f"runs/lowered-{max_staleness}/checkpoints/step-000006/state.json").read_text())
+    assert (state["rollouts"]["position"], state["rollouts"]["unused"]) == (24, []), "each prompt was used once"
+
+
+def test_a_synchronous_run_goes_on_ahead(root, base):
+    done = resumed(root, "later", "base", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(root, "later")
+    assert [row["async/staleness_max"] for row in rows] == [0, 1, 2]
+    assert_same(without(rows[:1], "async/"), base[4:5])
+
+
+def test_a_run_ahead_does_not_go_on_as_a_synchronous_one_without_the_prompts_that_it_gave_out(root, ahead):
+    done = resumed(root, "sooner", "ahead", "null")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    says = "12 prompts were given out and not used, and a synchronous run would leave them out: set rollout.max_staleness: 0"
+    assert done.stderr.count(says) == 1, done.stderr
 
 
 def test_groups_without_reward_variance_make_room_for_others(root):

@@ -116,6 +116,10 @@ class AsyncRollouts:
             # How long it took to start is nobody's waiting.
             self._stream.load()
         self._began = step
+        # None where `max_staleness` is what it was when they were given out.
+        for place in self._admission.overdue(self._unused, step - 1):
+            self._take_back(place)
+            self._unused[place] = step
         oldest = min([step, *self._unused.values()])
         self._versions = [each for each in self._versions if oldest <= each[0] < step] + [(step, self._engine.version)]
         self._give_out(step)
@@ -125,7 +129,8 @@ class AsyncRollouts:
             self._unused[self._position] = step
             self._position += 1
         replica = self._engine.replica
-        for place in sorted(self._unused):
+        # More are unused than may be where a run was resumed with another bound: those are not due yet.
+        for place in sorted(self._unused)[: self._admission.room(0, step)]:
             if place % replica.count == replica.index and place not in self._open:
                 self._ask(place)
 
@@ -240,17 +245,21 @@ class AsyncRollouts:
         """Do without what no later step may use, and say how many groups that were."""
         overdue = self._admission.overdue(self._unused, step)
         for place in overdue:
-            if (group := self._open.pop(place, None)) is not None:
-                self._stream.drop(group.requests)
-                for request_id in group.requests:
-                    del self._owner[request_id]
-                self._tokens.aborted += sum(len(sample.token_ids) for sample in group.samples.values())
+            self._take_back(place)
             if self._tail == "drop":
                 del self._unused[place]
             else:
                 # It is given out again before the next step.
                 self._unused[place] = step + 1
         return len(overdue)
+
+    def _take_back(self, place: int) -> None:
+        """Do without what was sampled of a group."""
+        if (group := self._open.pop(place, None)) is not None:
+            self._stream.drop(group.requests)
+            for request_id in group.requests:
+                del self._owner[request_id]
+            self._tokens.aborted += sum(len(sample.token_ids) for sample in group.samples.values())
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
@@ -297,9 +306,10 @@ class AsyncRollouts:
         return {"position": self._position, "unused": sorted(self._unused.items()), "versions": list(self._versions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """That of a synchronous run too, which has given out nothing ahead."""
         self._position = int(state["position"])
-        self._unused = {int(place): int(step) for place, step in state["unused"]}
-        self._versions = [(int(step), int(version)) for step, version in state["versions"]]
+        self._unused = {int(place): int(step) for place, step in state.get("unused", ())}
+        self._versions = [(int(step), int(version)) for step, version in state.get("versions", ())]
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
         """The whole groups of this rank as they are; the function writes them into a directory and gives its files."""

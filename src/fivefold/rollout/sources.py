@@ -37,6 +37,12 @@ class PromptQueue:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where a run that samples ahead has given out prompts that it did not use."""
+        if unused := state.get("unused"):
+            raise ValueError(
+                f"{len(unused)} prompts were given out and not used, and a synchronous run would leave them out: "
+                "set rollout.max_staleness: 0, which draws what a synchronous run does"
+            )
         self.position = int(state["position"])
 
 
