@@ -215,6 +215,32 @@ def test_two_askers_get_their_own_and_one_that_goes_away_leaves_the_other_s():
     router.close()
 
 
+@pytest.mark.parametrize("answered", [0, 2])
+def test_what_is_dropped_of_a_group_ends_at_its_server_however_much_of_it_was_answered(answered):
+    router = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)
+    router.serve([InMemory(deaf_after=answered)])
+    router.go(5)
+    stream = router.open()
+    stream.submit(asked(1))
+    had = {stream.take().request_id for _ in range(answered)}
+    assert stream.take(0.05) is None and not router.is_idle
+    stream.drop({0, 1, 2, 3} - had)
+    assert stream.pending == 0 and router.is_idle and router.lost == set()
+    router.close()
+
+
+def test_what_is_dropped_leaves_the_others_of_its_prompt():
+    router = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)
+    router.serve([InMemory(0.01)])
+    router.go(5)
+    stream = router.open()
+    stream.submit(asked(2))
+    stream.drop([0, 7])
+    assert {stream.take(5.0).request_id for _ in range(6)} == {1, 2, 3, 4, 5, 6}
+    assert stream.pending == 0
+    router.close()
+
+
 def test_nothing_is_asked_between_hold_and_go():
     server = InMemory()
     router = RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)

@@ -27,7 +27,6 @@ class RequestStream:
     def __init__(self, router: RequestRouter) -> None:
         self._router, self.arrivals = router, SimpleQueue[Completion | Exception | None]()
         self._wanted: set[int] = set()
-        self.is_closed = False
 
     @property
     def pending(self) -> int:
@@ -62,12 +61,16 @@ class RequestStream:
     def drop(self, request_ids: Collection[int]) -> None:
         """Do without these: servers end them."""
         self._wanted.difference_update(request_ids)
-        self._router.call_soon(self._router.forget, self, set(request_ids))
+        self._router.call_soon(self._router.forget, self)
 
     def close(self) -> None:
         """Do without all that is still in flight."""
         self._wanted.clear()
-        self._router.call(self._router.forget, self, None)
+        self._router.call(self._router.forget, self)
+
+    def wants_any(self, requests: Sequence[Request]) -> bool:
+        """A completion of one of these is still to be taken."""
+        return any(request.id in self._wanted for request in requests)
 
     @property
     def is_stranded(self) -> bool:
@@ -205,16 +208,11 @@ class RequestRouter:
             stream.arrivals.put(None)
         self._dispatch()
 
-    def forget(self, stream: RequestStream, request_ids: set[int] | None) -> None:
-        """End these requests of a stream; without ids all of them, and no more follow."""
-        stream.is_closed = request_ids is None
-
-        def is_meant(asker: RequestStream, run: list[Request]) -> bool:
-            return asker is stream and (request_ids is None or run[0].id in request_ids)
-
-        self._waiting = deque(each for each in self._waiting if not is_meant(*each))
+    def forget(self, stream: RequestStream) -> None:
+        """End the requests of which the stream wants nothing any more."""
+        self._waiting = deque(each for each in self._waiting if each[0] is not stream or stream.wants_any(each[1]))
         for task, (_, asker, run) in list(self._asked.items()):
-            if is_meant(asker, run):
+            if asker is stream and not stream.wants_any(run):
                 # What is cancelled because nobody wants it is not given to another server.
                 run.clear()
                 task.cancel()
