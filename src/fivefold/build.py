@@ -149,7 +149,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         plan=plan,
         objective=objective,
         minibatches=MiniBatches(objective, config.algorithm.ppo_epochs),
-        gate=LogprobGate(ranks, max_diff, is_open=config.algorithm.offline or config.engine.sampling.is_changed),
+        gate=LogprobGate(ranks, max_diff, config.algorithm.offline or config.engine.sampling.is_changed, logger.log),
         trainer=Trainer(
             config.trainer,
             config.run_dir,

@@ -195,7 +195,7 @@ def toy_parts(
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
         plan=BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5),
-        minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, is_open=offline),
+        minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, offline, logger.log),
         trainer=Trainer(
             config, run_dir, steps, ranks, logger, models, source, None, flops=lambda tokens, length: 1.0,
             resolved_config="", fingerprint=Fingerprint(),

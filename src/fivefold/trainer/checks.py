@@ -12,11 +12,11 @@ from fivefold.types import RolloutStats, StepReport, TokenBatch
 
 
 class LogprobGate:
-    """Ends the run, at the first step of which it can be seen, if the engine's log-probs are not the trainer's."""
+    """Ends the run at its first step if the engine's log-probs are not the trainer's."""
 
-    def __init__(self, ranks: Ranks, max_diff: float, is_open: bool) -> None:
+    def __init__(self, ranks: Ranks, max_diff: float, is_open: bool, log: Callable[[str], None]) -> None:
         """`is_open`: nothing is to be compared, the responses come from a dataset or from a cut distribution."""
-        self._ranks, self._max_diff, self._is_open = ranks, max_diff, is_open
+        self._ranks, self._max_diff, self._is_open, self._log = ranks, max_diff, is_open, log
 
     @property
     def needs(self) -> frozenset[str]:
@@ -36,11 +36,12 @@ class LogprobGate:
         total, count = self._ranks.all_reduce_sum(
             torch.stack([gap_T.sum(), torch.tensor(float(len(gap_T))).double()])
         ).tolist()
+        self._is_open = True
         if not count:
-            # All of the step was sampled ahead.
+            # A run that resumes ahead of its engine: later steps are no different.
+            self._log("the engine's log-probs were not compared with the trainer's: older weights have sampled the step")
             return
         mean = total / count
-        self._is_open = True
         if not mean <= self._max_diff:
             raise RuntimeError(
                 f"the engine's log-probs differ from the trainer's by {mean:.3g} per token on average, more than "
