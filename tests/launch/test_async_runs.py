@@ -128,4 +128,15 @@ def test_groups_without_reward_variance_make_room_for_others(root):
     rows = train(root, "dynamic", *given)[1:]
     assert all(row["async/staleness_max"] <= 1 for row in rows)
     assert all(row["dynamic_sampling/prompts"] > 4 for row in rows)
+    assert all(row["dynamic_sampling/kept_fraction"] == 4 / row["dynamic_sampling/prompts"] for row in rows)
+    assert all(row["dynamic_sampling/zero_variance_used"] == 0 for row in rows)
     assert all(row["filtered/reward/frac_reward_zero_std"] == 0 < row["reward/frac_reward_zero_std"] for row in rows)
+
+
+def test_groups_without_reward_variance_fill_up_what_is_missing(root):
+    (root / "never.py").write_text("def never(response):\n    return 0.0\n")
+    given = ["algorithm.name=dapo", "rollout.max_staleness=1", f"reward.functions={{'{root}/never.py:never': 1.0}}",
+             "trainer.steps=2", "algorithm.kl.coef=0", "algorithm.overlong_buffer=0", "algorithm.sampling_rounds=2"]  # fmt: skip
+    for row in train(root, "filled", *given)[1:]:
+        found = [row[f"dynamic_sampling/{name}"] for name in ("prompts", "kept_fraction", "zero_variance_used")]
+        assert found == [8, 0, 4]

@@ -58,8 +58,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("prompt/length_mean", "tokens", "Mean length of a prompt."),
     ),
     "Dynamic sampling": (
-        Metric("dynamic_sampling/rounds", "rounds", "Rounds of sampling that the step took."),
-        Metric("dynamic_sampling/prompts", "prompts", "Prompts that were sampled in all rounds."),
+        Metric("dynamic_sampling/rounds", "rounds", "Rounds of sampling of the step; absent where engines sample ahead."),
+        Metric("dynamic_sampling/prompts", "prompts", "Prompts that were sampled for the step."),
         Metric("dynamic_sampling/kept_fraction", "fraction", "Sampled prompts whose responses differ in reward."),
         Metric("dynamic_sampling/zero_variance_used", "groups", "Groups of equal rewards that filled up the step."),
         Metric(

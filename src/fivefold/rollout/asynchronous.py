@@ -184,9 +184,14 @@ class AsyncRollouts:
         cut = self._cut(step) if self._tail != "wait" else 0
         self._record(stale, cut, seconds)
         if self._most_prompts:
-            total = len(chosen) + len(left_out)
-            kept = len(chosen) / total
-            self._log.record({"dynamic_sampling/prompts": float(total), "dynamic_sampling/kept_fraction": kept})
+            total, informative = len(chosen) + len(left_out), sum(chosen.values())
+            self._log.record(
+                {
+                    "dynamic_sampling/prompts": float(total),
+                    "dynamic_sampling/kept_fraction": informative / total,
+                    "dynamic_sampling/zero_variance_used": float(len(chosen) - informative),
+                }
+            )
         return groups
 
     def _collect(self, seconds: float) -> None:
@@ -208,15 +213,17 @@ class AsyncRollouts:
         if self._engine.replica.leads:
             group.scoring.append(self._generator.rewards.submit(group.prompt, sample))
 
-    def _choice(self, step: int, left_out: list[int]) -> list[int] | None:
-        """What the step takes, the same on all ranks; `left_out` gets what it does not want. Collective."""
+    def _choice(self, step: int, left_out: list[int]) -> dict[int, bool] | None:
+        """What the step takes -> whether its rewards differ, the same on all ranks; `left_out` gets what it does not want.
+        Collective."""
         leads = self._engine.replica.leads
         mine = [[place, group.differs] for place, group in self._open.items() if leads and group.is_complete]
         rows = self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2))
         ready = {place: bool(differs) for place, differs in torch.cat(rows).tolist() if place in self._unused}
         if self._most_prompts and self._leave_out(ready, left_out):
             self._give_out(step)
-        return self._admission.choose(self._unused, [*ready], step, cuts=self._tail != "wait")
+        chosen = self._admission.choose(self._unused, [*ready], step, cuts=self._tail != "wait")
+        return None if chosen is None else {place: ready[place] for place in chosen}
 
     def _leave_out(self, ready: dict[int, bool], left_out: list[int]) -> bool:
         """Take the groups without reward variance out of those that the step would take; whether there were any."""
