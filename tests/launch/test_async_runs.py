@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from fivefold.rollout.asynchronous import AsyncRollouts
 from tests.support.commands import Command, children_of, fivefold, gone, wait_for
 from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS
@@ -85,6 +87,49 @@ def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
     found = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
     assert_same(without(found, *WHEN), without(ahead, *WHEN))
     assert (root / f"runs/killed-{layout}/checkpoints/step-000003/rollouts/groups-00000.safetensors").is_file()
+
+
+def waits_for_groups_in_step_5():
+    """Which no engine completes."""
+    choice = AsyncRollouts._choice
+
+    def never(self, step, left_out):
+        if step < 4:
+            return choice(self, step, left_out)
+        Path(os.environ["FIVEFOLD_TEST_MARK"]).touch()
+        return None
+
+    AsyncRollouts._choice = never
+
+
+def sends_weights_for_ever_after_step_4():
+    """Whose update is taken: done anew on the same groups it would be taken twice."""
+    begin = AsyncRollouts.begin
+
+    def never(self, step):
+        if step == 4:
+            Path(os.environ["FIVEFOLD_TEST_MARK"]).touch()
+            while True:
+                self._ranks.barrier()
+                time.sleep(0.01)
+        begin(self, step)
+
+    AsyncRollouts.begin = never
+
+
+@pytest.mark.parametrize("hook", [waits_for_groups_in_step_5, sends_weights_for_ever_after_step_4])
+def test_a_run_asked_to_end_while_groups_wait_goes_on_with_them(root, ahead, tmp_path, monkeypatch, hook):
+    monkeypatch.setenv("FIVEFOLD_TEST_MARK", str(tmp_path / "mark"))
+    name, given = hook.__name__, ["rollout.max_staleness=2", "policy.backend=megatron:d2"]
+    process = Command(
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *given, "trainer.save_every=0", hook=hook
+    )
+    wait_for((tmp_path / "mark").exists, process)
+    process.send_signal(signal.SIGTERM)
+    done = process.finish()
+    assert done.returncode == 128 + signal.SIGTERM and "asked to end by SIGTERM" in done.stdout, done.stdout + done.stderr
+    assert [path.name for path in (root / f"runs/{name}/checkpoints").glob("step-*")] == ["step-000004"]
+    assert_same(without(train(root, name, *given), *WHEN), without(ahead, *WHEN))
 
 
 def resumed(root: Path, name: str, origin: str, max_staleness: str):

@@ -118,6 +118,21 @@ def slow_training_in_step_2():
     MegatronModel.train_step, MicroBatches._make = following, slowly
 
 
+def slow_second_update_in_step_2():
+    from fivefold.megatron.model import MegatronModel
+
+    step = MegatronModel.train_step
+
+    def following(self, *arguments):
+        while self.version == 3:
+            _mark("slow-update")
+            self._mesh.ranks.barrier()
+            time.sleep(0.01)
+        return step(self, *arguments)
+
+    MegatronModel.train_step = following
+
+
 def slow_evaluation_after_step_2():
     from fivefold.trainer.evaluation import Evaluation
 
@@ -170,6 +185,22 @@ def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypa
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed after step {saved} " in resumed.stdout
     assert_same(metrics(root, name), base)
+
+
+def test_sigterm_between_the_updates_of_a_step_says_that_some_were_taken(root, monkeypatch):
+    """What is resumed is not the run that nobody touched, and no step is left out."""
+    monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(root))
+    given = [f"trainer.run_dir={root}/runs/between", "policy.backend=megatron:d1", "algorithm.updates_per_step=2"]
+    process = Command("train", root / "run.yaml", *given, hook=slow_second_update_in_step_2)
+    wait_for((root / "slow-update").exists, process)
+    process.send_signal(signal.SIGTERM)
+    done = process.finish()
+    (root / "slow-update").unlink()
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    assert "in step 2, which is done anew on resume; 1 of its optimizer steps were taken and stay" in done.stdout
+    resumed = fivefold("train", root / "run.yaml", *given)
+    assert resumed.returncode == 0 and "resumed after step 1 " in resumed.stdout, resumed.stdout + resumed.stderr
+    assert [row["step"] for row in metrics(root, "between")] == [1, 2, 3]
 
 
 def rank_1_is_late():

@@ -14,9 +14,11 @@ from fivefold.algo import make_objective
 from fivefold.config import methods
 from fivefold.config.schema import MegatronConfig, PolicyConfig
 from fivefold.observability.metrics import undocumented
+from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DynamicSampling
+from fivefold.rollout.staleness import Admission, staleness
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
 from fivefold.types import Group, Prompt, Sample, Sampling
 from tests.support.tiny_models import VOCAB as MODEL_VOCAB
@@ -267,3 +269,20 @@ def test_samples_that_changed_owners_give_the_same_gradient(cluster, models, one
         assert loss == pytest.approx(expected_loss, abs=1e-6)
         assert expected.norm() > 1e-2
         assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+
+
+def versions_of_a_step_done_anew(mesh, run_dir: Path):
+    """The third step's first update of two was taken when the run was asked to end."""
+    run = toy_parts(mesh, run_dir, "grpo", methods.Choices(), ToyModel(), 9)
+    generator, loader = run.rollouts._generator, run.rollouts._prompts._loader
+    ahead = AsyncRollouts(generator, loader, run.logger, Sampling(max_tokens=5), Admission(2, 8, 9), seed=3, group_size=4)
+    unused = [[place, 1 + (place >= 32)] for place in range(24, 40)]
+    ahead.load_state_dict({"position": 40, "unused": unused, "versions": [[1, 2], [2, 4]]})
+    run.engine.version = 5
+    ahead.begin(2)
+    return ahead.state_dict()["versions"]
+
+
+def test_what_was_sampled_before_a_step_that_is_done_anew_is_no_older_than_the_step(cluster, tmp_path):
+    (versions,) = cluster.run(versions_of_a_step_done_anew, "megatron:d1", tmp_path)
+    assert [staleness(versions, version, 4) for version in (2, 4, 5)] == [3, 2, 2]

@@ -120,8 +120,9 @@ class AsyncRollouts:
         for place in self._admission.overdue(self._unused, step - 1):
             self._take_back(place)
             self._unused[place] = step
+        # A step that is done anew has begun before, by the weights of then.
         oldest = min([step, *self._unused.values()])
-        self._versions = [each for each in self._versions if oldest <= each[0] < step] + [(step, self._engine.version)]
+        self._versions = [each for each in self._versions if oldest <= each[0] <= step] + [(step, self._engine.version)]
         self._give_out(step)
 
     def _give_out(self, step: int) -> None:

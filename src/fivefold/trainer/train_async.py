@@ -30,7 +30,7 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
             critic_reports = models.update_critic(minibatches(batch, stats), step)
         with stage("train"):
             policy_reports = models.update_policy(minibatches(batch, stats), step)
+        trainer.record(groups, stats, policy_reports, critic_reports)
         with stage("weight_sync"), models.on_device():
             weight_sync(models.policy, engine)
             rollouts.begin(step + 1)
-        trainer.record(groups, stats, policy_reports, critic_reports)

@@ -141,19 +141,21 @@ class Trainer:
     def _finish_step(self) -> None:
         """Record the step, then evaluate and save when it is time."""
         assert self._record is not None, "the body of the loop must call trainer.record"
-        done, self._record = self._record, None
-        # From here on the step is finished, and is not done anew.
-        with self.ranks.heartbeat.shielded():
-            self.step += 1
-            self._record_metrics(done)
-            self._before, self._is_pending = None, True
-            self.logger.samples(sample_rows(self.step, done.groups, self.config.logged_samples_per_step, "train"))
+        self._count_step(self._record)
         every = self.config.guard.every
         if every and self.step % every == 0:
             with self.logger.stage("verify"):
                 for model in self.models.learners.values():
                     model.verify()
         self._end_step()
+
+    def _count_step(self, done: StepRecord) -> None:
+        """From here on the step is finished, and is not done anew."""
+        with self.ranks.heartbeat.shielded():
+            self.step += 1
+            self._record_metrics(done)
+            self._before, self._record, self._is_pending = None, None, True
+            self.logger.samples(sample_rows(self.step, done.groups, self.config.logged_samples_per_step, "train"))
 
     def _end_step(self) -> None:
         last = self.step == self.total_steps
@@ -201,6 +203,9 @@ class Trainer:
     def save_interrupted(self, number: int) -> None:
         """Write a checkpoint of a run that was asked to end, in a step, in an evaluation or between them. Collective."""
         self._settle(wait=True)
+        if self._record is not None:
+            # All that the step was to learn is learned.
+            self._count_step(self._record)
         asked = f"asked to end by {signal.Signals(number).name}"
         rollouts, groups = self.rollouts.state_dict(), self._groups()
         if self._before is not None:

@@ -42,7 +42,8 @@ def throughput(
     A token of the step counts once, one that is trained on as often as that happens.
     """
     trained = sum(report.tokens for report in reports)
-    if not trained:
+    if not trained or "step" not in times:
+        # The run was asked to end before the step's time was known.
         return {}
     return {
         "throughput/tokens_per_second": int(stats.lengths_N.sum()) / times["step"],
