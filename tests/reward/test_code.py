@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fivefold.build import start_reward_pool
 from fivefold.config.findings import Findings
 from fivefold.config.schema import CodeConfig, RewardConfig
 from fivefold.reward.choose import check_rewards, choose_rewards
@@ -351,6 +352,20 @@ def test_the_sandbox_refuses_to_run_anything_where_the_kernel_cannot_lock_it_up(
     findings = Findings(section="reward")
     check_rewards(findings, RewardConfig(functions={"code": 1.0}))
     assert findings.errors == [] and "Landlock version" in findings.notes[0] and "seccomp" in findings.notes[0]
+
+
+@pytest.mark.parametrize(("source", "is_locked_up"), [("taco", True), ("gsm8k", False)])
+def test_a_run_says_what_locks_programs_up_as_it_starts(source, is_locked_up):
+    """Where `code` was chosen by the source of the data too."""
+    said: list[str] = []
+    pool = RewardPool(RewardConfig(workers=1))
+    truth = json.dumps({"inputs": ["1"], "outputs": ["1"]}) if is_locked_up else "1"
+    try:
+        start_reward_pool(pool, [Prompt(0, [1], source, "q", truth)], said.append)
+    finally:
+        pool.close()
+    found = [line for line in said if "Landlock version" in line and "seccomp" in line and "limits" in line]
+    assert len(found) == is_locked_up, said
 
 
 def test_a_program_that_could_not_be_locked_up_is_a_failed_reward_and_no_wrong_program():
