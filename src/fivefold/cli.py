@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -235,6 +234,7 @@ def _check(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from fivefold.checkpoint.checkpoints import Checkpoints, find_corruption
     from fivefold.config import load_config
+    from fivefold.distributed.scratch import scratch_directory
     from fivefold.launch.start import start
 
     config = load_config(options.config, options.overrides)
@@ -247,8 +247,7 @@ def _eval(options: argparse.Namespace) -> int:
         return 2
     # What an evaluation writes for its ranks is its own: the run itself may be training now.
     # Nodes of a cluster see no other directory of this machine than the run's.
-    where = config.run_dir if config.launch.backend == "ray" else Path(tempfile.gettempdir())
-    scratch = where / f"fivefold-eval-{os.getpid()}"
+    scratch = config.run_dir / f"fivefold-eval-{os.getpid()}" if config.launch.backend == "ray" else scratch_directory()
     loggers = [name for name in config.trainer.loggers if name == "console"]
     overrides = [*options.overrides, f"trainer.run_dir={scratch}", f"trainer.loggers={json.dumps(loggers)}"]
     try:

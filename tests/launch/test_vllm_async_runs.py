@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -54,8 +56,10 @@ def finished(root: Path, process: Command, name: str) -> list[dict[str, float]]:
     return metrics(root, name)
 
 
-def check_ages_and_prompts(root: Path, name: str, max_staleness: int, steps: int = STEPS) -> list[dict[str, float]]:
-    """Nothing too old was used, and every prompt of the epoch exactly once."""
+def check_ages_and_prompts(
+    root: Path, name: str, max_staleness: int, steps: int = STEPS, ranks: int = 1
+) -> list[dict[str, float]]:
+    """Nothing too old was used, and every prompt of the epoch exactly once; the first of `ranks` writes down its own."""
     rows = metrics(root, name)[1:]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row in rows:
@@ -64,7 +68,9 @@ def check_ages_and_prompts(root: Path, name: str, max_staleness: int, steps: int
         assert row["rollout/staleness_max"] == row["async/staleness_max"]
     lines = (root / f"runs/{name}/samples.jsonl").read_text().splitlines()
     used = Counter(row["prompt_id"] for row in map(json.loads, lines) if row["kind"] == "train")
-    assert used == Counter(range(PROMPTS)), {place: count for place, count in used.items() if count != 1}
+    assert set(used.values()) == {1} and len(used) == PROMPTS // ranks, used
+    state = json.loads((root / f"runs/{name}/checkpoints/step-{steps:06d}/state.json").read_text())["rollouts"]
+    assert (state["position"], state.get("unused", [])) == (PROMPTS, [])
     return rows
 
 
@@ -87,7 +93,15 @@ def test_ages_stay_within_their_bound_and_each_prompt_is_used_once(root, interru
     assert (aborted > 0, reused > 0) == (interrupt == "abort", interrupt == "continue"), (aborted, reused)
 
 
-def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_and_use_none_twice(root):
+@pytest.fixture
+def temporary(monkeypatch):
+    """For temporary files of this test alone, with a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_use_none_twice_and_leave_no_file(root, temporary):
     process = command(root, "killed", "rollout.max_staleness=2")
     checkpoints = root / "runs/killed/checkpoints"
     wait_for((checkpoints / "step-000002").exists, process)
@@ -99,8 +113,31 @@ def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_and_use_none_twice(
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: gone(everyone))
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     finished(root, command(root, "killed", "rollout.max_staleness=2"), "killed")
     check_ages_and_prompts(root, "killed", 2)
+    left += [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    assert not left
+
+
+@pytest.mark.slow
+def test_a_run_with_two_servers_asked_to_end_again_and_again_uses_every_prompt_once(root):
+    """After a while of its own each time, so that requests are in flight, weights on their way, or a step is trained."""
+    given = [
+        "rollout.max_staleness=2", "engine.backend=vllm:d2", "policy.backend=megatron:d2", "trainer.save_every=0", *ENDLESS
+    ]  # fmt: skip
+    for step, seconds in ((1, 0.0), (3, 0.7), (5, 1.6)):
+        process = command(root, "asked", *given)
+        rows = root / "runs/asked/metrics.jsonl"
+        wait_for(lambda step=step, rows=rows: rows.is_file() and f'"step": {step},' in rows.read_text(), process)
+        time.sleep(seconds)
+        everyone = children_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        done = process.finish()
+        assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+        wait_for(lambda everyone=everyone: gone(everyone))
+    finished(root, command(root, "asked", *given), "asked")
+    check_ages_and_prompts(root, "asked", 2, ranks=2)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from fivefold.distributed.scratch import remove_scratch
 from fivefold.launch.deaths import MemoryWatch, describe
 from fivefold.launch.watch import Cause, Kind
 
@@ -141,6 +142,7 @@ class RankProcesses:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            remove_scratch(process.pid)
         os.close(self._hold)
 
 
@@ -157,6 +159,7 @@ def end_with_launcher() -> None:
 
     def wait() -> None:
         os.read(int(pipe), 1)
+        remove_scratch(os.getpid())
         # Everything that this rank started is in its session.
         os.killpg(0, signal.SIGKILL)
 

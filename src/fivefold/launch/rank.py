@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 
 from fivefold.distributed.processes import descendants, kill
+from fivefold.distributed.scratch import remove_scratch
 from fivefold.errors import describe_error
 from fivefold.launch import environment
 from fivefold.launch.deaths import is_loss
@@ -86,6 +87,7 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     kill(descendants(psutil.Process()))
+    remove_scratch(os.getpid())
     os._exit(code)
 
 

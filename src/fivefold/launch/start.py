@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import ConfigError, RunConfig, dump_yaml
+from fivefold.distributed.scratch import scratch_directory
 from fivefold.launch import environment, local
 from fivefold.launch.lock import locked
 from fivefold.plan.check import check
@@ -59,9 +61,12 @@ def train(config: RunConfig) -> Path:
     on_ray = config.launch.backend == "ray"
     if on_ray:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fivefold-", dir=config.run_dir if on_ray else None) as directory:
-        requested = Path(directory) / "requested.yaml"
+    directory = Path(tempfile.mkdtemp(prefix="fivefold-", dir=config.run_dir)) if on_ray else scratch_directory()
+    try:
+        requested = directory / "requested.yaml"
         requested.write_text(dump_yaml(config))
         if code := start(["train", str(requested)], config):
             raise RuntimeError(f"the run ended with exit code {code}; what its ranks left is in {config.run_dir / 'logs'}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
     return config.run_dir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import getpass
 import multiprocessing
 import os
 import re
@@ -21,6 +22,7 @@ import psutil
 
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.processes import descendants, kill, unname_shared_memory
+from fivefold.distributed.scratch import scratch_directory
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +31,6 @@ _ERROR = re.compile(r"\b\w+(Error|Exception): ")
 _MOST_ERRORS, _TAIL_LINES = 3, 20
 _LONGEST_START = 1800.0
 """Seconds: a large model that is compiled for the first time takes minutes."""
-_SOCKETS = "fivefold-servers-"
 
 
 class ServerProcess:
@@ -45,10 +46,11 @@ class ServerProcess:
     ) -> None:
         """The module takes the socket's path as `--uds`, or `--host` and `--port` where a `host` is given; `is_ready`: does
         the server answer at an address."""
-        self._arguments, self._environment, self.log = list(arguments), dict(environment), log
+        self._directory = scratch_directory()
+        # What its processes leave in theirs, sockets above all, is gone with them.
+        self._environment = {**environment, "TMPDIR": str(self._directory)}
+        self._arguments, self.log = list(arguments), log
         self._is_ready, self._host, self._port = is_ready, host, 0
-        _remove_stale()
-        self._directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = self._log_begin = 0
 
@@ -109,6 +111,8 @@ class ServerProcess:
         kill(self._family())
         self._process.wait()
         self._process = None
+        for left in self._directory.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def close(self) -> None:
         self.end()
@@ -122,18 +126,12 @@ class ServerProcess:
         return []
 
 
-def _remove_stale() -> None:
-    """Directories of sockets whose process was killed before it could remove them."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*"):
-        owner = path.name.removeprefix(_SOCKETS).partition("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's, without what makes it a rank, and with whom the server is to end with."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-    return {**own, **changes, _PARENT: str(os.getpid())}
+    # Where it is without: what was compiled serves the next server too.
+    kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
+    return {**kernels, **own, **changes, _PARENT: str(os.getpid())}
 
 
 def devices_from(device: torch.device, devices: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.distributed.processes import unname_shared_memory
+from fivefold.distributed.scratch import scratch_directory
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
@@ -41,8 +43,10 @@ class VLLMEngine:
     ) -> None:
         """`arguments` are vLLM's own; `verify_every`: updates between comparisons of what is held with what was sent, the
         first among them (0: never)."""
+        self._sockets = scratch_directory()
         for name, value in (_ENVIRONMENT | (ON_CPU if device.type == "cpu" else {})).items():
             os.environ.setdefault(name, value)
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets)
         if device.type == "cpu":
             arguments = {"enforce_eager": True} | arguments
             # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
@@ -154,6 +158,7 @@ class VLLMEngine:
         dist.destroy_process_group = lambda group=None: None if group in (None, dist.group.WORLD) else original(group)
         try:
             del self._llm
+            shutil.rmtree(self._sockets, ignore_errors=True)
         finally:
             dist.destroy_process_group = original
 

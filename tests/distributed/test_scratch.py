@@ -1,0 +1,60 @@
+"""Temporary directories end with the process that has them, in whatever way it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fivefold.distributed.scratch import remove_scratch, scratch_directory
+
+HOLD = (
+    "import sys; from fivefold.distributed.scratch import scratch_directory; "
+    "print(scratch_directory(), flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one_and_not_what_others_have(temporary):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    killed, living = (Path(process.stdout.readline().strip()) for process in processes)
+    (killed / "socket").touch()
+    processes[0].kill()
+    processes[0].wait()
+    # The same number may be that of a process of another container, which shares the directory.
+    elsewhere = temporary / f"fivefold-{processes[0].pid}-elsewhere"
+    elsewhere.mkdir()
+    held = os.open(elsewhere, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    own = scratch_directory()
+    assert sorted(temporary.iterdir()) == sorted([living, elsewhere, own])
+    os.close(held)
+    processes[1].communicate()
+    remove_scratch(os.getpid())
+    assert scratch_directory().parent == temporary and len(list(temporary.iterdir())) == 1
+
+
+def test_sockets_have_room_for_their_names_wherever_temporary_files_are(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    directory = scratch_directory()
+    assert directory.is_dir() and len(f"{directory}/{'x' * 36}") <= 107
+    assert directory.stat().st_mode & 0o777 == 0o700
+    remove_scratch(os.getpid())
+    assert not directory.exists()
