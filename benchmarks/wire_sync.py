@@ -29,7 +29,7 @@ from tests.support.gpu_models import build, is_large, synchronize, timed, write_
 from tests.support.tiny_models import make_model
 
 BUCKET = (256 if torch.cuda.is_available() else 32) << 20
-ROUNDS = 4
+ROUNDS, SECONDS = 4, 300.0
 
 
 def write_small(mesh, name: str, directory: Path) -> None:
@@ -71,7 +71,8 @@ def wire(mesh, senders: int) -> dict[str, Any]:
     takes, size = rank >= half, sum(tensor.nbytes for tensor in held.values())
     where = (
         "127.0.0.1",
-        ranks.broadcast_from_main((store := open_store("0.0.0.0", None) if rank == 0 else None) and store.port),
+        ranks.broadcast_from_main((store := open_store("0.0.0.0", None, SECONDS) if rank == 0 else None) and store.port),
+        SECONDS,
     )
     groups: list[Any] = []
     if takes or rank < senders:

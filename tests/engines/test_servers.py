@@ -60,10 +60,11 @@ def through_buckets(mesh, medium: str):
     groups, part, takes = [], WHOLE, rank == last
     if medium == "broadcast":
         names = [f"of-{sender}" for sender in range(last)]
-        store = open_store("0.0.0.0", None) if takes else None
+        store = open_store("0.0.0.0", None, 60.0) if takes else None
         port = ranks.gather_objects(store and store.port)[last]
-        store = store or open_store("127.0.0.1", port)
+        store = store or open_store("127.0.0.1", port, 60.0)
         groups = join_groups(store, names if takes else [names[rank]], int(takes), 2, mesh.device)
+        assert all(group.options._timeout.total_seconds() == 60 for group in groups)
         part = Part(min(rank, last - 1), last)
     allocate = HostMemory if medium == "memory" else lambda size: BroadcastMemory(size, mesh.device)
     writer = BucketWriter(size, NoMemory if takes else allocate, part)
@@ -295,4 +296,4 @@ def test_sockets_of_a_process_that_was_killed_are_removed_by_the_next_one(tmp_pa
     process.communicate()
     ServerProcess([], {}, tmp_path / "log", bool).close()
     assert not directory.exists()
-    assert not any(f"-{os.getpid()}-" in path.name for path in directory.parent.glob("fivefold-servers-*"))
+    assert not any(f"-{os.getpid()}-" in path.name for path in directory.parent.glob("fivefold-*"))

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from fivefold.layout import ParallelLayout
+from tests.support.cluster import LONGEST
 
 
 def sizes() -> tuple[int, int, int]:
@@ -61,3 +62,21 @@ def one_after_another(mesh):
 def test_each_layout_s_groups_are_there_while_it_is_active_and_no_others(cluster):
     # 40 microseconds seen, on a machine that does other things too.
     assert min(cluster.run(one_after_another, "megatron:d4")) < 0.2
+
+
+def timeouts(mesh) -> set[float]:
+    """Minutes, of all process groups that there are once every kind was made: of the world, of ranks, of two layouts."""
+    from torch.distributed import distributed_c10d
+
+    from fivefold.megatron.mesh import Meshes
+
+    Meshes(mesh.ranks, mesh.device, 0, 7).of(ParallelLayout.parse("megatron:p2t2"))
+    mesh.ranks.whole_group()
+    mesh.ranks.consecutive(2)
+    groups = list(distributed_c10d._world.pg_map)
+    assert len(groups) > 20
+    return {group._get_backend(mesh.device).options._timeout.total_seconds() / 60 for group in groups}
+
+
+def test_every_group_waits_as_long_as_the_run_says_and_none_as_long_as_libraries_do(cluster):
+    assert cluster.run(timeouts, "megatron:t2e2d2") == [{7, LONGEST / 60}] * 4

@@ -28,7 +28,7 @@ class Ranks:
 
     def __init__(self, layout: ParallelLayout, timeout_minutes: float) -> None:
         """`timeout_minutes`: longest wait for another rank."""
-        self._timeout = timedelta(minutes=timeout_minutes)
+        self.timeout = timedelta(minutes=timeout_minutes)
         self.heartbeat = Heartbeat()
         self.rank = dist.get_rank()
         with own_groups_only():
@@ -207,7 +207,7 @@ class Ranks:
             return self._group(list(range(first, first + size)))
 
     def _group(self, members: list[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(members, backend="gloo", timeout=self._timeout)
+        group: dist.ProcessGroup = dist.new_group(members, backend="gloo", timeout=self.timeout)
         return group
 
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from fivefold.engines.servers.buckets import Entry
 from fivefold.types import Sampling
 
+Where = tuple[str, int, float]
+"""Address and port of the store where members of groups meet, and the longest wait for one of them in seconds."""
 Draw = tuple[int, int]
 """Id and seed of a request."""
 Answer = tuple[int, list[int], list[float], str, list[tuple[int, int]] | None]
@@ -55,7 +57,7 @@ class Server(Protocol):
         """How many processes take weights."""
         ...
 
-    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
+    def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
         """Join the groups over which weights come, one of each sender; its first worker is the `first` of `size` members."""
         ...
 

@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-PATIENCE = 300.0
-"""Seconds after which a partner who does not answer is an error."""
 
-
-def open_store(address: str, port: int | None) -> TCPStore:
-    """Where the members of groups find each other; without a port this process holds it."""
+def open_store(address: str, port: int | None, seconds: float) -> TCPStore:
+    """Where the members of groups find each other; without a port this process holds it. A partner who does not answer for
+    so many seconds is an error, and so it is in groups that are joined there."""
     is_host = port is None
-    return TCPStore(address, port or 0, None, is_host, timedelta(seconds=PATIENCE), wait_for_workers=False)
+    return TCPStore(address, port or 0, None, is_host, timedelta(seconds=seconds), wait_for_workers=False)
 
 
 def join_groups(store: TCPStore, names: Sequence[str], rank: int, size: int, device: torch.device) -> list[Any]:
@@ -27,14 +25,15 @@ def join_groups(store: TCPStore, names: Sequence[str], rank: int, size: int, dev
     Rank 0 sends, and is in one of the groups; the others are in all of them, which they join in the same order.
     """
     groups: list[Any] = []
+    timeout = store.timeout  # type: ignore[attr-defined]
     for name in names:
         prefixed = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=PATIENCE)
+            options._timeout = timeout
             groups.append(dist.ProcessGroupNCCL(prefixed, rank, size, options))
         else:
-            groups.append(dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=PATIENCE)))
+            groups.append(dist.ProcessGroupGloo(prefixed, rank, size, timeout))
         # NCCL connects with the first message: what goes wrong then shall not look like lost weights.
         broadcast(groups[-1], torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     if device.type == "cuda":

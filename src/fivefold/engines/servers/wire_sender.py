@@ -17,7 +17,7 @@ from torch import Tensor
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.buckets import BroadcastMemory, Bucket, BucketWriter, Memory, NoMemory, Part
 from fivefold.engines.servers.http import own_address
-from fivefold.engines.servers.server import Server, ServerLostError
+from fivefold.engines.servers.server import Server, ServerLostError, Where
 from fivefold.engines.servers.transfer import broadcast, join_groups, leave, open_store
 from fivefold.engines.weight_sync import crossed_off
 
@@ -51,7 +51,7 @@ class WireSender:
         self._threads: dict[int, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
         """One of each server, which takes one bucket after the other."""
         self._store: Any = None
-        self._where = "", 0
+        self._where: Where = "", 0, 0.0
         self._groups: list[Any] = []
         self._joined: list[str] = []
         self._joins = 0
@@ -190,7 +190,7 @@ class WireSender:
         firsts = {number: 1 + sum(counts[other] for other in counts if other < number) for number in counts}
         size, names = 1 + sum(counts.values()), [f"weights-{self._joins}-{index}" for index in range(self._senders)]
         calls = {
-            number: self._submit(number, server.join_groups, *self._where, names, firsts[number], size)
+            number: self._submit(number, server.join_groups, self._where, names, firsts[number], size)
             for number, server in self._servers.items()
         }
         self._asked += calls.items()
@@ -213,8 +213,9 @@ class WireSender:
         """Held by the first rank, where the workers of every server reach it."""
         if self._ranks.is_main:
             far = next((each for each in addresses if not each.startswith("unix:")), addresses[0])
-            self._store = open_store("0.0.0.0", None)  # noqa: S104
-            self._where = own_address(far), self._store.port
+            seconds = self._ranks.timeout.total_seconds()
+            self._store = open_store("0.0.0.0", None, seconds)  # noqa: S104
+            self._where = own_address(far), self._store.port, seconds
         self._where = self._ranks.broadcast_from_main(self._where)
         if not self._ranks.is_main:
             self._store = open_store(*self._where)

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import blocking_client, own_address, streaming_client
-from fivefold.engines.servers.server import Answer, Draw, ServerLostError
+from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.sglang.arguments import LOADER
 from fivefold.engines.sglang.parameters import is_cut, sampling_arguments
 from fivefold.engines.sglang.probe import answers
@@ -125,8 +125,8 @@ class SGLangServer:
     def _workers(self) -> int:
         return int(self._control.get("/server_info").json()["tp_size"])
 
-    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
-        self._in_session("join_groups", address, port, names, first, size)
+    def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
+        self._in_session("join_groups", where, names, first, size)
 
     def begin_weights(self, verify: bool) -> None:
         """`verify`: compare what is held at the end with what came."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fivefold.engines.servers.buckets import BucketReader, Entry
+from fivefold.engines.servers.server import Where
 from fivefold.engines.servers.transfer import join_groups, leave, open_store
 from fivefold.engines.weight_comparison import SentWeights
 
@@ -59,11 +60,11 @@ class WeightReceiver:
         self._groups: Sequence[Any] = ()
         self._sent: SentWeights | None = None
 
-    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
+    def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
         """Join the groups over which weights come, one of each sender; `first`: this server's first member."""
         leave(self._groups)
         rank = first + get_tp_group().rank_in_group
-        self._groups = join_groups(open_store(address, port), names, rank, size, self._device)
+        self._groups = join_groups(open_store(*where), names, rank, size, self._device)
 
     def begin_weights(self, verify: bool) -> None:
         """`verify`: add up what comes, for `finish_weights` to compare with what is held."""

@@ -11,7 +11,7 @@ import httpx2 as httpx
 
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import blocking_client, streaming_client
-from fivefold.engines.servers.server import Answer, Draw, ServerLostError
+from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import answers, progress
@@ -78,8 +78,8 @@ class VLLMServer:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int) -> None:
-        self._call("join_groups", address, port, names, first, size, self._run)
+    def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
+        self._call("join_groups", where, names, first, size, self._run)
 
     def begin_weights(self, verify: bool) -> None:
         self._give("begin_weights", verify, self._run)

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 
 from fivefold.distributed.processes import unname_shared_memory
 from fivefold.engines.servers.buckets import BucketReader, Entry
+from fivefold.engines.servers.server import Where
 from fivefold.engines.servers.transfer import join_groups, leave, open_store
 from fivefold.engines.weight_comparison import SentWeights
 
@@ -58,14 +59,14 @@ class WeightReceiver:
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def join_groups(self, address: str, port: int, names: Sequence[str], first: int, size: int, run: str) -> None:
+    def join_groups(self, where: Where, names: Sequence[str], first: int, size: int, run: str) -> None:
         """Join the groups over which weights come, one of each sender; `first`: this server's first member."""
         self._check_run(run)
         if self.device.type == "cpu":
             unname_shared_memory(os.getpid())
         leave(self._groups)
         rank = first + get_tp_group().rank_in_group
-        self._groups = join_groups(open_store(address, port), names, rank, size, self.device)
+        self._groups = join_groups(open_store(*where), names, rank, size, self.device)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
         """`receive_weights` of tensors in memory of another process, `handles[i]` that of tensor-parallel rank i."""
