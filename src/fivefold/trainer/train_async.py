@@ -1,4 +1,7 @@
-"""The loop of a run whose groups are sampled ahead: engines work while the trainer trains, by the newest weights."""
+"""The loop of a run whose groups are sampled ahead: engines work while the trainer trains, by the newest weights.
+
+Its middle is that of train.py, written out: either loop tells the whole of a step to who reads it alone.
+"""
 
 from __future__ import annotations
 
