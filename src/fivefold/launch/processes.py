@@ -159,8 +159,10 @@ def end_with_launcher() -> None:
 
     def wait() -> None:
         os.read(int(pipe), 1)
-        remove_scratch(os.getpid())
-        # Everything that this rank started is in its session.
-        os.killpg(0, signal.SIGKILL)
+        try:
+            remove_scratch(os.getpid())
+        finally:
+            # Everything that this rank started is in its session.
+            os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()

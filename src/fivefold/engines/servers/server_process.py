@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import getpass
 import multiprocessing
 import os
 import re
@@ -111,7 +110,7 @@ class ServerProcess:
         kill(self._family())
         self._process.wait()
         self._process = None
-        for left in self._directory.iterdir():
+        for left in self._directory.glob("*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def close(self) -> None:
@@ -129,8 +128,8 @@ class ServerProcess:
 def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's, without what makes it a rank, and with whom the server is to end with."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-    # Where it is without: what was compiled serves the next server too.
-    kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
+    # Not among a server's temporary files: what was compiled serves the next one too.
+    kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
     return {**kernels, **own, **changes, _PARENT: str(os.getpid())}
 
 
