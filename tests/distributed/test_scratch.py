@@ -9,22 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from fivefold.distributed.scratch import remove_scratch, scratch_directory
 
 HOLD = (
     "import sys; from fivefold.distributed.scratch import scratch_directory; "
     "print(scratch_directory(), flush=True); sys.stdin.read()"
 )
-
-
-@pytest.fixture
-def temporary(monkeypatch):
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        monkeypatch.setenv("TMPDIR", directory)
-        yield Path(directory)
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_one_and_not_what_others_have(temporary):

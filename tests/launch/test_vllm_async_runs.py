@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.commands import Command, children_of, gone, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
+from tests.support.whole_runs import REWARD, assert_same, left_in, make_model, metrics
 from tests.support.zygote import THREADS
 
 pytestmark = pytest.mark.vllm
@@ -93,14 +92,6 @@ def test_ages_stay_within_their_bound_and_each_prompt_is_used_once(root, interru
     assert (aborted > 0, reused > 0) == (interrupt == "abort", interrupt == "continue"), (aborted, reused)
 
 
-@pytest.fixture
-def temporary(monkeypatch):
-    """For temporary files of this test alone, with a path that is short enough for sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        monkeypatch.setenv("TMPDIR", directory)
-        yield Path(directory)
-
-
 def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_use_none_twice_and_leave_no_file(root, temporary):
     process = command(root, "killed", "rollout.max_staleness=2")
     checkpoints = root / "runs/killed/checkpoints"
@@ -113,11 +104,10 @@ def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_use_none_twice_and_
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: gone(everyone))
-    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    left = left_in(temporary)
     finished(root, command(root, "killed", "rollout.max_staleness=2"), "killed")
     check_ages_and_prompts(root, "killed", 2)
-    left += [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
-    assert not left
+    assert left == left_in(temporary) == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.commands import Command, children_of, fivefold, gone, wait_for
 from tests.support.engines import named_blocks
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
+from tests.support.whole_runs import REWARD, assert_same, left_in, make_model, metrics
 from tests.support.zygote import THREADS
 
 pytestmark = pytest.mark.vllm
@@ -66,7 +66,7 @@ def test_a_run_on_two_replicas_of_the_engine_is_the_same(root, base):
     assert_same(metrics(root, "replicas"), base)
 
 
-def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind(root, base):
+def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind(root, base, temporary):
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed")
     checkpoints = root / "runs/killed/checkpoints"
     wait_for((checkpoints / "step-000002").exists, process)
@@ -75,10 +75,12 @@ def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
+    left = left_in(temporary)
     done = train(root, "killed")
     assert done.returncode == 0, done.stderr
     assert "resumed after step" in done.stdout
     assert_same(metrics(root, "killed"), base)
+    assert left == left_in(temporary) == []
 
 
 def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(root, base):

@@ -53,6 +53,11 @@ def metrics(root: Path, name: str) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
 
+def left_in(temporary: Path) -> list[str]:
+    """What stays in the directory for temporary files besides compiled kernels, which later runs use."""
+    return sorted(path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))
+
+
 def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]], rel: float = 2e-5) -> None:
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for got, want in zip(found, expected, strict=True):
