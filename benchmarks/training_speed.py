@@ -363,7 +363,8 @@ def deterministic(part: Part) -> None:
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
-    "rows": rows, "rows-four": rows_of_four, "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic,
+    "rows": rows, "rows-four": rows_of_four,
+    "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic,
     "experts": experts, "offload": leaving, "deterministic": deterministic,
 }  # fmt: skip
 
