@@ -305,7 +305,7 @@ def test_a_memory_that_leaves_no_cache_is_refused(files, vllm, monkeypatch, engi
 
 def test_the_memory_of_vllm_is_its_share_of_a_gpu(files, vllm, monkeypatch):
     from fivefold.models.families import load_spec
-    from fivefold.plan.check import memory_of
+    from fivefold.plan.roles import memory_of
 
     vllm("0.26.0")
     spec = load_spec(files / "qwen3")
@@ -409,7 +409,7 @@ def test_gpus_that_servers_apart_lack_are_counted(files, vllm, monkeypatch):
 
 def test_gpus_of_servers_apart_hold_no_weights_of_the_policy(files, vllm):
     from fivefold.models.families import load_spec
-    from fivefold.plan.check import memory_of
+    from fivefold.plan.roles import memory_of
 
     vllm("0.26.0")
     found = memory_of(config(files, backend="vllm:t2", placement="apart"), load_spec(files / "qwen3"))

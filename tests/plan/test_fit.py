@@ -15,10 +15,11 @@ from fivefold.config.findings import Findings
 from fivefold.config.gpus import GPUS
 from fivefold.config.packages import missing_packages
 from fivefold.models.families import spec_from_config
-from fivefold.plan.check import _check_packages, memory_of
+from fivefold.plan.check import _check_packages
 from fivefold.plan.devices import Device
 from fivefold.plan.fit import check_fit
 from fivefold.plan.memory import Memory
+from fivefold.plan.roles import memory_of
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fivefold.config import RunConfig
@@ -30,57 +30,13 @@ from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
 from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
-from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
+from fivefold.plan.engine_checks import check_engine, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
-from fivefold.plan.memory import Memory, Sharded, estimate_memory
-from fivefold.plan.placement import Placed, placement
+from fivefold.plan.placement import placement
+from fivefold.plan.roles import Role, memory_of, placed, roles
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
 from fivefold.reward.choose import check_rewards
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One of the models that a run shards over its ranks."""
-
-    where: str
-    """Its section of the configuration."""
-    key: str
-    path: str
-    settings: PolicyConfig
-    value_head: bool = False
-    """It ends in a value head."""
-
-    def sharded(self, config: RunConfig, spec: ModelSpec) -> Sharded:
-        """As its layout shards it; a reference and a reward model only compute."""
-        settings, layout = self.settings, self.settings.layout
-        # A step may have less than a micro-batch would hold.
-        most = config.max_sequence_tokens * -(-config.samples_per_step // layout.dp)
-        trains = self.where in ("policy", "critic")
-        return Sharded(
-            spec,
-            layout,
-            settings.megatron.pipeline_split,
-            settings.recompute,
-            min(settings.tokens_per_micro_batch, most) if trains else 0,
-        )
-
-
-def roles(config: RunConfig) -> list[_Part]:
-    """Policy, reference, critic and reward model, as far as the run has them."""
-    policy, reward_model = config.policy, config.reward.model
-    parts = [_Part("policy", "model.path", config.model.path, policy)]
-    if config.algorithm.needs_reference:
-        path = config.reference.path or config.model.path
-        parts.append(_Part("reference", "reference.path", path, config.reference.settings(policy)))
-    if config.uses_critic:
-        path = config.critic.path or config.model.path
-        parts.append(_Part("critic", "critic.path", path, config.critic.settings(policy), value_head=True))
-    if reward_model.path:
-        parts.append(
-            _Part("reward.model", "reward.model.path", reward_model.path, reward_model.settings(policy), value_head=True)
-        )
-    return parts
 
 
 def check(config: RunConfig) -> Findings:
@@ -132,7 +88,7 @@ def _check_run_dir(findings: Findings, config: RunConfig) -> None:
     findings.require(usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(str(path))}")
 
 
-def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict[str, ModelSpec]) -> None:
+def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[str, ModelSpec]) -> None:
     """Look at the directory of one model; `specs` gets its sizes where it is here."""
     again = part.where != "policy" and part.path == config.model.path
     if again and part.settings == config.policy and not part.value_head:
@@ -154,7 +110,7 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
 
-def _check_layout(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
+def _check_layout(findings: Findings, config: RunConfig, part: Role, spec: ModelSpec) -> None:
     """Whether the model can be sharded so; a layout of its own is at fault where it cannot."""
     try:
         spec.check_layout(part.settings.layout, part.settings.megatron.pipeline_split)
@@ -162,7 +118,7 @@ def _check_layout(findings: Findings, config: RunConfig, part: _Part, spec: Mode
         findings.error(f"{part.where}.backend" if part.where in config.own_layouts else part.key, f": {error}")
 
 
-def _check_spec(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
+def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSpec) -> None:
     """What this model cannot do with its settings."""
     settings, megatron, layout = part.settings, part.settings.megatron, part.settings.layout
     is_policy_s = part.where == "reference" and config.reference.megatron is None
@@ -297,39 +253,6 @@ def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
         f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer steps each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
-
-
-def placed(config: RunConfig) -> list[Placed]:
-    """Where each model lies that the run has."""
-    return [Placed(part.where.replace(".", " "), part.settings.layout) for part in roles(config)]
-
-
-def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
-    """Memory of the fullest rank of a run with a policy of this spec."""
-    on_gpu = on_gpus(config)
-    parts = {part.where: part for part in roles(config)}
-    # A reference that is not here is taken to be as large as the policy.
-    here: dict[str, ModelSpec] = {name: spec for name in ("policy", "reference") if name in parts}
-    for name, part in parts.items():
-        if part.path != config.model.path or part.value_head:
-            here |= {name: load_spec(part.path, part.value_head)} if Path(part.path).is_dir() else {}
-    sharded = {name: parts[name].sharded(config, own) for name, own in here.items()}
-    shares = not config.engine.url and not config.engine.is_apart
-    return estimate_memory(
-        sharded["policy"],
-        dtype=config.policy.dtype,
-        engine_sequences=config.engine.max_num_seqs if config.may_generate and shares else 0,
-        engine_shards=1 if config.engine.layout is None else config.engine.layout.tp,
-        engine_dtype=config.engine.dtype,
-        engine_cache=engine_cache(config, spec),
-        engine_sleeps=config.engine.sleep and on_gpu,
-        max_sequence_tokens=config.max_sequence_tokens,
-        offload=config.policy.offload.parts if on_gpu else frozenset(),
-        reference=sharded.get("reference"),
-        critic=sharded.get("critic"),
-        critic_offload=parts["critic"].settings.offload.parts if on_gpu and "critic" in parts else frozenset(),
-        reward_model=sharded.get("reward.model"),
-    )
 
 
 def _check_launch(findings: Findings, config: RunConfig) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.check import memory_of, placed
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.memory import checkpoint_bytes
 from fivefold.plan.placement import placement
+from fivefold.plan.roles import memory_of, placed
 
 _MOST_ROWS = 12
 

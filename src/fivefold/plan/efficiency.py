@@ -1,0 +1,172 @@
+"""How fast each kind of kernel, link and host runs: (kind, size) -> a rate, from measured rows. No torch here.
+
+The rows stand in `measured.py`; a file of `fivefold plan --calibrate` has the same and replaces them kind by kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from fivefold.config.gpus import GPUS
+from fivefold.errors import shown
+from fivefold.files import read_json
+
+Bound = Literal["arithmetic", "memory", "link", "host"]
+Unit = Literal["TFLOP/s", "GB/s", "us"]
+CALIBRATION = Path("~/.cache/fivefold/calibration.json")
+"""Where `fivefold plan --calibrate` keeps its result, and where `plan` and `check` look for one."""
+_FACTORS = {"TFLOP/s": 1e12, "GB/s": 1e9, "us": 1e-6}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a row of one kind means."""
+
+    unit: Unit
+    """Of its rate; `us` is a time, the others are amounts per second."""
+    bound: Bound
+    """What of another GPU it scales with; times of the host stay as they are."""
+    size: str
+    """What its size counts; empty where there is one row."""
+    amount: str
+    """What its rate counts."""
+
+
+KINDS: dict[str, Kind] = {
+    "gemm": Kind("TFLOP/s", "arithmetic", "smallest of the product's three dimensions", "2 per multiplication"),
+    "grouped_gemm": Kind("TFLOP/s", "arithmetic", "tokens of an expert", "2 per multiplication, activation included"),
+    "attention_forward": Kind("TFLOP/s", "arithmetic", "length", "causal: half of the square"),
+    "attention_backward": Kind("TFLOP/s", "arithmetic", "length", "2.5 times the forward"),
+    "elementwise": Kind("GB/s", "memory", "", "what fused norms, rotations, activations, residuals read and write"),
+    "head_forward": Kind("GB/s", "memory", "", "4 bytes a logit"),
+    "head_backward": Kind("GB/s", "memory", "hidden size", "4 bytes a logit"),
+    "adam": Kind("GB/s", "memory", "", "30 bytes a parameter"),
+    "gradients": Kind("GB/s", "memory", "", "float32 gradients set to zero, measured, scaled: 16 bytes each"),
+    "node_link": Kind("GB/s", "link", "bytes of a message", "bus bandwidth of all-gather and reduce-scatter in a node"),
+    "node_exchange": Kind("GB/s", "link", "bytes of a message", "what leaves a rank in an all-to-all or send in a node"),
+    "host_copy": Kind("GB/s", "host", "", "pinned host memory to the GPU or back"),
+    "layer_host": Kind("us", "host", "", "launching forward and backward of a layer"),
+    "tensor_host": Kind("us", "host", "", "more of it with tensor parallelism"),
+    "context_host": Kind("us", "host", "", "more of it with context parallelism"),
+    "expert_host": Kind("us", "host", "", "more of it with experts, during which the GPU waits for counts of tokens"),
+    "update_host": Kind("us", "host", "", "an optimizer step besides its kernels"),
+    "decode_memory": Kind("GB/s", "memory", "", "weights, keys and values read while decoding"),
+    "decode_host": Kind("us", "host", "", "a step of vLLM"),
+    "sequence_host": Kind("us", "host", "", "a sequence in a step of vLLM"),
+    "server_host": Kind("us", "host", "", "a sequence in a step, more where the engine is a server"),
+    "decode_reduce": Kind("us", "host", "", "an all-reduce of a decoding step"),
+    "wake": Kind("us", "host", "", "an engine waking with weights and cache, and its hand-over"),
+}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measured figure."""
+
+    kind: str
+    size: float
+    """0 where the kind has no sizes."""
+    rate: float
+    """In the unit of its kind."""
+    hardware: str
+    """A name of the table of GPUs, or cpu."""
+    source: str
+    """Where the figure comes from."""
+
+
+class Efficiencies:
+    """Rates on one kind of GPU: those measured on it, or those of the measured one scaled by the data sheets."""
+
+    def __init__(self, rows: Iterable[Rate], gpu: str) -> None:
+        self.gpu, self._rows = gpu, tuple(rows)
+        self._tables = {kind: self._table(kind) for kind in KINDS}
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """The hardware that the rates of each kind were measured on."""
+        return {kind: found[0].hardware for kind in KINDS if (found := self._of(kind))}
+
+    @cached_property
+    def measured_here(self) -> bool:
+        """Every kind of kernel that computes was measured on this GPU itself."""
+        return all(self.sources[kind] == self.gpu for kind in KINDS if KINDS[kind].bound in ("arithmetic", "memory"))
+
+    def _of(self, kind: str) -> list[Rate]:
+        rows = [row for row in self._rows if row.kind == kind]
+        own = [row for row in rows if row.hardware == self.gpu]
+        return own or [row for row in rows if row.hardware != "cpu"] or rows
+
+    def _table(self, kind: str) -> list[tuple[float, float]]:
+        """(log of size, rate in units of 1), in order."""
+        found = []
+        for row in self._of(kind):
+            scale = _scale(KINDS[kind].bound, row.hardware, self.gpu) * _FACTORS[KINDS[kind].unit]
+            found.append((math.log(max(row.size, 1.0)), row.rate * scale))
+        if not found:
+            raise ValueError(f"no rate of {kind} is known: run `fivefold plan --calibrate` on the machine in question")
+        return sorted(found)
+
+    def rate(self, kind: str, size: float = 0.0) -> float:
+        """FLOP/s, bytes/s or seconds; between sizes by their logarithm, beyond them that of the nearest."""
+        table = self._tables[kind]
+        if len(table) == 1 or size <= 1:
+            return table[0][1]
+        place = math.log(size)
+        if place <= table[0][0]:
+            return table[0][1]
+        for (low, slow), (high, fast) in zip(table, table[1:], strict=False):
+            if place <= high:
+                return slow + (fast - slow) * (place - low) / (high - low)
+        return table[-1][1]
+
+
+def _scale(bound: Bound, measured: str, wanted: str) -> float:
+    """Of a rate that was measured on one GPU, on another: by what bounds it."""
+    if bound == "host" or measured == wanted or measured not in GPUS or wanted not in GPUS:
+        return 1.0
+    attribute = {"arithmetic": "tflops", "memory": "memory_gb_s", "link": "link_gb_s"}[bound]
+    return float(getattr(GPUS[wanted], attribute) / getattr(GPUS[measured], attribute))
+
+
+def load_rates(calibration: Path | None = None) -> tuple[Rate, ...]:
+    """The rows that came with Fivefold; those of a calibration file stand in the place of their kind and hardware.
+
+    Without a name the file of this machine is taken, where there is one.
+    """
+    from fivefold.plan.measured import MEASURED
+
+    path = CALIBRATION.expanduser() if calibration is None else calibration
+    if calibration is None and not path.is_file():
+        return MEASURED
+    own = read_calibration(path)
+    replaced = {(row.kind, row.hardware) for row in own}
+    return (*(row for row in MEASURED if (row.kind, row.hardware) not in replaced), *own)
+
+
+def read_calibration(path: Path) -> tuple[Rate, ...]:
+    """Rows of a file that `write_calibration` wrote; raises ValueError where it is another one."""
+    found = read_json(path)
+    rows = found.get("rates") if isinstance(found, dict) else None
+    try:
+        made = tuple(Rate(**row) for row in rows or [])
+    except TypeError:
+        made = ()
+    if not made:
+        raise ValueError(f"{path} is no file of `fivefold plan --calibrate`: it must have a list `rates` of measured rows")
+    for row in made:
+        numbers = isinstance(row.size, int | float) and isinstance(row.rate, int | float)
+        if row.kind not in KINDS or not numbers or not 0 < row.rate < math.inf:
+            raise ValueError(f"{path} has a row that cannot be used: got {shown(asdict(row))}; measure again")
+    return made
+
+
+def write_calibration(path: Path, rows: Iterable[Rate], about: str) -> None:
+    """Keep measured rows as JSON; `about` says when and on what they were measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"about": about, "rates": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -1,0 +1,51 @@
+"""The GPUs that a run has and the links between them: which ranks of a layout share a node. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.config.gpus import GPUS
+from fivefold.errors import shown
+
+NETWORK_GB_S = 50.0
+"""Of each GPU's own port to other nodes, in one direction: 400 Gbit/s."""
+NETWORK_SHARE = 0.8
+"""Of it that large messages get; an assumption, no run of ours was on several nodes."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs; raises ValueError where they are none."""
+
+    gpu: str
+    """A name of the table of GPUs."""
+    gpus: int
+    node_gpus: int = 8
+    network_gb_s: float = NETWORK_GB_S
+    price: float | None = None
+    """Of a GPU for an hour."""
+
+    def __post_init__(self) -> None:
+        if self.gpu not in GPUS:
+            raise ValueError(f"unknown GPU {shown(self.gpu)}: known are {', '.join(GPUS)}")
+        if self.gpus > self.node_gpus and self.gpus % self.node_gpus:
+            raise ValueError(
+                f"GPUs must fill their nodes: got {self.gpus} with {self.node_gpus} on a node; "
+                f"take {self.gpus // self.node_gpus * self.node_gpus} or {-(-self.gpus // self.node_gpus) * self.node_gpus}"
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Memory of a GPU."""
+        return int(GPUS[self.gpu].memory_gib * 2**30)
+
+    def together(self, size: int, stride: int) -> int:
+        """Of `size` ranks, one every `stride` ranks, those that share a node."""
+        if size * stride <= self.node_gpus:
+            return size
+        return max(1, min(size, self.node_gpus // stride))
+
+    @property
+    def network(self) -> float:
+        """Bytes a second that a GPU sends to other nodes."""
+        return self.network_gb_s * 1e9 * NETWORK_SHARE

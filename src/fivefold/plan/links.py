@@ -1,0 +1,102 @@
+"""Seconds of what ranks send each other: bytes and group -> time, within a node and between nodes. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.layout import ParallelLayout
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.costs import Tokens
+from fivefold.plan.efficiency import Efficiencies
+from fivefold.plan.hardware import Cluster
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk: so many, one every `stride` ranks."""
+
+    size: int
+    stride: int
+
+
+def tensor_group(layout: ParallelLayout) -> Group:
+    return Group(layout.tp, 1)
+
+
+def context_group(layout: ParallelLayout) -> Group:
+    return Group(layout.cp, layout.tp)
+
+
+def data_group(layout: ParallelLayout) -> Group:
+    """Replicas and the context-parallel ranks between them: who sums gradients and shards the optimizer."""
+    return Group(layout.dp * layout.cp, layout.tp)
+
+
+def expert_group(layout: ParallelLayout) -> Group:
+    return Group(layout.ep, layout.etp)
+
+
+def expert_data_group(layout: ParallelLayout) -> Group:
+    return Group(layout.edp, layout.ep * layout.etp)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the links of a cluster carry."""
+
+    cluster: Cluster
+    efficiencies: Efficiencies
+
+    def gather(self, group: Group, size: float) -> float:
+        """An all-gather or reduce-scatter of a whole of so many bytes."""
+        if group.size == 1 or not size:
+            return 0.0
+        rate, near = self.efficiencies.rate("node_link", size), self.cluster.together(group.size, group.stride)
+        if near < group.size:
+            # Each of the ranks of a node has a port of its own, and the ring uses all of them.
+            rate = min(rate, self.cluster.network * near)
+        return size * (group.size - 1) / group.size / rate
+
+    def exchange(self, group: Group, size: float) -> float:
+        """An all-to-all in which each rank has so many bytes for the group."""
+        if group.size == 1 or not size:
+            return 0.0
+        near = self.cluster.together(group.size, group.stride)
+        inside = size * (near - 1) / group.size / self.efficiencies.rate("node_exchange", size)
+        return max(inside, size * (group.size - near) / group.size / self.cluster.network)
+
+    def send(self, stride: int, size: float) -> float:
+        """From a rank to the one `stride` behind it."""
+        if stride >= self.cluster.node_gpus:
+            return size / self.cluster.network
+        return size / self.efficiencies.rate("node_exchange", size)
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """Seconds of what a layer sends in one direction of a micro-batch, by dimension, and of that what overlaps."""
+
+    tensor: float
+    context: float
+    expert: float
+    overlapped: float = 0.0
+    """Of `tensor`, not in it: gathers of inputs that run beside the products of backward."""
+
+
+def layer_traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_experts: bool, links: Links) -> LayerTraffic:
+    """What one layer sends in forward; backward sends as much, and gathers its inputs once more beside its products."""
+    local = tokens.count / layout.cp * tokens.number_bytes
+    part = spec.moe
+    # With experts the second half of the layer keeps to each rank's own tokens.
+    halves = 1 if has_experts and part is not None and not part.shared_ffn else 2
+    once = links.gather(tensor_group(layout), local * spec.hidden)
+    keys = 2 * spec.kv_heads * spec.head_dim / layout.tp
+    if spec.mla is not None:
+        keys = spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope + spec.mla.v_dim) / layout.tp
+    context = links.gather(context_group(layout), tokens.count * keys * tokens.number_bytes)
+    expert = 0.0
+    if has_experts and part is not None:
+        routed = local / layout.tp * part.top_k * spec.hidden
+        expert = 2 * links.exchange(expert_group(layout), routed)
+        expert += 2 * links.gather(Group(layout.etp, 1), routed * layout.etp)
+    return LayerTraffic(2 * halves * once, context, expert, halves * once)

@@ -1,0 +1,151 @@
+"""Seconds of sampling and of weight sync: an engine's layout, requests, rates -> time by part. No torch here.
+
+A decoding step reads the weights that it uses and the keys and values of every sequence, and the host prepares the next one
+meanwhile: the longer of both counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.efficiency import Efficiencies
+
+TAIL = 0.9
+"""Standard deviation of the logarithm of response lengths, where some reach the bound and most do not."""
+_QUANTILES = 64
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a step samples, over all replicas of the engine."""
+
+    count: float
+    group: float
+    """Responses to one prompt, whose keys are computed once."""
+    prompt: float
+    response: float
+    """Mean length."""
+    longest: float
+
+    def lengths(self) -> list[float]:
+        """Quantiles of response lengths: all alike where the mean is the bound, otherwise a long tail below it."""
+        if self.response > 0.95 * self.longest:
+            return [self.response] * _QUANTILES
+        normal = NormalDist()
+        shape = [math.exp(TAIL * normal.inv_cdf((place + 0.5) / _QUANTILES)) for place in range(_QUANTILES)]
+        low, high = 0.0, self.longest
+        for _ in range(40):
+            middle = (low + high) / 2
+            mean = sum(min(self.longest, middle * one) for one in shape) / _QUANTILES
+            low, high = (middle, high) if mean < self.response else (low, middle)
+        found = [min(self.longest, low * one) for one in shape]
+        # The last of many requests is longer than the middle of the last of few quantiles.
+        if self.count > _QUANTILES:
+            found[-1] = max(found[-1], min(self.longest, low * math.exp(TAIL * normal.inv_cdf(1 - 0.5 / self.count))))
+        return found
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """One replica of an engine."""
+
+    spec: ModelSpec
+    tp: int
+    ep: int
+    max_num_seqs: int
+    cache_bytes: float
+    """On each of its ranks."""
+    number_bytes: int = 2
+    is_server: bool = False
+
+    @property
+    def token_bytes(self) -> float:
+        """Keys and values of a token on a rank."""
+        return self.spec.kv_numbers_per_token * self.number_bytes / min(self.tp, self.spec.kv_heads)
+
+    def room(self, length: float) -> int:
+        """Sequences of this length at once."""
+        return max(1, min(self.max_num_seqs, int(self.cache_bytes / (self.token_bytes * length))))
+
+    def _weights(self, sequences: float) -> float:
+        """Bytes that a rank reads for a step of so many sequences: of the experts those that some token chose."""
+        spec, part = self.spec, self.spec.moe
+        dense = sum(spec.shared_parameters(layer) for layer in range(spec.layers)) + spec.vocab * spec.hidden
+        experts = 0.0
+        if part is not None:
+            used = 1 - (1 - part.top_k / part.num_experts) ** sequences
+            experts = used * sum(spec.expert_parameters(layer) for layer in range(spec.layers))
+        return (dense + experts) * self.number_bytes / self.tp
+
+    def step_seconds(self, sequences: float, length: float, rates: Efficiencies) -> tuple[float, float]:
+        """(host, GPU) for a token of each sequence."""
+        spec = self.spec
+        read = self._weights(sequences) + sequences * length * self.token_bytes
+        # Logits in float32 are written, and read by the softmax and the draw.
+        read += 16 * sequences * spec.vocab / self.tp
+        gpu = read / rates.rate("decode_memory") + sequences * _token_flops(spec) / self.tp / rates.rate("gemm", spec.hidden)
+        if self.tp > 1:
+            gpu += 2 * spec.layers * rates.rate("decode_reduce")
+        host = rates.rate("decode_host") + sequences * rates.rate("sequence_host")
+        if self.is_server:
+            host += sequences * rates.rate("server_host")
+        return host, gpu
+
+
+@dataclass(frozen=True)
+class RolloutTime:
+    """Seconds of sampling by what bounds them."""
+
+    prefill: float
+    memory: float
+    """Decoding steps that the GPU's memory bounds."""
+    host: float
+    """Decoding steps that the host bounds."""
+    tokens: float
+    """Sampled by one replica."""
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.memory + self.host
+
+
+def _token_flops(spec: ModelSpec) -> float:
+    return 2.0 * (sum(spec.active_parameters(layer) for layer in range(spec.layers)) + spec.vocab * spec.hidden)
+
+
+def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Efficiencies) -> RolloutTime:
+    """Sampling all requests; each replica has as many of them, and the step waits for the longest."""
+    spec, own, lengths = sampler.spec, requests.count / replicas, requests.lengths()
+    mean = sum(lengths) / len(lengths)
+    prompts = own / requests.group
+    prefill = prompts * requests.prompt * _token_flops(spec) / sampler.tp / rates.rate("gemm", spec.hidden)
+    at_once = float(min(own, sampler.room(requests.prompt + mean / 2)))
+    spent = {"memory": 0.0, "host": 0.0}
+
+    def steps(count: float, sequences: float, length: float) -> None:
+        host, gpu = sampler.step_seconds(sequences, length, rates)
+        spent["host" if host > gpu else "memory"] += count * max(host, gpu)
+
+    # While requests wait, as many as there is room for are decoded; then the last ones end one after another.
+    steps((own - at_once) * mean / at_once, at_once, requests.prompt + mean / 2)
+    before = 0.0
+    for place, length in enumerate(lengths):
+        alive = at_once * (1 - place / len(lengths))
+        pieces = max(1, min(8, int((length - before) / 64)))
+        for piece in range(pieces):
+            at = before + (length - before) * (piece + 0.5) / pieces
+            steps((length - before) / pieces, max(1.0, alive), requests.prompt + at)
+        before = length
+    return RolloutTime(prefill, spent["memory"], spent["host"], own * mean)
+
+
+def sync_time(
+    spec: ModelSpec, policy_ranks: int, number_bytes: int, rates: Efficiencies, sleeps: bool, onload: float
+) -> float:
+    """Seconds from a policy whose parameters lie on the host, `onload` bytes of a rank, to an engine that can sample."""
+    size = spec.parameters * number_bytes
+    stream = size / rates.rate("node_link", size) if policy_ranks > 1 else size / rates.rate("decode_memory")
+    return stream + onload / rates.rate("host_copy") + (rates.rate("wake") if sleeps else 0.0)

@@ -1,0 +1,234 @@
+"""Seconds of an update by part: a model as its layout shards it, its tokens, a cluster -> UpdateTime. No torch here.
+
+Micro-batches go through the stages one behind the other (1F1B); what the slowest stage does counts for all of them, and
+the others' share of the first and the last one is the bubble. The host launches kernels ahead of the GPU: where that takes
+longer than they do, the GPU waits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.costs import (
+    ADAM_BYTES,
+    GRADIENT_BYTES,
+    Tokens,
+    Work,
+    attention_flops,
+    embedding_work,
+    head_work,
+    layer_work,
+)
+from fivefold.plan.efficiency import Efficiencies
+from fivefold.plan.hardware import Cluster
+from fivefold.plan.links import Links, data_group, expert_data_group, layer_traffic, tensor_group
+from fivefold.plan.memory import RankParameters, Sharded, rank_parameters
+
+DATA_IMBALANCE = 1.02
+"""Tokens of the fullest replica over the mean, as samples are dealt by length (benchmarks/results/balance.md)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one pass goes through, over all replicas."""
+
+    tokens: float
+    mean_length: float
+    attended: float
+    """Mean length over tokens: longer sequences have more of them."""
+    predicted: float
+    """Share of tokens that are in a response."""
+
+    @classmethod
+    def of(cls, samples: float, prompt: float, response: float, spread: float = 1 / 12) -> Batch:
+        """Samples of these mean lengths; `spread`: variance of the length over the square of its mean."""
+        mean = prompt + response
+        return cls(samples * mean, mean, mean * (1 + spread), response / mean)
+
+    def micro_batches(self, layout: ParallelLayout, budget: int, virtual: int, imbalance: float) -> tuple[int, float]:
+        """How many a replica has, and the tokens of each."""
+        own = self.tokens / layout.dp * (imbalance if layout.dp > 1 else 1.0)
+        count = max(1, math.ceil(own / max(budget, self.mean_length)))
+        if virtual > 1:
+            count = -(-count // layout.pp) * layout.pp
+        return count, own / count
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one or more passes, by part."""
+
+    parts: dict[str, float]
+    overlapped: dict[str, float] = field(default_factory=dict)
+    """Seconds that run beside others and are not in `parts`."""
+    micro_batches: int = 0
+    micro_batch_tokens: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A pipeline stage's seconds for one micro-batch, by part."""
+
+    parts: dict[str, float]
+    overlapped: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def update_time(
+    model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies, imbalance: float = DATA_IMBALANCE
+) -> PassTime:
+    """Forward, backward and optimizer step over a batch."""
+    passes = _passes(model, batch, cluster, rates, imbalance, trains=True)
+    return PassTime(
+        {**passes.parts, **optimizer_time(model, Links(cluster, rates))},
+        passes.overlapped,
+        passes.micro_batches,
+        passes.micro_batch_tokens,
+    )
+
+
+def forward_time(
+    model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies, imbalance: float = DATA_IMBALANCE
+) -> PassTime:
+    """Log-probs or values of a batch."""
+    return _passes(model, batch, cluster, rates, imbalance, trains=False)
+
+
+def _passes(model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies, imbalance: float, trains: bool) -> PassTime:
+    layout, links = model.layout, Links(cluster, rates)
+    virtual = model.stages.virtual_stages(layout)
+    count, each = batch.micro_batches(layout, model.tokens_per_micro_batch, virtual, imbalance)
+    tokens = Tokens(each, batch.attended, batch.predicted)
+    stages = _stages(model, tokens, links, trains)
+    slowest = max(stages, key=lambda stage: stage.total)
+    parts = {name: seconds * count for name, seconds in slowest.parts.items()}
+    # The first micro-batch reaches the last stage, and the last one's gradient the first: once through all the others.
+    parts["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / virtual
+    return PassTime(parts, {"tensor parallel": slowest.overlapped * count}, count, each)
+
+
+@lru_cache(maxsize=4096)
+def _counts(layers: int, layout: ParallelLayout, split: PipelineSplit, experts: tuple[bool, ...]) -> list[tuple[int, int]]:
+    """(dense layers, layers with experts) of each stage."""
+    found = []
+    for chunks in split.split_layers(layers, layout):
+        own = [layer for chunk in chunks for layer in chunk]
+        sparse = sum(experts[layer] for layer in own) if experts else 0
+        found.append((len(own) - sparse, sparse))
+    return found
+
+
+def stage_layers(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit) -> list[tuple[int, int]]:
+    """(dense layers, layers with experts) of each stage."""
+    return _counts(spec.layers, layout, split, spec.moe.layers if spec.moe is not None else ())
+
+
+def _seconds(work: list[Work], rates: Efficiencies) -> float:
+    return sum(one.seconds(rates) for one in work)
+
+
+def _stages(model: Sharded, tokens: Tokens, links: Links, trains: bool) -> list[_Stage]:
+    spec, layout, rates = model.spec, model.layout, links.efficiencies
+    counts = stage_layers(spec, layout, model.stages)
+    kinds = {
+        has_experts: _layer(model, tokens, links, trains, has_experts)
+        for has_experts in (False, True)
+        if any(pair[has_experts] for pair in counts)
+    }
+    # Adjacent stages are a whole stage's ranks apart; what is sent waits for nobody, forward and backward once a chunk.
+    hidden = tokens.count / layout.cp / layout.tp * spec.hidden * tokens.number_bytes
+    chunks = model.stages.virtual_stages(layout)
+    sent = (2 if trains else 1) * chunks * links.send(layout.world_size // layout.pp, hidden) if layout.pp > 1 else 0.0
+    embedding, head = embedding_work(spec, layout, tokens), head_work(spec, layout, tokens)
+    around = links.gather(tensor_group(layout), tokens.count / layout.cp * spec.hidden * tokens.number_bytes)
+    ways = 2 if trains else 1
+    found = []
+    for stage, pair in enumerate(counts):
+        parts = dict.fromkeys(_PARTS, 0.0)
+        overlapped = host = 0.0
+        for has_experts, layer in kinds.items():
+            layers = pair[has_experts]
+            for name, seconds in layer.parts.items():
+                parts[name] += layers * seconds
+            overlapped += layers * layer.overlapped
+            host += layers * layer.host
+        ends = ([embedding] if stage == 0 else []) + ([head] if stage == layout.pp - 1 else [])
+        for work in ends:
+            parts["forward"] += _seconds(work[0], rates)
+            parts["backward"] += _seconds(work[1], rates) if trains else 0.0
+            parts["tensor parallel"] += ways * around
+        parts["pipeline"] = sent
+        busy = sum(parts.values())
+        parts["waiting for the host"] = max(0.0, host - busy)
+        found.append(_Stage(parts, overlapped))
+    return found
+
+
+_PARTS = ("forward", "backward", "recomputation", "tensor parallel", "context parallel", "expert parallel", "pipeline")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    parts: dict[str, float]
+    overlapped: float
+    host: float
+
+
+def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_experts: bool) -> _Layer:
+    spec, layout, rates = model.spec, model.layout, links.efficiencies
+    ahead, back = layer_work(spec, layout, tokens, has_experts)
+    traffic = layer_traffic(spec, layout, tokens, has_experts, links)
+    forward = _seconds(ahead, rates)
+    again, ways, overlapped = 0.0, 1, 0.0
+    if trains:
+        ways = 2
+        backward = _seconds(back, rates)
+        # Gathers beside products cost what the products do not cover.
+        overlapped = min(traffic.overlapped, backward)
+        if model.recompute == "full":
+            again, ways = forward, 3
+        elif model.recompute == "selective":
+            again = attention_flops(spec, layout, tokens) / rates.rate("attention_forward", tokens.attended)
+    parts = {
+        "forward": forward,
+        "recomputation": again,
+        "tensor parallel": ways * traffic.tensor + (traffic.overlapped - overlapped if trains else 0.0),
+        "context parallel": ways * traffic.context,
+        "expert parallel": ways * traffic.expert,
+    }
+    if trains:
+        parts["backward"] = backward
+    host = rates.rate("layer_host")
+    host += rates.rate("tensor_host") if layout.tp > 1 else 0.0
+    host += rates.rate("context_host") if layout.cp > 1 else 0.0
+    if has_experts:
+        # Counts of tokens come to the host before experts are launched: it cannot run ahead of the GPU.
+        parts["expert parallel"] += rates.rate("expert_host") * ways / 2
+        host += rates.rate("expert_host")
+    # Forward alone is about a third of it, made once more a third on top.
+    return _Layer(parts, overlapped, host * (ways + 1 if trains else 1) / 3)
+
+
+def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:
+    """Gradients summed over replicas, the shard of the optimizer on each rank, parameters gathered again."""
+    layout, rates = model.layout, links.efficiencies
+    fullest = max(rank_parameters(model.spec, layout, model.stages), key=lambda own: own.total)
+    own = RankParameters(fullest.dense // (layout.dp * layout.cp), fullest.experts // layout.edp)
+    seconds = own.total * ADAM_BYTES / rates.rate("adam") + fullest.total * GRADIENT_BYTES / rates.rate("gradients")
+    # Gradients in float32, parameters in bfloat16.
+    sent = sum(
+        links.gather(group, size * 4) + links.gather(group, size * 2)
+        for group, size in ((data_group(layout), fullest.dense), (expert_data_group(layout), fullest.experts))
+    )
+    return {"data parallel": sent, "optimizer": seconds + rates.rate("update_host")}
