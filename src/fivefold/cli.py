@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if getattr(options, "system", None) is not None:
         options.words = _words_of(sys.argv[1:] if arguments is None else arguments)
         rest = []
-    elif hasattr(options, "config") and options.config is None:
+    elif hasattr(options, "config") and options.config is None and options.call is not _plan:
         parser.error("name the YAML file of the run, or another system with --from")
     if rest and (not hasattr(options, "overrides") or any(item.startswith("-") or "=" not in item for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -77,6 +77,25 @@ def _parser() -> argparse.ArgumentParser:
 
     translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
     translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
+    added = command("plan", _plan, "find the layouts and settings that train a model fastest on so many GPUs, without any")
+    added.add_argument("--model", help="directory with its config.json, or hub id; model.path of the run when left out")
+    added.add_argument("--gpus", type=_above_0(int), help="how many GPUs")
+    added.add_argument("--gpu", help="their name; that of this machine when left out")
+    added.add_argument("--node-gpus", type=_above_0(int), default=8, help="GPUs of a node (default 8)")
+    added.add_argument(
+        "--network", type=_above_0(float), default=None, metavar="GB/S", help="of each GPU to other nodes (default 50)"
+    )
+    added.add_argument("--price", type=_above_0(float), help="of one GPU for an hour: prints the cost of tokens")
+    for name in ("prompt", "response"):
+        added.add_argument(
+            f"--{name}-tokens", type=_above_0(float), help=f"mean length of a {name}; half of its bound when left out"
+        )
+    added.add_argument("--top", type=_above_0(int), default=3, help="how many runs to print (default 3)")
+    added.add_argument("--json", action="store_true", help="print JSON")
+    added.add_argument("--calibrate", action="store_true", help="measure this machine and keep the rates, in two minutes")
+    added.add_argument("--seconds", type=_above_0(float), default=120.0, help="most time of --calibrate (default 120)")
+    added.add_argument("--calibration", type=Path, metavar="FILE", help="rates to read, or to write with --calibrate")
+    configured(added)
     added = command(
         "convert", _convert, "write another system's script, YAML or arguments as our YAML, with what became of each key"
     )
@@ -229,6 +248,38 @@ def _check(options: argparse.Namespace) -> int:
     good = _show_check(_configure(options)[0])
     print("this run can start" if good else "this run cannot start")
     return 0 if good else 2
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.calibrate:
+        return _calibrate(options)
+    from fivefold.config.loader import override, read
+    from fivefold.plan import proposal
+    from fivefold.plan.hardware import NETWORK_GB_S, Cluster
+
+    if options.config is not None and "=" in options.config:
+        # Without a file the first word is a change already.
+        options.config, options.overrides = None, [options.config, *options.overrides]
+    if options.gpus is None:
+        raise ValueError("say how many GPUs there are: --gpus N")
+    gpu = proposal.gpu_or_refuse(options.gpu)
+    network = options.network or NETWORK_GB_S
+    cluster = Cluster(gpu, options.gpus, min(options.node_gpus, options.gpus), network, options.price)
+    tree = override({} if options.config is None else read(options.config), options.overrides)
+    base = proposal.base_run(tree, options.model)
+    lengths = proposal.Lengths.of(base, options.prompt_tokens, options.response_tokens)
+    found = proposal.propose(
+        base, cluster, lengths, options.top, options.calibration, has_file=options.config is not None
+    )
+    print(json.dumps(proposal.as_json(found), indent=1) if options.json else proposal.describe(found))
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from fivefold.calibration import calibrate
+
+    print(f"rates: {calibrate(options.calibration, options.seconds)}")
+    return 0
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
+from fivefold.plan.gain import describe_step
 from fivefold.plan.placement import placement
 from fivefold.plan.roles import Role, memory_of, placed, roles
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
@@ -53,6 +54,8 @@ def check(config: RunConfig) -> Findings:
     if policy is not None and not findings.errors:
         findings.notes[:0] = _spec_notes(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
+        if not findings.errors:
+            findings.notes[:0] = describe_step(config, policy)
     _check_run_dir(findings, config)
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():

@@ -12,6 +12,9 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
 
+_SAME_MEMORY = 0.1
+"""Difference in memory at most of GPUs that are taken to be of one kind."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -62,14 +65,39 @@ def visible_gpus() -> int:
 @cache
 def gpu_bytes() -> int | None:
     """Memory of the smallest GPU of this machine; None where it has none or its driver does not say."""
-    if visible_gpus() == 0 or (tool := shutil.which("nvidia-smi")) is None:
-        return None
-    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        return min(int(line) for line in answer.split()) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(int(line) for line in _asked("memory.total").split()) << 20
+    except ValueError:
         return None
+
+
+def gpu_kind(config: RunConfig) -> str | None:
+    """The GPU's name in the table of GPUs: launch.gpu, or that of this machine; None where it is unknown or not there."""
+    if config.launch.gpu is not None or elsewhere(config):
+        return config.launch.gpu
+    return local_gpu_kind()
+
+
+def local_gpu_kind() -> str | None:
+    """The name in the table of GPUs of this machine's smallest one: its model, and what is nearest in memory."""
+    found, size = _asked("name").lower().replace(" ", ""), gpu_bytes()
+    if not found or size is None:
+        return None
+    # `NVIDIA H200`, `NVIDIA A100-SXM4-80GB`, `NVIDIA GeForce RTX 4090`
+    alike = [name for name in GPUS if name.partition("-")[0] in found]
+    near = [name for name in alike if abs(GPUS[name].memory_gib * 2**30 / size - 1) < _SAME_MEMORY]
+    return max(near, key=len, default=None)
+
+
+def _asked(what: str) -> str:
+    """What the driver answers, a line a GPU; nothing where there is none."""
+    if visible_gpus() == 0 or (tool := shutil.which("nvidia-smi")) is None:
+        return ""
+    query = [tool, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def host_bytes() -> int:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +61,7 @@ KINDS: dict[str, Kind] = {
     "decode_host": Kind("us", "host", "", "a step of vLLM"),
     "sequence_host": Kind("us", "host", "", "a sequence in a step of vLLM"),
     "server_host": Kind("us", "host", "", "a sequence in a step, more where the engine is a server"),
+    "eager_layer": Kind("us", "host", "", "a layer of a decoding step of the transformers engine"),
     "decode_reduce": Kind("us", "host", "", "an all-reduce of a decoding step"),
     "wake": Kind("us", "host", "", "an engine waking with weights and cache, and its hand-over"),
 }
@@ -120,7 +122,7 @@ class Efficiencies:
         place = math.log(size)
         if place <= table[0][0]:
             return table[0][1]
-        for (low, slow), (high, fast) in zip(table, table[1:], strict=False):
+        for (low, slow), (high, fast) in pairwise(table):
             if place <= high:
                 return slow + (fast - slow) * (place - low) / (high - low)
         return table[-1][1]

@@ -40,6 +40,7 @@ MEASURED: tuple[Rate, ...] = (
     *_rows("decode_host", _ENGINES, {0: 2900}),
     *_rows("sequence_host", _ENGINES, {0: 14.5}),
     *_rows("server_host", _ENGINES, {0: 5}),
+    *_rows("eager_layer", "benchmarks/results/h200-x1.txt", {0: 1800}),
     *_rows("decode_reduce", _ENGINES, {0: 25}),
     *_rows("wake", _ENGINES, {0: 350000}),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.spec import ModelSpec
@@ -105,7 +106,10 @@ class RankParameters:
         return self.dense + self.experts
 
 
-def rank_parameters(spec: ModelSpec, layout: ParallelLayout, stages: PipelineSplit | None = None) -> list[RankParameters]:
+@lru_cache(maxsize=4096)
+def rank_parameters(
+    spec: ModelSpec, layout: ParallelLayout, stages: PipelineSplit | None = None
+) -> tuple[RankParameters, ...]:
     """Parameters of a rank of each pipeline stage, embeddings included."""
     embedding = spec.padded_vocab * spec.hidden
     found = []
@@ -118,7 +122,7 @@ def rank_parameters(spec: ModelSpec, layout: ParallelLayout, stages: PipelineSpl
         if stage == layout.pp - 1 and not spec.value_head and not (spec.tied and layout.pp == 1):
             dense += embedding
         found.append(RankParameters(dense // layout.tp, experts // (layout.ep * layout.etp)))
-    return found
+    return tuple(found)
 
 
 def activation_bytes_per_token(

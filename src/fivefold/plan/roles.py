@@ -1,4 +1,6 @@
-"""The models of a run, what each is on its layout, and their memory together: configuration -> Sharded, Memory. No torch here."""
+"""The models of a run, what each is on its layout, and their memory together: configuration -> Sharded.
+
+No torch here."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 from fivefold.models.spec import ModelSpec
@@ -60,6 +61,8 @@ class Sampler:
     """On each of its ranks."""
     number_bytes: int = 2
     is_server: bool = False
+    is_eager: bool = False
+    """It launches each kernel of each step: the transformers engine."""
 
     @property
     def token_bytes(self) -> float:
@@ -68,17 +71,26 @@ class Sampler:
 
     def room(self, length: float) -> int:
         """Sequences of this length at once."""
-        return max(1, min(self.max_num_seqs, int(self.cache_bytes / (self.token_bytes * length))))
+        return max(1, int(min(self.max_num_seqs, self.cache_bytes / (self.token_bytes * length))))
+
+    @cached_property
+    def _parameters(self) -> tuple[int, int, float]:
+        """(those that every token passes, routed experts, operations of a token)"""
+        layers, head = range(self.spec.layers), self.spec.vocab * self.spec.hidden
+        dense = sum(map(self.spec.shared_parameters, layers)) + head
+        active = sum(map(self.spec.active_parameters, layers)) + head
+        return dense, sum(map(self.spec.expert_parameters, layers)), 2.0 * active
 
     def _weights(self, sequences: float) -> float:
         """Bytes that a rank reads for a step of so many sequences: of the experts those that some token chose."""
-        spec, part = self.spec, self.spec.moe
-        dense = sum(spec.shared_parameters(layer) for layer in range(spec.layers)) + spec.vocab * spec.hidden
-        experts = 0.0
-        if part is not None:
-            used = 1 - (1 - part.top_k / part.num_experts) ** sequences
-            experts = used * sum(spec.expert_parameters(layer) for layer in range(spec.layers))
-        return (dense + experts) * self.number_bytes / self.tp
+        dense, experts, _ = self._parameters
+        part = self.spec.moe
+        used = 1.0 if part is None else 1 - (1 - part.top_k / part.num_experts) ** sequences
+        return (dense + used * experts) * self.number_bytes / self.tp
+
+    def arithmetic(self, tokens: float, rates: Efficiencies) -> float:
+        """Seconds of the products of so many tokens."""
+        return tokens * self._parameters[2] / self.tp / rates.rate("gemm", self.spec.hidden)
 
     def step_seconds(self, sequences: float, length: float, rates: Efficiencies) -> tuple[float, float]:
         """(host, GPU) for a token of each sequence."""
@@ -86,9 +98,11 @@ class Sampler:
         read = self._weights(sequences) + sequences * length * self.token_bytes
         # Logits in float32 are written, and read by the softmax and the draw.
         read += 16 * sequences * spec.vocab / self.tp
-        gpu = read / rates.rate("decode_memory") + sequences * _token_flops(spec) / self.tp / rates.rate("gemm", spec.hidden)
+        gpu = read / rates.rate("decode_memory") + self.arithmetic(sequences, rates)
         if self.tp > 1:
             gpu += 2 * spec.layers * rates.rate("decode_reduce")
+        if self.is_eager:
+            return spec.layers * rates.rate("eager_layer"), gpu
         host = rates.rate("decode_host") + sequences * rates.rate("sequence_host")
         if self.is_server:
             host += sequences * rates.rate("server_host")
@@ -112,16 +126,12 @@ class RolloutTime:
         return self.prefill + self.memory + self.host
 
 
-def _token_flops(spec: ModelSpec) -> float:
-    return 2.0 * (sum(spec.active_parameters(layer) for layer in range(spec.layers)) + spec.vocab * spec.hidden)
-
-
 def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Efficiencies) -> RolloutTime:
     """Sampling all requests; each replica has as many of them, and the step waits for the longest."""
-    spec, own, lengths = sampler.spec, requests.count / replicas, requests.lengths()
+    own, lengths = requests.count / replicas, requests.lengths()
     mean = sum(lengths) / len(lengths)
     prompts = own / requests.group
-    prefill = prompts * requests.prompt * _token_flops(spec) / sampler.tp / rates.rate("gemm", spec.hidden)
+    prefill = sampler.arithmetic(prompts * requests.prompt, rates)
     at_once = float(min(own, sampler.room(requests.prompt + mean / 2)))
     spent = {"memory": 0.0, "host": 0.0}
 

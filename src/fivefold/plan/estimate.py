@@ -1,0 +1,196 @@
+"""What a step of a run takes, by part, and what it needs of memory: configuration, cluster, rates -> StepEstimate.
+
+No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from fivefold.config import RunConfig
+from fivefold.config.methods import surrogate_row
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.efficiency import Efficiencies
+from fivefold.plan.engine_checks import engine_cache
+from fivefold.plan.hardware import Cluster
+from fivefold.plan.memory import BYTES, Memory
+from fivefold.plan.roles import memory_of, roles, shard_roles
+from fivefold.plan.rollout_time import Requests, RolloutTime, Sampler, rollout_time, sync_time
+from fivefold.plan.step_time import Batch, PassTime, forward_time, update_time
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and responses on average, which no configuration says."""
+
+    prompt: float
+    response: float
+
+    @classmethod
+    def of(cls, config: RunConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
+        """Those given; half of the bound for what is left out."""
+        return cls(prompt or config.data.max_prompt_tokens / 2, response or config.data.max_response_tokens / 2)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Seconds and bytes of a step."""
+
+    parts: dict[str, float]
+    """Seconds by part, in the order of a step; they add up to the whole."""
+    overlapped: dict[str, float]
+    """Seconds that pass beside those."""
+    memory: Memory
+    tokens: float
+    """Of prompts and responses, all samples of a step."""
+    micro_batches: int
+    """Of one optimizer step."""
+    rollout: RolloutTime | None = field(default=None, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def cost_per_million(self, cluster: Cluster) -> float | None:
+        """What a million tokens cost at the cluster's price."""
+        if cluster.price is None:
+            return None
+        return cluster.price * cluster.gpus / 3600 / self.tokens_per_second * 1e6
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time, and why."""
+        part = max(self.parts, key=self.parts.__getitem__)
+        reason = _REASONS.get(part, "")
+        if part == "rollout" and self.rollout is not None:
+            host = self.rollout.host > self.rollout.memory
+            reason = "the host that prepares each decoding step" if host else "reading weights, keys and values"
+        return f"{part}, {self.parts[part] / self.seconds:.0%} of the step" + (f": {reason}" if reason else "")
+
+
+_REASONS = {
+    "backward": "arithmetic of the policy's update",
+    "forward": "arithmetic of the policy's update",
+    "bubble": "stages that wait for the first and the last micro-batch: fewer stages, virtual ones or smaller micro-batches",
+    "waiting for the host": "kernels are over before the next are launched: larger micro-batches, less tensor parallelism",
+    "recomputation": "activations that are made again",
+    "expert parallel": "tokens on their way to experts and back",
+    "tensor parallel": "activations gathered and scattered in each layer",
+}
+
+
+def training_batch(config: RunConfig, lengths: Lengths) -> Batch:
+    """What an optimizer step goes through."""
+    return Batch.of(config.samples_per_step / config.algorithm.updates_per_step, lengths.prompt, lengths.response)
+
+
+def needs_old_logprobs(config: RunConfig) -> bool:
+    """The policy's log-probs before the first update are computed by a pass of their own."""
+    chosen = config.algorithm.resolved
+    if chosen.rollout_correction.old_logprobs_from == "engine":
+        return False
+    corrected = chosen.rollout_correction.name != "none"
+    compares = corrected or surrogate_row(str(chosen.surrogate)).ratio_reference == "old"
+    in_reward = bool(chosen.kl.coef) and chosen.kl.place == "reward"
+    return in_reward or (config.algorithm.updates > 1 and compares)
+
+
+def step_estimate(
+    config: RunConfig, spec: ModelSpec, cluster: Cluster, rates: Efficiencies, lengths: Lengths
+) -> StepEstimate:
+    """A step of a run, whose policy is `spec`, on the GPUs of a cluster."""
+    models, settings = shard_roles(config, spec), {part.where: part.settings for part in roles(config)}
+    batch, algorithm = training_batch(config, lengths), config.algorithm
+    everything = replace(batch, tokens=batch.tokens * algorithm.updates_per_step)
+    trainer = trainer_cluster(config.layout.world_size, cluster)
+    parts: dict[str, float] = {}
+    overlapped: dict[str, float] = {}
+
+    def add(times: dict[str, float], factor: float = 1.0) -> None:
+        for name, seconds in times.items():
+            if seconds:
+                parts[name] = parts.get(name, 0.0) + factor * seconds
+
+    sampled = _rollout(config, spec, rates, lengths) if not algorithm.offline else None
+    if sampled is not None:
+        add({"rollout": sampled.total})
+    asked = [("reference", "log-probs")] if "reference" in models else []
+    asked += [("policy", "log-probs")] if needs_old_logprobs(config) else []
+    asked += [("critic", "values")] if "critic" in models else []
+    asked += [("reward.model", "reward model")] if "reward.model" in models else []
+    for where, name in asked:
+        # A model that only computes has micro-batches too.
+        model = replace(models[where], tokens_per_micro_batch=settings[where].tokens_per_micro_batch)
+        add({name: forward_time(model, everything, trainer, rates).total})
+    if "critic" in models:
+        add({"critic": update_time(models["critic"], batch, trainer, rates).total * algorithm.updates})
+    update = update_time(models["policy"], batch, trainer, rates)
+    add(update.parts, algorithm.updates)
+    overlapped |= {name: algorithm.updates * seconds for name, seconds in update.overlapped.items() if seconds}
+    memory = memory_of(config, spec)
+    if not algorithm.offline:
+        onload = memory.parameters if "parameters" in config.policy.offload.parts else 0
+        sleeps = config.engine.layout is not None and config.engine.sleep and not config.engine.is_apart
+        size = BYTES[config.policy.dtype]
+        add({"weight sync": sync_time(spec, config.layout.world_size, size, rates, sleeps, onload)})
+    add({"offload": _offload(config, memory, rates)})
+    if (config.rollout.max_staleness or 0) > 0 and sampled is not None and config.engine.is_apart:
+        # The next step's responses are sampled while this one trains.
+        hidden = min(parts["rollout"], sum(seconds for name, seconds in parts.items() if name not in _SERIAL))
+        overlapped["rollout"] = hidden
+        parts["rollout"] -= hidden
+    return StepEstimate(
+        {name: seconds for name, seconds in parts.items() if seconds},
+        overlapped,
+        memory,
+        everything.tokens,
+        update.micro_batches,
+        sampled,
+    )
+
+
+_SERIAL = ("rollout", "weight sync")
+"""What does not pass while the trainer trains."""
+
+
+def trainer_cluster(world: int, cluster: Cluster) -> Cluster:
+    """The GPUs of so many ranks: of every node their share, where servers have the others."""
+    nodes = max(1, cluster.gpus // cluster.node_gpus)
+    return replace(cluster, gpus=world, node_gpus=max(1, min(cluster.node_gpus, -(-world // nodes))))
+
+
+def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: Lengths) -> RolloutTime:
+    engine, layout = config.engine, config.engine.layout
+    group = config.algorithm.samples_per_prompt
+    longest = config.data.max_response_tokens
+    requests = Requests(config.samples_per_step, group, lengths.prompt, lengths.response, longest)
+    cache = engine_cache(config, spec)
+    size = BYTES[engine.dtype or config.policy.dtype]
+    replicas, tp, ep = (config.layout.world_size, 1, 1) if layout is None else (layout.dp, layout.tp, layout.ep)
+    sampler = Sampler(
+        spec,
+        tp,
+        ep,
+        engine.max_num_seqs,
+        float("inf") if cache is None else max(1.0, cache),
+        size,
+        is_server=engine.is_server,
+        is_eager=engine.kind == "transformers",
+    )
+    return rollout_time(sampler, requests, replicas, rates)
+
+
+def _offload(config: RunConfig, memory: Memory, rates: Efficiencies) -> float:
+    """Seconds in which state leaves for the host and comes back; parameters come back for the sync already."""
+    moved = {"optimizer": 2 * memory.optimizer, "parameters": memory.parameters, "gradients": 0}
+    return sum(moved[name] for name in config.policy.offload.parts) / rates.rate("host_copy")
+
+
+def describe_parts(times: PassTime | StepEstimate, least: float = 0.01) -> str:
+    """The parts that matter, largest first: `backward 3.1 s, forward 1.2`."""
+    whole = sum(times.parts.values())
+    large = sorted(((seconds, name) for name, seconds in times.parts.items() if seconds >= least * whole), reverse=True)
+    return ", ".join(f"{name} {seconds:.2f}" for seconds, name in large)

@@ -1,0 +1,118 @@
+"""What `check` says of a run's time: a step by its parts, and the one change that gains most. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fivefold.config import RunConfig
+from fivefold.config.schema import OffloadConfig
+from fivefold.config.validate import validate
+from fivefold.layout import ParallelLayout
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.devices import gpu_kind, on_gpus
+from fivefold.plan.efficiency import Efficiencies, load_rates
+from fivefold.plan.estimate import Lengths, StepEstimate, describe_parts, step_estimate
+from fivefold.plan.hardware import Cluster
+from fivefold.plan.search import HEADROOM
+
+WORTH = 0.03
+"""Share of a step that a change must gain to be named."""
+Change = tuple[str, RunConfig]
+
+
+def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """The time of a step and what would gain most; nothing where no rates of the device are known."""
+    kind = gpu_kind(config) if on_gpus(config) else None
+    if kind is None:
+        return []
+    cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind)
+    lengths = Lengths.of(config)
+    estimate = step_estimate(config, spec, cluster, rates, lengths)
+    assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens"
+    lines = [
+        f"a step takes about {estimate.seconds:.1f} s on {kind} with {assumed} on average: {describe_parts(estimate, 0.02)}"
+    ]
+    best = best_change(config, spec, cluster, rates, lengths, estimate)
+    if best is not None:
+        lines.append(f"what gains most: {best[0]}, about {best[1]:.1f} s instead of {estimate.seconds:.1f}")
+    return lines
+
+
+def best_change(
+    config: RunConfig, spec: ModelSpec, cluster: Cluster, rates: Efficiencies, lengths: Lengths, now: StepEstimate
+) -> tuple[str, float] | None:
+    """The single change that fits and makes a step shortest, with its seconds; None where none is worth it."""
+    found: tuple[str, float] | None = None
+    room = max(HEADROOM * cluster.bytes, now.memory.total)
+    for text, changed in _changes(config):
+        try:
+            spec.check_layout(changed.layout, changed.policy.megatron.pipeline_split)
+            if validate(changed).errors:
+                continue
+            estimate = step_estimate(changed, spec, cluster, rates, lengths)
+        except ValueError:
+            # The model cannot be sharded so.
+            continue
+        least = (1 - WORTH) * now.seconds if found is None else found[1]
+        if estimate.memory.total <= room and estimate.seconds < least:
+            found = text, estimate.seconds
+    return found
+
+
+def _cluster(config: RunConfig, kind: str) -> Cluster:
+    engine = config.engine.layout
+    gpus = config.layout.world_size + (engine.world_size if engine is not None and config.engine.is_apart else 0)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
+    # Of a node that is not full nobody knows where its ranks are: as many as fill whole ones.
+    return Cluster(kind, -(-gpus // node) * node if gpus > node else gpus, node)
+
+
+def _changes(config: RunConfig) -> Iterator[Change]:
+    """Changes of one setting or layout that leave what is learned as it is."""
+    policy, engine = config.policy, config.engine
+    for recompute in ("none", "selective"):
+        if policy.recompute == "full" or (policy.recompute == "selective" and recompute == "none"):
+            yield f"policy.recompute: {recompute}", replace(config, policy=replace(policy, recompute=recompute))
+    for factor in (2, 4):
+        tokens = policy.tokens_per_micro_batch * factor
+        yield (
+            f"policy.tokens_per_micro_batch: {tokens}",
+            replace(config, policy=replace(policy, tokens_per_micro_batch=tokens)),
+        )
+    if policy.offload.parts:
+        yield "policy.offload: {}", replace(config, policy=replace(policy, offload=OffloadConfig()))
+    for text in _near(config.layout):
+        yield f"policy.backend: {text}", replace(config, policy=replace(policy, backend=text))
+    if config.algorithm.offline or engine.url:
+        return
+    for fraction in (0.6, 0.7, 0.8, 0.9):
+        if engine.layout is not None and fraction > engine.memory_fraction:
+            yield f"engine.memory_fraction: {fraction}", replace(config, engine=replace(engine, memory_fraction=fraction))
+    if engine.layout is None:
+        world = config.layout.world_size
+        yield f"engine.backend: vllm:d{world}", replace(config, engine=replace(engine, backend=f"vllm:d{world}"))
+        return
+    for tp in (1, 2, 4, 8):
+        if engine.layout.world_size % tp == 0 and tp != engine.layout.tp:
+            text = f"{engine.kind}:d{engine.layout.world_size // tp}t{tp}"
+            yield f"engine.backend: {text}", replace(config, engine=replace(engine, backend=text))
+
+
+def _near(layout: ParallelLayout) -> Iterator[str]:
+    """Layouts of as many ranks: a factor of 2 moved from one dimension to another, or experts divided over twice or half."""
+    names = ("dp", "tp", "pp", "cp")
+    changes = [
+        {source: getattr(layout, source) // 2, target: getattr(layout, target) * 2}
+        for source in names
+        for target in names
+        if source != target and getattr(layout, source) % 2 == 0
+    ]
+    changes += [{"ep": size} for size in (layout.ep * 2, layout.ep // 2) if size]
+    for sizes in changes:
+        try:
+            yield str(replace(layout, **sizes))
+        except ValueError:
+            # Experts do not divide over what is left.
+            continue

@@ -1,0 +1,212 @@
+"""`fivefold plan`: a model and a cluster -> the fastest runs, as text, JSON and YAML. No torch here."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold.config import RunConfig
+from fivefold.config.gpus import GPUS
+from fivefold.config.loader import make_config
+from fivefold.hub import model_snapshot
+from fivefold.models.families import load_spec
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.devices import local_gpu_kind
+from fivefold.plan.efficiency import Efficiencies, load_rates
+from fivefold.plan.estimate import Lengths, describe_parts
+from fivefold.plan.hardware import Cluster
+from fivefold.plan.search import Candidate, Space
+from fivefold.plan.tokenizer_files import is_hub_id
+
+_PARTS_LEAST = 0.002
+"""Share of a step below which a part is not printed."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Runs of one workload on one cluster, the fastest first."""
+
+    base: RunConfig
+    """With the model's own name; what is proposed changes it."""
+    spec: ModelSpec
+    cluster: Cluster
+    rates: Efficiencies
+    lengths: Lengths
+    candidates: list[Candidate]
+    has_file: bool
+    """The run is that of a file, into which the YAML is pasted; otherwise the YAML is the whole of it."""
+
+
+def propose(
+    base: RunConfig,
+    cluster: Cluster,
+    lengths: Lengths,
+    count: int = 3,
+    calibration: Path | None = None,
+    has_file: bool = False,
+) -> Proposal:
+    """The fastest runs of a model and batch on a cluster; raises ValueError where none fits or the model is unknown."""
+    directory = model_directory(base.model.path)
+    rates = Efficiencies(load_rates(calibration), cluster.gpu)
+    # Sizes are read where they are; other models' layouts and what set the layouts before are the search's to choose.
+    searched = replace(
+        base,
+        model=replace(base.model, path=str(directory)),
+        launch=replace(base.launch, gpu=cluster.gpu, allocation=None),
+        trainer=replace(base.trainer, device="auto"),
+        reference=replace(base.reference, backend=None),
+        critic=replace(base.critic, backend=None),
+        reward=replace(base.reward, model=replace(base.reward.model, backend=None)),
+    )
+    spec = load_spec(directory)
+    found = Space(spec, searched, cluster, rates, lengths).search(count)
+    return Proposal(base, spec, cluster, rates, lengths, found, has_file)
+
+
+def base_run(tree: dict[str, Any], model: str | None) -> RunConfig:
+    """The run that is planned: the keys of a file, or the defaults, with a model that is named apart.
+
+    Its own layouts are not looked at: they may be for other GPUs.
+    """
+    tree = copy.deepcopy(tree)
+    if model is not None:
+        tree["model"] = (tree.get("model") or {}) | {"path": model}
+    if not isinstance(tree.get("model"), dict) or "path" not in tree["model"]:
+        raise ValueError("name the model: --model DIRECTORY, a hub id, or a run's YAML file")
+    return make_config(tree)
+
+
+def gpu_or_refuse(name: str | None) -> str:
+    """The name of the GPU, or of this machine's; raises ValueError where neither is known."""
+    found = name or local_gpu_kind()
+    if found is None:
+        raise ValueError(f"name the GPU with --gpu, this machine has none that is known: one of {', '.join(GPUS)}")
+    return found
+
+
+def model_directory(model: str) -> Path:
+    """Where the model's config.json is: a directory, or the hub's, of which nothing else is downloaded."""
+    if Path(model).is_dir():
+        return Path(model)
+    if not is_hub_id(model):
+        raise ValueError(f"no directory {model}, and no hub id, which is written owner/name: name the model with --model")
+    try:
+        return model_snapshot(model, ["config.json"])
+    except ValueError as error:
+        raise ValueError(f"{error}; a directory with its config.json is enough: --model DIRECTORY") from error
+
+
+def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
+    """The keys to paste: those that were chosen, and the whole run where there was no file."""
+    base, config = proposal.base, candidate.config
+    policy, engine = config.policy, config.engine
+    chosen: dict[str, Any] = {
+        "backend": policy.backend,
+        "recompute": policy.recompute,
+        "tokens_per_micro_batch": policy.tokens_per_micro_batch,
+    }
+    if policy.offload != base.policy.offload:
+        chosen["offload"] = {name: getattr(policy.offload, name) for name in ("parameters", "gradients", "optimizer")}
+    if policy.megatron.pipeline != base.policy.megatron.pipeline:
+        chosen["megatron"] = {"pipeline": policy.megatron.pipeline}
+    tree: dict[str, Any] = {"policy": chosen}
+    if not base.algorithm.offline and not engine.url:
+        tree["engine"] = {"backend": engine.backend, "memory_fraction": engine.memory_fraction}
+        if engine.placement != base.engine.placement or engine.is_apart:
+            tree["engine"]["placement"] = engine.placement
+        if engine.mode != base.engine.mode:
+            tree["engine"]["mode"] = engine.mode
+    tree["launch"] = {"gpu": proposal.cluster.gpu} | ({} if base.launch.allocation is None else {"allocation": None})
+    for section in ("reference", "critic"):
+        if getattr(base, section).backend is not None:
+            tree[section] = {"backend": None}
+    if base.reward.model.backend is not None:
+        tree["reward"] = {"model": {"backend": None}}
+    if proposal.has_file:
+        return tree
+    data = base.data
+    return {
+        "model": {"path": base.model.path},
+        "data": {
+            "train": data.train,
+            "prompts_per_step": data.prompts_per_step,
+            "max_prompt_tokens": data.max_prompt_tokens,
+            "max_response_tokens": data.max_response_tokens,
+        },
+        "algorithm": {"name": base.algorithm.name, "group_size": base.algorithm.group_size},
+        **tree,
+    }
+
+
+def as_yaml(proposal: Proposal, candidate: Candidate) -> str:
+    """The keys to paste, as text."""
+    return yaml.safe_dump(as_tree(proposal, candidate), sort_keys=False, default_flow_style=False, width=100)
+
+
+def as_json(proposal: Proposal) -> dict[str, Any]:
+    """Everything, for programs: seconds, bytes, and the keys to paste as a mapping."""
+    rows = []
+    for one in proposal.candidates:
+        estimate = one.estimate
+        rows.append(
+            {
+                "seconds": estimate.seconds,
+                "tokens_per_second": estimate.tokens_per_second,
+                "cost_per_million_tokens": estimate.cost_per_million(proposal.cluster),
+                "parts": estimate.parts,
+                "overlapped": estimate.overlapped,
+                "memory": {name: {**parts, "total": sum(parts.values())} for name, parts in estimate.memory.phases.items()},
+                "micro_batches": estimate.micro_batches,
+                "limit": estimate.limit,
+                "run": as_tree(proposal, one),
+            }
+        )
+    return {"cluster": vars(proposal.cluster), "lengths": vars(proposal.lengths), "runs": rows}
+
+
+def describe(proposal: Proposal) -> str:
+    """The best few runs with their times, memory and YAML."""
+    cluster, lengths, config, spec = proposal.cluster, proposal.lengths, proposal.base, proposal.spec
+    nodes = -(-cluster.gpus // cluster.node_gpus)
+    lines = [
+        f"model    {config.model.path}: {spec.family}, {spec.parameters / 1e9:,.2f} billion parameters",
+        f"cluster  {cluster.gpus} x {cluster.gpu}, {nodes} node{'s' if nodes > 1 else ''}",
+        f"step     {config.samples_per_step} samples, prompts of {lengths.prompt:.0f} and responses of "
+        f"{lengths.response:.0f} tokens on average",
+        f"rates    {_origin(proposal)}",
+    ]
+    for number, one in enumerate(proposal.candidates, 1):
+        lines += ["", *_describe(proposal, number, one)]
+    return "\n".join(lines)
+
+
+def _origin(proposal: Proposal) -> str:
+    """Where the rates come from."""
+    gpu, rates = proposal.cluster.gpu, proposal.rates
+    if rates.measured_here:
+        return f"measured on {gpu}"
+    others = sorted({hardware for hardware in rates.sources.values() if hardware != gpu})
+    return f"measured on {', '.join(others)} and scaled by the data sheets: `fivefold plan --calibrate` on {gpu} replaces them"
+
+
+def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str]:
+    config, estimate = candidate.config, candidate.estimate
+    engine = "" if config.algorithm.offline else f", {config.engine.backend} {config.engine.placement}"
+    cost = estimate.cost_per_million(proposal.cluster)
+    price = "" if cost is None else f", {cost:.3g} a million tokens"
+    beside = ", ".join(f"{name} {seconds:.2f}" for name, seconds in estimate.overlapped.items() if seconds >= 0.005)
+    indented = ["         " + line for line in as_yaml(proposal, candidate).splitlines()]
+    return [
+        f"{number}. {config.policy.backend}{engine}: {estimate.seconds:.1f} s a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s{price}",
+        f"time     {describe_parts(estimate, _PARTS_LEAST)}",
+        *([f"beside   {beside} (overlaps)"] if beside else []),
+        f"memory   {estimate.memory.describe()}",
+        f"limit    {estimate.limit}",
+        "run.yaml",
+        *indented,
+    ]

@@ -1,0 +1,287 @@
+"""Layouts and settings of a run that fit a cluster, the fastest first: model, cluster, workload -> Candidates. No torch here.
+
+What cannot be sharded is left out by the rules of the layouts themselves, what does not fit by the estimate of memory. First
+the trainer alone is looked at with even stages; the fastest layouts then get other stage cuts and virtual stages, and the
+fastest of those each engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from fivefold.config import RunConfig
+from fivefold.config.schema import OffloadConfig
+from fivefold.config.validate import validate
+from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.efficiency import Efficiencies
+from fivefold.plan.engine_checks import engine_cache, token_bytes
+from fivefold.plan.estimate import Lengths, StepEstimate, step_estimate, trainer_cluster, training_batch
+from fivefold.plan.hardware import Cluster
+from fivefold.plan.memory import BYTES, Sharded
+from fivefold.plan.roles import memory_of
+from fivefold.plan.stage_cuts import even_split, stage_cuts
+from fivefold.plan.step_time import update_time
+
+HEADROOM = 0.92
+"""Share of a GPU's memory that a run may fill by the estimate, which is within 8 % of what was measured."""
+_BUDGETS = (4096, 8192, 16384, 32768, 65536)
+_FRACTIONS = tuple(share / 100 for share in range(90, 15, -5))
+_EVEN, _CUT, _WHOLE = 24, 6, 8
+"""Layouts that each round passes on."""
+_MOST_GPUS = 64
+"""Times as many as there are, that are tried where a model does not fit."""
+_OFFLOADS = (
+    OffloadConfig(),
+    OffloadConfig(gradients=True, optimizer=True),
+    OffloadConfig(parameters=True, gradients=True, optimizer=True),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that fits, with what it takes."""
+
+    config: RunConfig
+    estimate: StepEstimate
+
+
+@dataclass
+class _Smallest:
+    """What the smallest of those needs that do not fit."""
+
+    bytes: float = float("inf")
+
+    def saw(self, size: float) -> None:
+        self.bytes = min(self.bytes, size)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched, and for what."""
+
+    spec: ModelSpec
+    base: RunConfig
+    """What is not searched: method, batch, lengths, other models. Its launch.gpu is the cluster's."""
+    cluster: Cluster
+    rates: Efficiencies
+    lengths: Lengths
+    _smallest: _Smallest = field(default_factory=_Smallest)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU that a run may fill."""
+        return HEADROOM * self.cluster.bytes
+
+    def search(self, count: int = 3) -> list[Candidate]:
+        """The fastest `count` runs of different layouts; raises ValueError where none fits."""
+        found = self._found()
+        if not found:
+            raise ValueError(self._too_large())
+        chosen: dict[tuple[str, str], Candidate] = {}
+        for one in sorted(found, key=lambda one: one.estimate.seconds):
+            where = (one.config.policy.backend, one.config.engine.placement)
+            # Of one layout the fastest engine only.
+            if len(chosen) < count and where not in chosen and not validate(one.config).errors:
+                chosen[where] = one
+        if not chosen:
+            raise ValueError("; ".join(validate(found[0].config).errors))
+        return list(chosen.values())
+
+    def _found(self) -> list[Candidate]:
+        return [
+            candidate
+            for trainer, engine in self._divisions()
+            for model in self._trained(trainer)
+            for candidate in self._with_engines(model, engine)
+        ]
+
+    def _divisions(self) -> Iterator[tuple[int, int]]:
+        """GPUs of the trainer and of an engine apart: all of them and none, or a share of each node."""
+        gpus, each = self.cluster.gpus, min(self.cluster.gpus, self.cluster.node_gpus)
+        yield gpus, 0
+        if self.base.algorithm.offline or self.base.engine.url:
+            return
+        for own in sorted({each // 4, each // 2, each * 3 // 4}):
+            if 0 < own < each:
+                yield gpus // each * own, gpus // each * (each - own)
+
+    # --- the trainer -------------------------------------------------------------------------------------------------
+
+    def _trained(self, world: int) -> list[Sharded]:
+        """The fastest models of so many ranks."""
+        even = _fastest(_EVEN, (self._best(Sharded(self.spec, layout, split)) for layout, split in self._even(world)))
+        cut = (
+            self._best(replace(model, stages=split))
+            for _, model in even[:_CUT]
+            for split in stage_cuts(self.spec.layers, model.layout)
+        )
+        return [model for _, model in _fastest(_WHOLE, [*even, *cut])]
+
+    def _even(self, world: int) -> Iterator[tuple[ParallelLayout, PipelineSplit]]:
+        """Every layout of so many ranks that the model fits, with its stages as even as they can be."""
+        spec, part = self.spec, self.spec.moe
+        samples = self.base.samples_per_step // self.base.algorithm.updates_per_step
+        for pp in _divisors(world, spec.layers):
+            split = even_split(spec.layers, pp)
+            for tp in _divisors(world // pp, min(self.cluster.node_gpus, spec.heads)) if split is not None else ():
+                for cp in _divisors(world // pp // tp, 16):
+                    dp = world // pp // tp // cp
+                    experts = [(1, 1)]
+                    if part is not None:
+                        experts = [(ep, 1) for ep in _divisors(world // pp, part.num_experts)]
+                        experts += [(ep, tp) for ep in _divisors(world // pp // tp, part.num_experts) if tp > 1]
+                    for ep, etp in experts if dp <= samples else ():
+                        layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+                        if _can_shard(spec, layout, split):
+                            assert split is not None
+                            yield layout, split
+
+    def _best(self, model: Sharded) -> tuple[float, Sharded] | None:
+        """The fastest recomputation and micro-batch of a layout that fit while the policy learns."""
+        found: tuple[float, Sharded] | None = None
+        longest = self.base.max_sequence_tokens * self.base.algorithm.samples_per_comparison
+        if not _can_shard(self.spec, model.layout, model.stages) or not self._holds(model):
+            return None
+        for recompute in ("none", "selective", "full"):
+            before = float("inf")
+            for budget in (longest, *(one for one in _BUDGETS if one > longest)):
+                made = replace(model, recompute=recompute, tokens_per_micro_batch=budget)
+                if not self._holds(made):
+                    break
+                seconds = self._seconds(made)
+                if found is None or seconds < found[0]:
+                    found = seconds, made
+                if seconds >= before:
+                    break
+                before = seconds
+            if found is not None and found[1].tokens_per_micro_batch > longest:
+                # What is made again costs more than micro-batches that are larger still could gain.
+                break
+        return found
+
+    def _holds(self, model: Sharded) -> bool:
+        """Whether the model fits while it learns, alone."""
+        need = max(
+            held.parameters + held.gradients + held.optimizer + held.activations
+            for held in model.held(BYTES[self.base.policy.dtype])
+        )
+        if need > self.room:
+            self._smallest.saw(need)
+        return need <= self.room
+
+    def _seconds(self, model: Sharded) -> float:
+        cluster = trainer_cluster(model.layout.world_size, self.cluster)
+        return update_time(model, training_batch(self.base, self.lengths), cluster, self.rates).total
+
+    # --- the engine --------------------------------------------------------------------------------------------------
+
+    def _with_engines(self, model: Sharded, engine_gpus: int) -> Iterator[Candidate]:
+        """The model with each engine beside it, as far as they fit together."""
+        base, layout = self.base, model.layout
+        options = {name: value for name, value in vars(model.stages).items() if value != getattr(PipelineSplit(), name)}
+        pipeline = {
+            name: value for name, value in base.policy.megatron.pipeline.items() if name not in vars(PipelineSplit())
+        }
+        policy = replace(
+            base.policy,
+            backend=str(layout),
+            recompute=model.recompute,
+            tokens_per_micro_batch=model.tokens_per_micro_batch,
+            megatron=replace(base.policy.megatron, pipeline=pipeline | options),
+        )
+        kind = base.engine.kind if base.engine.layout is not None else "vllm"
+        for offload in _OFFLOADS[:1] if engine_gpus else _OFFLOADS:
+            made = replace(base, policy=replace(policy, offload=replace(offload, bucket_mb=base.policy.offload.bucket_mb)))
+            if base.algorithm.offline or base.engine.url:
+                yield from self._fitting(made)
+                continue
+            world = engine_gpus or layout.world_size
+            for tp in _divisors(world, self._widest(engine_gpus)):
+                if not _engine_can_shard(self.spec, tp):
+                    continue
+                engine = replace(
+                    base.engine,
+                    backend=f"{kind}:d{world // tp}" + (f"t{tp}" if tp > 1 else ""),
+                    placement="apart" if engine_gpus else "colocated",
+                )
+                yield from self._fitting(self._filled(replace(made, engine=engine)))
+
+    def _widest(self, engine_gpus: int) -> int:
+        """GPUs of a node that an engine may have."""
+        nodes = max(1, self.cluster.gpus // self.cluster.node_gpus)
+        return engine_gpus // nodes if engine_gpus else min(self.cluster.gpus, self.cluster.node_gpus)
+
+    def _filled(self, config: RunConfig) -> RunConfig | None:
+        """The largest share of the memory for the engine that is left by what stays there while it samples."""
+        apart = config.engine.is_apart
+        stays = {} if apart else memory_of(config, self.spec).sampling
+        resident = sum(size for name, size in stays.items() if name not in ("engine", "cache"))
+        for fraction in _FRACTIONS:
+            made = replace(config, engine=replace(config.engine, memory_fraction=fraction))
+            if resident + fraction * self.cluster.bytes > self.cluster.bytes * (HEADROOM if not apart else 1):
+                continue
+            cache = engine_cache(made, self.spec)
+            if cache is not None and cache >= token_bytes(made, self.spec) * config.max_sequence_tokens:
+                return made
+            break
+        return None
+
+    def _fitting(self, config: RunConfig | None) -> Iterator[Candidate]:
+        if config is None:
+            return
+        estimate = step_estimate(config, self.spec, self.cluster, self.rates, self.lengths)
+        if estimate.memory.total <= self.room:
+            yield Candidate(config, estimate)
+        else:
+            self._smallest.saw(estimate.memory.total)
+
+    def _too_large(self) -> str:
+        """By how much, and how many GPUs would do."""
+        need, cluster = self._smallest.bytes, self.cluster
+        told = (
+            f"{self.spec.parameters / 1e9:,.1f} billion parameters do not fit {cluster.gpus} x {cluster.gpu} on any layout"
+        )
+        if need < float("inf"):
+            told += (
+                f": the smallest needs {need / 2**30:,.1f} GiB of each, {(need - self.room) / 2**30:,.1f} more than the "
+                f"{self.room / 2**30:.1f} GiB that a run may fill"
+            )
+        factor = 2
+        while factor <= _MOST_GPUS:
+            gpus = cluster.gpus * factor
+            node = max(cluster.node_gpus, min(8, gpus)) if cluster.gpus <= cluster.node_gpus else cluster.node_gpus
+            larger = replace(self, cluster=replace(cluster, gpus=gpus, node_gpus=node), _smallest=_Smallest())
+            if larger._found():
+                return f"{told}; it fits {gpus} of them"
+            factor *= 2
+        return f"{told}; it does not fit {cluster.gpus * _MOST_GPUS} of them either: take larger GPUs or a smaller model"
+
+
+def _fastest(count: int, timed: Iterable[tuple[float, Sharded] | None]) -> list[tuple[float, Sharded]]:
+    """By time, each layout once."""
+    best: dict[ParallelLayout, tuple[float, Sharded]] = {}
+    for one in timed:
+        if one is not None and (one[1].layout not in best or one[0] < best[one[1].layout][0]):
+            best[one[1].layout] = one
+    return sorted(best.values(), key=lambda pair: pair[0])[:count]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Those up to `most`."""
+    return [one for one in range(1, min(number, most) + 1) if number % one == 0]
+
+
+def _can_shard(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit | None) -> bool:
+    try:
+        spec.check_layout(layout, split)
+    except ValueError:
+        return False
+    return True
+
+
+def _engine_can_shard(spec: ModelSpec, tp: int) -> bool:
+    """Heads, feed-forward and experts divide; key/value heads divide or are copied."""
+    ffn = spec.ffn if spec.moe is None else spec.moe.ffn
+    return spec.heads % tp == 0 and ffn % tp == 0 and (spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0)
