@@ -255,6 +255,7 @@ def _plan(options: argparse.Namespace) -> int:
         return _calibrate(options)
     from fivefold.config.loader import override, read
     from fivefold.plan import proposal
+    from fivefold.plan.estimate import Lengths
     from fivefold.plan.hardware import NETWORK_GB_S, Cluster
 
     if options.config is not None and "=" in options.config:
@@ -267,10 +268,8 @@ def _plan(options: argparse.Namespace) -> int:
     cluster = Cluster(gpu, options.gpus, min(options.node_gpus, options.gpus), network, options.price)
     tree = override({} if options.config is None else read(options.config), options.overrides)
     base = proposal.base_run(tree, options.model)
-    lengths = proposal.Lengths.of(base, options.prompt_tokens, options.response_tokens)
-    found = proposal.propose(
-        base, cluster, lengths, options.top, options.calibration, has_file=options.config is not None
-    )
+    lengths = Lengths.of(base, options.prompt_tokens, options.response_tokens)
+    found = proposal.propose(base, cluster, lengths, options.top, options.calibration, has_file=options.config is not None)
     print(json.dumps(proposal.as_json(found), indent=1) if options.json else proposal.describe(found))
     return 0
 

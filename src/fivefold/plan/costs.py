@@ -58,13 +58,18 @@ def layer_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_expe
 
 def attention_flops(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> float:
     """Products of queries, keys and values of a layer on a rank, with half of the square left out by causality."""
-    width = spec.heads * spec.head_dim
+    width: float = spec.heads * spec.head_dim
     if spec.mla is not None:
         width = spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope + spec.mla.v_dim) / 2
     seen = tokens.attended / 2
     if spec.sliding_window is not None:
         seen = min(seen, float(spec.sliding_window))
     return 4 * tokens.count / layout.cp * seen * width / layout.tp
+
+
+def cached_numbers(spec: ModelSpec) -> float:
+    """Numbers that the keys and values of a token are in one layer."""
+    return spec.kv_numbers_per_token / spec.layers
 
 
 def _product(tokens: float, inner: float, outer: float) -> Work:
@@ -108,6 +113,10 @@ def _traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: flo
     shared = local / layout.tp * spec.hidden * 2
     rotated = local * heads / layout.tp * (2 if spec.qk_norm else 1)
     forward, backward = 5 * shared + 2 * rotated, 6 * shared + 2.5 * rotated
+    if layout.cp > 1:
+        # Of the gathered keys and values each of a rank's two chunks of queries has those before it, in their order.
+        copied = 2 * tokens.count * (1 + 0.5 / layout.cp) * cached_numbers(spec) / layout.tp
+        forward, backward = forward + copied, backward + copied
     return (
         [Work("elementwise", 0, forward * tokens.number_bytes)],
         [Work("elementwise", 0, backward * tokens.number_bytes)],

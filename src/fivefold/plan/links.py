@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.costs import Tokens
+from fivefold.plan.costs import Tokens, cached_numbers
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.hardware import Cluster
 
@@ -90,9 +90,7 @@ def layer_traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_e
     # With experts the second half of the layer keeps to each rank's own tokens.
     halves = 1 if has_experts and part is not None and not part.shared_ffn else 2
     once = links.gather(tensor_group(layout), local * spec.hidden)
-    keys = 2 * spec.kv_heads * spec.head_dim / layout.tp
-    if spec.mla is not None:
-        keys = spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope + spec.mla.v_dim) / layout.tp
+    keys = cached_numbers(spec) / layout.tp
     context = links.gather(context_group(layout), tokens.count * keys * tokens.number_bytes)
     expert = 0.0
     if has_experts and part is not None:

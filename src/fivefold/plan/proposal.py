@@ -144,7 +144,7 @@ def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
 
 def as_yaml(proposal: Proposal, candidate: Candidate) -> str:
     """The keys to paste, as text."""
-    return yaml.safe_dump(as_tree(proposal, candidate), sort_keys=False, default_flow_style=False, width=100)
+    return yaml.safe_dump(as_tree(proposal, candidate), sort_keys=False, default_flow_style=None, width=110)
 
 
 def as_json(proposal: Proposal) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _origin(proposal: Proposal) -> str:
     if rates.measured_here:
         return f"measured on {gpu}"
     others = sorted({hardware for hardware in rates.sources.values() if hardware != gpu})
-    return f"measured on {', '.join(others)} and scaled by the data sheets: `fivefold plan --calibrate` on {gpu} replaces them"
+    return f"measured on {', '.join(others)}, scaled by the data sheets: `fivefold plan --calibrate` on {gpu} replaces them"
 
 
 def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str]:
@@ -199,7 +199,6 @@ def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str
     cost = estimate.cost_per_million(proposal.cluster)
     price = "" if cost is None else f", {cost:.3g} a million tokens"
     beside = ", ".join(f"{name} {seconds:.2f}" for name, seconds in estimate.overlapped.items() if seconds >= 0.005)
-    indented = ["         " + line for line in as_yaml(proposal, candidate).splitlines()]
     return [
         f"{number}. {config.policy.backend}{engine}: {estimate.seconds:.1f} s a step, "
         f"{estimate.tokens_per_second:,.0f} tokens/s{price}",
@@ -207,6 +206,6 @@ def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str
         *([f"beside   {beside} (overlaps)"] if beside else []),
         f"memory   {estimate.memory.describe()}",
         f"limit    {estimate.limit}",
-        "run.yaml",
-        *indented,
+        "",
+        as_yaml(proposal, candidate).rstrip(),
     ]

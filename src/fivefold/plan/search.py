@@ -1,4 +1,6 @@
-"""Layouts and settings of a run that fit a cluster, the fastest first: model, cluster, workload -> Candidates. No torch here.
+"""Layouts and settings of a run that fit a cluster, the fastest first: model, cluster, workload -> Candidates.
+
+No torch here.
 
 What cannot be sharded is left out by the rules of the layouts themselves, what does not fit by the estimate of memory. First
 the trainer alone is looked at with even stages; the fastest layouts then get other stage cuts and virtual stages, and the
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from fivefold.config import RunConfig
 from fivefold.config.schema import OffloadConfig
@@ -111,7 +114,7 @@ class Space:
 
     def _trained(self, world: int) -> list[Sharded]:
         """The fastest models of so many ranks."""
-        even = _fastest(_EVEN, (self._best(Sharded(self.spec, layout, split)) for layout, split in self._even(world)))
+        even = _fastest(_EVEN, (self._best(Sharded(self.spec, layout, split)) for layout, split in self.layouts(world)))
         cut = (
             self._best(replace(model, stages=split))
             for _, model in even[:_CUT]
@@ -119,7 +122,7 @@ class Space:
         )
         return [model for _, model in _fastest(_WHOLE, [*even, *cut])]
 
-    def _even(self, world: int) -> Iterator[tuple[ParallelLayout, PipelineSplit]]:
+    def layouts(self, world: int) -> Iterator[tuple[ParallelLayout, PipelineSplit]]:
         """Every layout of so many ranks that the model fits, with its stages as even as they can be."""
         spec, part = self.spec, self.spec.moe
         samples = self.base.samples_per_step // self.base.algorithm.updates_per_step
@@ -187,7 +190,7 @@ class Space:
         policy = replace(
             base.policy,
             backend=str(layout),
-            recompute=model.recompute,
+            recompute=cast(Any, model.recompute),
             tokens_per_micro_batch=model.tokens_per_micro_batch,
             megatron=replace(base.policy.megatron, pipeline=pipeline | options),
         )

@@ -1,4 +1,4 @@
-"""Ways to cut a model's layers into pipeline stages that are worth a look: layers, layout -> PipelineSplits. No torch here."""
+"""Ways to cut layers into pipeline stages that are worth a look: layers, layout -> PipelineSplits. No torch here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def even_split(layers: int, pp: int) -> PipelineSplit | None:
 
 
 def stage_cuts(layers: int, layout: ParallelLayout) -> list[PipelineSplit]:
-    """Even stages and those with fewer layers in the last one, each with every number of virtual stages that divides them."""
+    """Even stages and those with fewer layers in the last one, with each number of virtual stages that divides them."""
     if layout.pp == 1:
         return []
     splits = [PipelineSplit()] if layers % layout.pp == 0 else []

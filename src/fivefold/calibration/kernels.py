@@ -1,0 +1,105 @@
+"""Products, optimizer and copies, one by one: device -> rates in the units of their kinds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES
+
+_SHORT = 0.4
+"""Seconds for which a piece of work is repeated."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times work on a device until a deadline."""
+
+    device: torch.device
+    deadline: float
+    """Of the monotonic clock."""
+
+    @property
+    def is_large(self) -> bool:
+        """A GPU, for which sizes are those of real models."""
+        return self.device.type == "cuda"
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """The shortest of several runs, the first one left out."""
+        self.once(work)
+        best, end = self.once(work), time.monotonic() + min(_SHORT, max(0.0, self.left))
+        while time.monotonic() < end:
+            best = min(best, self.once(work))
+        return best
+
+    def once(self, work: Callable[[], Any]) -> float:
+        """Seconds until the device has done it."""
+        self._wait()
+        begin = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _wait(self) -> None:
+        if self.is_large:
+            torch.cuda.synchronize()
+
+
+def products(clock: Clock) -> Iterator[tuple[str, float, float]]:
+    """bfloat16 products of many rows with square weights."""
+    rows = 16384 if clock.is_large else 512
+    for size in (128, 512, 1024, 2048, 4096, 8192) if clock.is_large else (32, 128, 512):
+        if clock.left <= 0:
+            return
+        left = torch.randn(rows, size, device=clock.device).bfloat16()
+        right = torch.randn(size, size, device=clock.device).bfloat16()
+        out = torch.empty(rows, size, device=clock.device, dtype=torch.bfloat16)
+        seconds = clock.seconds(partial(torch.mm, left, right, out=out))
+        yield "gemm", size, 2 * rows * size * size / seconds / 1e12
+
+
+def optimizer(clock: Clock) -> Iterator[tuple[str, float, float]]:
+    """Adam over float32 shards, and what is done to gradients around it."""
+    if clock.left <= 0:
+        return
+    count = 1 << (28 if clock.is_large else 20)
+    weight = torch.nn.Parameter(torch.zeros(count, device=clock.device))
+    weight.grad = torch.ones_like(weight)
+    half = torch.zeros(count, device=clock.device, dtype=torch.bfloat16)
+    adam = torch.optim.AdamW([weight], foreach=True)
+
+    def update() -> None:
+        adam.step()
+        half.copy_(weight.detach())
+
+    yield "adam", 0, count * ADAM_BYTES / clock.seconds(update) / 1e9
+    gradient = weight.grad
+
+    def around() -> None:
+        gradient.norm()
+        gradient.mul_(0.5)
+        gradient.zero_()
+
+    yield "gradients", 0, count * GRADIENT_BYTES / clock.seconds(around) / 1e9
+
+
+def copies(clock: Clock) -> Iterator[tuple[str, float, float]]:
+    """Between pinned host memory and the device; and a read of the device's memory, as decoding does."""
+    if clock.left <= 0:
+        return
+    count = 1 << (30 if clock.is_large else 24)
+    there = torch.zeros(count, dtype=torch.int8, device=clock.device)
+    host = torch.zeros(count, dtype=torch.int8, pin_memory=clock.is_large)
+    yield "host_copy", 0, count / clock.seconds(lambda: there.copy_(host, non_blocking=True)) / 1e9
+    numbers = there.view(torch.float32)
+    yield "decode_memory", 0, count / clock.seconds(numbers.sum) / 1e9

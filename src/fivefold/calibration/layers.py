@@ -1,0 +1,218 @@
+"""Layers and heads of small models as the trainer runs them: device -> rates in the units of their kinds.
+
+What a model with more layers, longer sequences, a vocabulary or experts takes more than one without, less the products, is
+the time of that part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fivefold.calibration.kernels import Clock
+from fivefold.config.schema import PolicyConfig
+from fivefold.distributed.ports import free_port
+from fivefold.distributed.ranks import Ranks
+from fivefold.layout import ParallelLayout
+from fivefold.megatron.mesh import Mesh, build_mesh, destroy, init_process_group
+from fivefold.megatron.model import MegatronModel
+from fivefold.models.families import load_spec, parameters_of
+from fivefold.models.shapes import file_shapes
+from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES, Tokens, Work, head_work, layer_work
+from fivefold.plan.efficiency import Efficiencies
+from fivefold.types import LossOutput, TokenBatch
+
+Found = tuple[str, float, float]
+_MINUTES = 10.0
+_ONE = ParallelLayout()
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    hidden: int
+    ffn: int
+    heads: int
+    head_dim: int
+    vocab: int
+    tokens: int
+    short: int
+    lengths: tuple[int, ...]
+    experts: int
+    top_k: int
+    expert_ffn: int
+
+
+_LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, 256, (1024, 4096, 8192), 128, 8, 768)
+_SMALL = _Sizes(64, 192, 4, 16, 1024, 512, 16, (512,), 8, 2, 32)
+
+
+def layers(clock: Clock, rates: Callable[[], Efficiencies]) -> Iterator[Found]:
+    """Rates of layers on one device, of models that train."""
+    if clock.left <= 0:
+        return
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        init_process_group(clock.device, _MINUTES)
+        mesh = build_mesh(Ranks(_ONE, _MINUTES), clock.device, seed=0, timeout_minutes=_MINUTES)
+        with tempfile.TemporaryDirectory() as directory:
+            yield from _Layers(clock, mesh, Path(directory), rates).measure()
+    finally:
+        destroy()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+class _Layers:
+    def __init__(self, clock: Clock, mesh: Mesh, directory: Path, rates: Callable[[], Efficiencies]) -> None:
+        self._clock, self._mesh, self._directory, self._rates = clock, mesh, directory, rates
+        self._sizes = _LARGE if clock.is_large else _SMALL
+
+    def measure(self) -> Iterator[Found]:
+        """Host, traffic, attention, head, experts: each takes the ones before it as known."""
+        sizes = self._sizes
+        few, more = self._model(2), self._model(4)
+
+        def layer(length: int, tokens: int) -> tuple[float, float]:
+            """(forward, backward) of one layer."""
+            low, high = self._times(few, length, tokens), self._times(more, length, tokens)
+            forward = max(0.0, high[0] - low[0]) / 2
+            added = self._update_seconds(more) - self._update_seconds(few)
+            return forward, max(0.0, high[1] - low[1] - added) / 2 - forward
+
+        tiny = sum(layer(16, 16))
+        yield "layer_host", 0, tiny * 1e6
+        base, spec = layer(sizes.short, sizes.tokens), few.spec
+        work = [layer_work(spec, _ONE, Tokens(sizes.tokens, sizes.short), False)[way] for way in (0, 1)]
+        moved = sum(one.amount for way in work for one in way if one.kind == "elementwise")
+        left = sum(base) - sum(self._known(way, "elementwise") for way in work)
+        if left > 0:
+            yield "elementwise", 0, moved / left / 1e9
+        for length in sizes.lengths:
+            if self._clock.left <= 0:
+                return
+            there = layer(length, sizes.tokens)
+            for way, name in enumerate(("attention_forward", "attention_backward")):
+                flops = [
+                    _amount(layer_work(spec, _ONE, Tokens(sizes.tokens, each), False)[way], name)
+                    for each in (length, sizes.short)
+                ]
+                if there[way] > base[way]:
+                    yield name, length, (flops[0] - flops[1]) / (there[way] - base[way]) / 1e12
+        if self._clock.left > 0:
+            yield from self._head(few)
+        if self._clock.left > 0:
+            yield from self._experts()
+
+    def _head(self, without: MegatronModel) -> Iterator[Found]:
+        sizes, model = self._sizes, self._model(2, value_head=False)
+        with_head, bare = (self._times(one, sizes.short, sizes.tokens) for one in (model, without))
+        forward, backward = head_work(model.spec, _ONE, Tokens(sizes.tokens, sizes.short))
+        ahead = with_head[0] - bare[0]
+        added = self._update_seconds(model) - self._update_seconds(without)
+        behind = with_head[1] - bare[1] - ahead - added
+        for name, work, seconds, size in (
+            ("head_forward", forward, ahead, 0),
+            ("head_backward", backward, behind, sizes.hidden),
+        ):
+            left = seconds - self._known(work, name)
+            if left > 0:
+                yield name, size, _amount(work, name) / left / 1e9
+
+    def _experts(self) -> Iterator[Found]:
+        sizes = self._sizes
+        few, more = self._model(1, experts=True), self._model(2, experts=True)
+        low, high = (self._times(one, sizes.short, sizes.tokens) for one in (few, more))
+        added = self._update_seconds(more) - self._update_seconds(few)
+        both = layer_work(few.spec, _ONE, Tokens(sizes.tokens, sizes.short), True)
+        work = [*both[0], *both[1]]
+        left = high[1] - low[1] - added - self._known(work, "grouped_gemm")
+        if left > 0:
+            each = sizes.tokens * sizes.top_k / sizes.experts
+            yield "grouped_gemm", each, _amount(work, "grouped_gemm") / left / 1e12
+
+    def _known(self, work: list[Work], unknown: str) -> float:
+        rates = self._rates()
+        return sum(one.seconds(rates) for one in work if one.kind != unknown)
+
+    def _update_seconds(self, model: MegatronModel) -> float:
+        """Of the optimizer's kernels, by the rates that are known."""
+        spec, rates = model.spec, self._rates()
+        return spec.parameters * (ADAM_BYTES / rates.rate("adam") + GRADIENT_BYTES / rates.rate("gradients"))
+
+    def _times(self, model: MegatronModel, length: int, tokens: int) -> tuple[float, float]:
+        """Seconds of (forward, a whole update)."""
+        batch = _batch(length, tokens, self._sizes.vocab)
+        return (
+            self._clock.seconds(lambda: model.forward(batch)),
+            self._clock.seconds(lambda: model.train_step(batch, _sum)),
+        )
+
+    def _model(self, layers: int, value_head: bool = True, experts: bool = False) -> MegatronModel:
+        """A model with random weights."""
+        sizes = self._sizes
+        config: dict[str, Any] = {
+            "model_type": "qwen3_moe" if experts else "qwen3", "hidden_size": sizes.hidden, "intermediate_size": sizes.ffn,
+            "num_hidden_layers": layers, "num_attention_heads": sizes.heads, "num_key_value_heads": max(1, sizes.heads // 2),
+            "head_dim": sizes.head_dim, "vocab_size": sizes.vocab, "max_position_embeddings": 2 * max(sizes.lengths),
+            "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        }  # fmt: skip
+        if experts:
+            config |= {
+                "num_experts": sizes.experts, "num_experts_per_tok": sizes.top_k,
+                "moe_intermediate_size": sizes.expert_ffn, "norm_topk_prob": True,
+            }  # fmt: skip
+        directory = self._directory / f"{layers}-{value_head}-{experts}"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config))
+        _write_weights(directory, self._mesh.device, value_head)
+        settings = PolicyConfig(tokens_per_micro_batch=sizes.tokens)
+        model = MegatronModel(directory, settings, self._mesh, total_updates=1000, value_head=value_head)
+        shutil.rmtree(directory)
+        return model
+
+
+def _write_weights(directory: Path, device: torch.device, value_head: bool) -> None:
+    """Random ones: products of zeros are faster."""
+    spec, found = load_spec(directory, value_head), {}
+    for parameter in parameters_of(spec):
+        for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True):
+            assert shape is not None
+            found[name] = (0.02 * torch.randn(shape, device=device)).bfloat16().cpu()
+    save_file(found, directory / "model.safetensors")
+
+
+def _amount(work: list[Work], kind: str) -> float:
+    return sum(one.amount for one in work if one.kind == kind)
+
+
+def _sum(output_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
+    """A loss with a gradient for every token."""
+    return LossOutput(output_T.sum() / max(1, batch.update_tokens), {})
+
+
+def _batch(length: int, tokens: int, vocab: int) -> TokenBatch:
+    """Sequences of one length, all of whose tokens but the first are predicted."""
+    lengths = [length] * max(1, tokens // length)
+    mask = torch.cat([torch.arange(one) > 0 for one in lengths])
+    generator = torch.Generator().manual_seed(0)
+    return TokenBatch(
+        torch.randint(0, vocab, (sum(lengths),), generator=generator), mask, lengths, update_tokens=int(mask.sum())
+    )

@@ -1,0 +1,36 @@
+"""`config.json` of published models: their sizes are facts, their weights are not needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+_MOE: dict[str, Any] = _QWEN3 | {
+    "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def _sized(base: dict[str, Any], hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**base, **sizes, **more}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": _sized(_QWEN3, 1024, 3072, 28, 16, tie_word_embeddings=True),
+    "Qwen3-1.7B": _sized(_QWEN3, 2048, 6144, 28, 16, tie_word_embeddings=True),
+    "Qwen3-8B": _sized(_QWEN3, 4096, 12288, 36, 32),
+    "Qwen3-30B-A3B": _sized(_MOE, 2048, 6144, 48, 32, moe_intermediate_size=768),
+    "Qwen3-235B-A22B": _sized(_MOE, 4096, 12288, 94, 64, moe_intermediate_size=1536),
+}
+
+
+def write_shape(directory: Path, name: str, **changes: Any) -> Path:
+    """A directory with the model's config.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**SHAPES[name], **changes}))
+    return directory
