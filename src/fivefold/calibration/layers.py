@@ -61,6 +61,8 @@ def layers(clock: Clock, rates: Callable[[], Efficiencies]) -> Iterator[Found]:
     if clock.left <= 0:
         return
     variables = {
+        # As the launcher sets it.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",

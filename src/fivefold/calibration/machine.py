@@ -24,7 +24,7 @@ def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[
 
     Raises ValueError where this machine's GPU is not in the table of GPUs.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     hardware = "cpu" if device.type == "cpu" else local_gpu_kind()
     if hardware is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What `check` says of a run's time: a step by its parts, and the one change that gains most. No torch here."""
+"""What `check` says on top: whether the run fits, a step by its parts, the one change that gains most. No torch here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Change = tuple[str, RunConfig]
 
 
 def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """The time of a step and what would gain most; nothing where no rates of the device are known."""
+    """Memory, the time of a step and what would gain most; nothing where no rates of the device are known."""
     kind = gpu_kind(config) if on_gpus(config) else None
     if kind is None:
         return []
@@ -32,7 +32,8 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     estimate = step_estimate(config, spec, cluster, rates, lengths)
     assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens"
     lines = [
-        f"a step takes about {estimate.seconds:.1f} s on {kind} with {assumed} on average: {describe_parts(estimate, 0.02)}"
+        f"it fits {kind}: about {estimate.memory.total / 2**30:.1f} of {cluster.bytes / 2**30:.1f} GiB on the fullest rank",
+        f"a step takes about {estimate.seconds:.1f} s on {kind} with {assumed} on average: {describe_parts(estimate, 0.02)}",
     ]
     best = best_change(config, spec, cluster, rates, lengths, estimate)
     if best is not None:

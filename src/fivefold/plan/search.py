@@ -35,6 +35,8 @@ _EVEN, _CUT, _WHOLE = 24, 6, 8
 """Layouts that each round passes on."""
 _MOST_GPUS = 64
 """Times as many as there are, that are tried where a model does not fit."""
+_RESERVES = (0.0, 0.25, 0.5, 0.75)
+"""Tried one after another: critic, reference and reward model lie on the policy's ranks, and often by its layout."""
 _OFFLOADS = (
     OffloadConfig(),
     OffloadConfig(gradients=True, optimizer=True),
@@ -70,6 +72,8 @@ class Space:
     cluster: Cluster
     rates: Efficiencies
     lengths: Lengths
+    reserve: float = 0.0
+    """Share of `room` that is left to other models while the policy's layouts are looked for."""
     _smallest: _Smallest = field(default_factory=_Smallest)
 
     @property
@@ -93,12 +97,16 @@ class Space:
         return list(chosen.values())
 
     def _found(self) -> list[Candidate]:
-        return [
-            candidate
-            for trainer, engine in self._divisions()
-            for model in self._trained(trainer)
-            for candidate in self._with_engines(model, engine)
-        ]
+        for reserve in _RESERVES:
+            found = [
+                candidate
+                for trainer, engine in self._divisions()
+                for model in replace(self, reserve=reserve)._trained(trainer)
+                for candidate in self._with_engines(model, engine)
+            ]
+            if found:
+                return found
+        return []
 
     def _divisions(self) -> Iterator[tuple[int, int]]:
         """GPUs of the trainer and of an engine apart: all of them and none, or a share of each node."""
@@ -172,7 +180,7 @@ class Space:
         )
         if need > self.room:
             self._smallest.saw(need)
-        return need <= self.room
+        return need <= (1 - self.reserve) * self.room
 
     def _seconds(self, model: Sharded) -> float:
         cluster = trainer_cluster(model.layout.world_size, self.cluster)

@@ -1,0 +1,153 @@
+"""`fivefold plan` from the command line, and what `check` says of a step's time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fivefold import cli
+from fivefold.config import RunConfig
+from fivefold.models.families import load_spec
+from fivefold.plan.check import check
+from fivefold.plan.efficiency import Rate, write_calibration
+from fivefold.plan.gain import describe_step
+from tests.support.commands import python
+from tests.support.public_shapes import write_shape
+from tests.support.tiny_models import make_tokenizer
+
+ROWS = '{"prompt": "1+1=", "ground_truth": "2"}\n' * 64
+
+
+def plan(capsys, *arguments: object) -> str:
+    assert cli.main(["plan", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def pasted(printed: str) -> dict:
+    """The YAML below the first run's figures."""
+    block = printed.split("\n1. ", 1)[1].split("\n2. ", 1)[0]
+    return yaml.safe_load(block.split("\n\n", 1)[1])
+
+
+def test_it_prints_times_memory_limit_cost_and_yaml(tmp_path, capsys):
+    model = write_shape(tmp_path / "model", "Qwen3-30B-A3B")
+    said = plan(capsys, "--model", model, "--gpus", 32, "--gpu", "h100-80g", "--price", 2, "--top", 2,
+                "data.prompts_per_step=64", "data.max_response_tokens=4096", "--response-tokens", 1500)  # fmt: skip
+    assert "qwen3_moe, 30.53 billion parameters" in said and "cluster  32 x h100-80g, 4 nodes" in said
+    assert "responses of 1500 tokens on average" in said and "\n2. megatron:" in said and "\n3. " not in said
+    for word in ("time     ", "rollout ", "backward ", "memory   training ", "sampling ", "limit    ", "a million tokens"):
+        assert word in said, word
+    tree = pasted(said)
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(tree | {"data": {**tree["data"], "train": ["x"]}}))
+    config = RunConfig.load(run)
+    load_spec(model).check_layout(config.layout, config.policy.megatron.pipeline_split)
+    assert config.data.max_response_tokens == 4096 and config.launch.gpu == "h100-80g"
+
+
+def test_the_yaml_of_a_run_s_file_is_pasted_into_it_and_passes_check(models, tmp_path, capsys):
+    """Here vLLM is not installed, which is all that may be wanting."""
+    data, run = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text(ROWS)
+    base = {
+        "model": {"path": str(models("qwen3")), "tokenizer": str(make_tokenizer(tmp_path / "words"))},
+        "policy": {"optimizer": {"lr": 1e-5}},
+        "data": {"train": [str(data)], "max_prompt_tokens": 32, "max_response_tokens": 32},
+        "reward": {"functions": {"format": 1.0}},
+        "launch": {"allocation": "vllm:d2|megatron[actor]:d2"},
+        "trainer": {"run_dir": str(tmp_path / "run")},
+    }
+    run.write_text(yaml.safe_dump(base))
+    tree = pasted(plan(capsys, run, "--gpus", 4, "--gpu", "a10-24g"))
+    assert tree["launch"] == {"gpu": "a10-24g", "allocation": None} and "model" not in tree
+    run.write_text(yaml.safe_dump(base | tree | {"policy": base["policy"] | tree["policy"]}))
+    findings = check(RunConfig.load(run))
+    assert [error for error in findings.errors if "vLLM is not installed" not in error] == []
+    assert any(note.startswith("a step takes about ") for note in findings.notes)
+
+
+def test_json_has_the_same_for_programs(tmp_path, capsys):
+    model = write_shape(tmp_path, "Qwen3-8B")
+    found = json.loads(plan(capsys, "--model", model, "--gpus", 8, "--gpu", "h200-141g", "--json", "--price", 3))
+    assert found["cluster"]["gpus"] == 8 and len(found["runs"]) == 3
+    for run in found["runs"]:
+        assert run["seconds"] == pytest.approx(sum(run["parts"].values()))
+        assert run["cost_per_million_tokens"] == pytest.approx(3 * 8 / 3600 / run["tokens_per_second"] * 1e6)
+        assert run["memory"]["training"]["total"] < 141e9 and run["run"]["policy"]["backend"].startswith("megatron:")
+
+
+def test_a_calibration_changes_what_is_predicted(tmp_path, capsys):
+    model, path = write_shape(tmp_path, "Qwen3-0.6B"), tmp_path / "rates.json"
+    arguments = ("--model", model, "--gpus", 1, "--gpu", "h200-141g", "--json", "--top", 1)
+    before = json.loads(plan(capsys, *arguments))["runs"][0]["parts"]
+    write_calibration(path, [Rate("attention_backward", 1024, 5.0, "h200-141g", "here")], "today")
+    after = json.loads(plan(capsys, *arguments, "--calibration", path))["runs"][0]["parts"]
+    assert after["backward"] > 1.5 * before["backward"] and after["forward"] == pytest.approx(before["forward"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpu", "h100-80g", "--model", "{model}"], "say how many GPUs there are: --gpus N"),
+        (["--gpus", "8", "--model", "{model}"], "name the GPU with --gpu, this machine has none that is known"),
+        (["--gpus", "8", "--gpu", "h100", "--model", "{model}"], "unknown GPU 'h100': known are a10-24g"),
+        (["--gpus", "12", "--gpu", "h100-80g", "--model", "{model}"], "got 12 with 8 on a node; take 8 or 16"),
+        (["--gpus", "8", "--gpu", "h100-80g"], "name the model: --model DIRECTORY"),
+        (["--gpus", "8", "--gpu", "h100-80g", "--model", "nowhere"], "no directory nowhere, and no hub id"),
+        (["--gpus", "8", "--gpu", "h100-80g", "--model", "Nobody/None"], "its config.json is enough: --model DIRECTORY"),
+        (["--gpus", "8", "--gpu", "h100-80g", "--model", "{model}", "--calibration", "{model}/config.json"],
+         "config.json is no file of `fivefold plan --calibrate`"),
+        (["--gpus", "1", "--gpu", "l4-24g", "--model", "{model}"], "do not fit 1 x l4-24g on any layout"),
+        (["--gpus", "8", "--gpu", "h100-80g", "--model", "{model}", "data.prompts=3"], "unknown key 'data.prompts'"),
+        (["{model}/run.yaml", "--gpus", "8", "--gpu", "h100-80g"], "no configuration file at"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_one_sentence(tmp_path, capsys, monkeypatch, arguments, says):
+    monkeypatch.setattr("fivefold.plan.devices.visible_gpus", lambda: 0)
+    write_shape(tmp_path, "Qwen3-8B")
+    assert cli.main(["plan", *(one.format(model=tmp_path) for one in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert says in said and len(said.strip().splitlines()) == 1
+
+
+def test_planning_needs_no_torch(tmp_path):
+    model = write_shape(tmp_path, "Qwen3-8B")
+    done = python(
+        "-c",
+        "import sys\nfrom fivefold.cli import main\n"
+        f"assert main(['plan', '--model', {str(model)!r}, '--gpus', '8', '--gpu', 'h100-80g']) == 0\n"
+        "assert not {'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_of(model: Path, **sections) -> RunConfig:
+    data = {"train": ["x"], "prompts_per_step": 64, "max_prompt_tokens": 1024, "max_response_tokens": 3072}
+    return RunConfig.of(model={"path": str(model)}, data=data, **{"launch": {"gpu": "h200-141g"}, **sections})
+
+
+def test_check_says_what_a_step_takes_and_the_change_that_gains_most(tmp_path):
+    model = write_shape(tmp_path, "Qwen3-8B")
+    slow = run_of(model, policy={"backend": "megatron:d8"})
+    fits, takes, gains = describe_step(slow, load_spec(model))
+    assert fits.startswith("it fits h200-141g: about ") and fits.endswith(" of 139.8 GiB on the fullest rank")
+    assert takes.startswith("a step takes about ") and "h200-141g with prompts of 512 and responses of 1536 tokens" in takes
+    assert gains.startswith("what gains most: engine.backend: vllm:d8, about ")
+    seconds = float(gains.split("about ")[1].split(" s ")[0])
+    better = run_of(model, policy={"backend": "megatron:d8"}, engine={"backend": "vllm:d8"})
+    assert describe_step(better, load_spec(model))[1].startswith(f"a step takes about {seconds} s")
+
+
+def test_recomputation_that_is_not_needed_is_named(tmp_path):
+    model = write_shape(tmp_path, "Qwen3-1.7B")
+    config = run_of(model, policy={"backend": "megatron:d8", "recompute": "full"}, algorithm={"name": "sft"})
+    assert describe_step(config, load_spec(model))[2].startswith("what gains most: policy.recompute: none, about ")
+
+
+def test_nothing_is_said_of_the_time_on_a_device_without_rates(tmp_path):
+    model = write_shape(tmp_path, "Qwen3-1.7B")
+    config = run_of(model, launch={}, trainer={"device": "cpu"})
+    assert describe_step(config, load_spec(model)) == []
