@@ -24,6 +24,7 @@ from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies, load_rates
 from fivefold.plan.estimate import Lengths, step_estimate
 from fivefold.plan.hardware import Cluster
+from fivefold.plan.measured import MEASURED
 from fivefold.plan.memory import Sharded, estimate_memory
 from fivefold.plan.rollout_time import Requests, Sampler, rollout_time
 from fivefold.plan.search import Space
@@ -250,7 +251,8 @@ def ranks(rates: Efficiencies) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calibration", type=Path, help="rates of `fivefold plan --calibrate` instead of those that came")
-    rates = Efficiencies(load_rates(parser.parse_args().calibration), GPU)
+    calibration = parser.parse_args().calibration
+    rates = Efficiencies(MEASURED if calibration is None else load_rates(calibration), GPU)
     tallies = [*updates(rates), *rollouts(rates), *whole_step(rates)]
     ranks(rates)
     print()

@@ -134,6 +134,15 @@ def test_a_critic_next_to_the_policy_leaves_it_less_room(tmp_path):
     assert one.estimate.memory.critic > 0 and one.estimate.parts["critic"] > 0
 
 
+def test_a_reward_model_that_is_always_there_is_counted(tmp_path):
+    judge = {"model": {"path": str(write_shape(tmp_path, "Qwen3-8B"))}}
+    searched = space("Qwen3-8B", 4, reward=judge)
+    for one in searched.search(3):
+        assert one.estimate.memory.reward_model > 2**30
+        assert one.estimate.memory.total <= searched.room
+        assert one.estimate.parts["reward model"] > 0
+
+
 def test_a_run_without_sampling_has_no_engine_searched():
     (one,) = space("Qwen3-8B", 8, algorithm={"name": "sft"}).search(1)
     assert one.config.engine.backend == "transformers" and "rollout" not in one.estimate.parts

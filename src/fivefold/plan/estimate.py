@@ -11,6 +11,7 @@ from fivefold.config.methods import surrogate_row
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.engine_checks import engine_cache
+from fivefold.plan.fit import elastic
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.memory import BYTES, Memory
 from fivefold.plan.roles import memory_of, roles, shard_roles
@@ -130,7 +131,7 @@ def step_estimate(
     update = update_time(models["policy"], batch, trainer, rates)
     add(update.parts, algorithm.updates)
     overlapped |= {name: algorithm.updates * seconds for name, seconds in update.overlapped.items() if seconds}
-    memory = memory_of(config, spec)
+    memory = memory_of(elastic(config), spec)
     if not algorithm.offline:
         onload = memory.parameters if "parameters" in config.policy.offload.parts else 0
         sleeps = config.engine.layout is not None and config.engine.sleep and not config.engine.is_apart
@@ -169,7 +170,10 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
     requests = Requests(config.samples_per_step, group, lengths.prompt, lengths.response, longest)
     cache = engine_cache(config, spec)
     size = BYTES[engine.dtype or config.policy.dtype]
-    replicas, tp, ep = (config.layout.world_size, 1, 1) if layout is None else (layout.dp, layout.tp, layout.ep)
+    # Servers that run already are taken to be whole on a GPU each.
+    replicas, tp, ep = (len(engine.url) or config.layout.world_size, 1, 1)
+    if layout is not None:
+        replicas, tp, ep = layout.dp, layout.tp, layout.ep
     sampler = Sampler(
         spec,
         tp,

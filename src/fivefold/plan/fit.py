@@ -36,7 +36,7 @@ def check_fit(findings: Findings, config: RunConfig, measure: Measure) -> None:
             f": {needs} on the fullest rank, and {device.name} has {_gib(device.bytes)}; {_advice(config, measure)}",
         )
         return
-    estimate = max(sum(parts.values()) for parts in measure(_elastic(config)).phases.values())
+    estimate = max(sum(parts.values()) for parts in measure(elastic(config)).phases.values())
     if estimate > TIGHT * device.bytes:
         findings.note(
             f"memory is tight: about {_gib(estimate)} on the fullest rank, and {device.name} has {_gib(device.bytes)}"
@@ -47,11 +47,11 @@ def _phases(config: RunConfig, measure: Measure) -> dict[str, float]:
     """The least that each phase needs."""
     return {
         name: sum(parts.values()) - (1 - ACTIVATIONS_AT_LEAST) * parts.get("activations", 0)
-        for name, parts in measure(_elastic(config)).phases.items()
+        for name, parts in measure(elastic(config)).phases.items()
     }
 
 
-def _elastic(config: RunConfig) -> RunConfig:
+def elastic(config: RunConfig) -> RunConfig:
     """The transformers engine decodes as many sequences at once as there is room for: one is the least."""
     if config.engine.backend != "transformers":
         return config
