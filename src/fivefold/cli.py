@@ -266,10 +266,11 @@ def _plan(options: argparse.Namespace) -> int:
     gpu = proposal.gpu_or_refuse(options.gpu)
     network = options.network or NETWORK_GB_S
     cluster = Cluster(gpu, options.gpus, min(options.node_gpus, options.gpus), network, options.price)
-    tree = override({} if options.config is None else read(options.config), options.overrides)
-    base = proposal.base_run(tree, options.model)
+    changes = override({} if options.model is None else {"model": {"path": options.model}}, options.overrides)
+    base = proposal.base_run({} if options.config is None else read(options.config), changes)
     lengths = Lengths.of(base, options.prompt_tokens, options.response_tokens)
-    found = proposal.propose(base, cluster, lengths, options.top, options.calibration, has_file=options.config is not None)
+    has_file = options.config is not None
+    found = proposal.propose(base, cluster, lengths, options.top, options.calibration, changes=changes, has_file=has_file)
     print(json.dumps(proposal.as_json(found), indent=1) if options.json else proposal.describe(found))
     return 0
 

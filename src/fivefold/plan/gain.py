@@ -31,8 +31,10 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     lengths = Lengths.of(config)
     estimate = step_estimate(config, spec, cluster, rates, lengths)
     assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens"
+    held = estimate.memory.total
+    fits = "fits" if held <= cluster.bytes else "may not fit"
     lines = [
-        f"it fits {kind}: about {estimate.memory.total / 2**30:.1f} of {cluster.bytes / 2**30:.1f} GiB on the fullest rank",
+        f"it {fits} {kind}: about {held / 2**30:.1f} of {cluster.bytes / 2**30:.1f} GiB on the fullest rank",
         f"a step takes about {estimate.seconds:.1f} s on {kind} with {assumed} on average: {describe_parts(estimate, 0.02)}",
     ]
     best = best_change(config, spec, cluster, rates, lengths, estimate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ class Proposal:
     rates: Efficiencies
     lengths: Lengths
     candidates: list[Candidate]
+    changes: dict[str, Any]
+    """Keys of the command line, which the run is to have too."""
     has_file: bool
     """The run is that of a file, into which the YAML is pasted; otherwise the YAML is the whole of it."""
 
@@ -47,9 +48,14 @@ def propose(
     lengths: Lengths,
     count: int = 3,
     calibration: Path | None = None,
-    has_file: bool = False,
+    *,
+    changes: dict[str, Any],
+    has_file: bool,
 ) -> Proposal:
-    """The fastest runs of a model and batch on a cluster; raises ValueError where none fits or the model is unknown."""
+    """The fastest runs of a model and batch on a cluster; raises ValueError where none fits or the model is unknown.
+
+    `changes` are keys of the base that stand in no file.
+    """
     directory = model_directory(base.model.path)
     rates = Efficiencies(load_rates(calibration), cluster.gpu)
     # Sizes are read where they are; other models' layouts and what set the layouts before are the search's to choose.
@@ -64,17 +70,12 @@ def propose(
     )
     spec = load_spec(directory)
     found = Space(spec, searched, cluster, rates, lengths).search(count)
-    return Proposal(base, spec, cluster, rates, lengths, found, has_file)
+    return Proposal(base, spec, cluster, rates, lengths, found, changes, has_file)
 
 
-def base_run(tree: dict[str, Any], model: str | None) -> RunConfig:
-    """The run that is planned: the keys of a file, or the defaults, with a model that is named apart.
-
-    Its own layouts are not looked at: they may be for other GPUs.
-    """
-    tree = copy.deepcopy(tree)
-    if model is not None:
-        tree["model"] = (tree.get("model") or {}) | {"path": model}
+def base_run(tree: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
+    """The run that is planned: the keys of a file, if there is one, with changes."""
+    tree = _merged(tree, changes)
     if not isinstance(tree.get("model"), dict) or "path" not in tree["model"]:
         raise ValueError("name the model: --model DIRECTORY, a hub id, or a run's YAML file")
     return make_config(tree)
@@ -126,20 +127,25 @@ def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
             tree[section] = {"backend": None}
     if base.reward.model.backend is not None:
         tree["reward"] = {"model": {"backend": None}}
-    if proposal.has_file:
-        return tree
-    data = base.data
-    return {
-        "model": {"path": base.model.path},
-        "data": {
-            "train": data.train,
-            "prompts_per_step": data.prompts_per_step,
-            "max_prompt_tokens": data.max_prompt_tokens,
-            "max_response_tokens": data.max_response_tokens,
-        },
-        "algorithm": {"name": base.algorithm.name, "group_size": base.algorithm.group_size},
-        **tree,
-    }
+    whole: dict[str, Any] = {}
+    if not proposal.has_file:
+        data, algorithm = base.data, base.algorithm
+        bounds = ("train", "prompts_per_step", "max_prompt_tokens", "max_response_tokens")
+        whole = {
+            "model": {"path": base.model.path},
+            "data": {name: getattr(data, name) for name in bounds},
+            "algorithm": {"name": algorithm.name, "group_size": algorithm.group_size},
+        }
+    return _merged(_merged(whole, proposal.changes), tree)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, those `above` where a key is in both."""
+    found = dict(below)
+    for key, value in above.items():
+        inner = found.get(key)
+        found[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
 
 
 def as_yaml(proposal: Proposal, candidate: Candidate) -> str:
