@@ -157,6 +157,14 @@ def test_recomputation_that_is_not_needed_is_named(tmp_path):
     assert describe_step(config, load_spec(model))[2].startswith("what gains most: policy.recompute: none, about ")
 
 
+def test_a_calibration_that_cannot_be_read_keeps_no_run_from_starting(tmp_path, monkeypatch):
+    model, path = write_shape(tmp_path, "Qwen3-1.7B"), tmp_path / "rates.json"
+    path.write_text("{}")
+    monkeypatch.setattr("fivefold.plan.efficiency.CALIBRATION", path)
+    (said,) = describe_step(run_of(model), load_spec(model))
+    assert said.startswith(f"no time is estimated: {path} is no file of")
+
+
 def test_nothing_is_said_of_the_time_on_a_device_without_rates(tmp_path):
     model = write_shape(tmp_path, "Qwen3-1.7B")
     config = run_of(model, launch={}, trainer={"device": "cpu"})

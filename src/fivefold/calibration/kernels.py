@@ -12,7 +12,7 @@ import torch
 
 from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES
 
-_LARGE, _SMALL = 0.4, 0.1
+_LARGE, _SMALL = 0.4, 0.05
 """Seconds for which a piece of work is repeated, on a GPU and on a CPU."""
 
 

@@ -27,7 +27,11 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     kind = gpu_kind(config) if on_gpus(config) else None
     if kind is None:
         return []
-    cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind)
+    try:
+        cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind)
+    except ValueError as error:
+        # A run does not need to know how long it takes.
+        return [f"no time is estimated: {error}"]
     lengths = Lengths.of(config)
     estimate = step_estimate(config, spec, cluster, rates, lengths)
     assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens"
