@@ -11,7 +11,11 @@ VLLM_READY := $(VLLM)/.ready
 SGLANG := .venv-sglang
 SGLANG_READY := $(SGLANG)/.ready
 
-.PHONY: setup check test test-vllm test-sglang test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
+# Triton needs a gigabyte, and a CPU runs its kernels in an interpreter only.
+KERNELS := .venv-kernels
+KERNELS_READY := $(KERNELS)/.ready
+
+.PHONY: setup check test test-vllm test-sglang test-kernels test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
 
 setup: $(READY)
 
@@ -50,6 +54,16 @@ test-vllm: $(VLLM_READY)
 # About two minutes.
 test-sglang: $(SGLANG_READY)
 	PYTHONPATH=tests/support/sglang_cpu $(SGLANG)/bin/python -m pytest -m sglang -p no:xdist -o addopts="" -q
+
+# Triton's kernels, interpreted. On a GPU `pytest -m kernels` runs the same tests compiled.
+$(KERNELS_READY): $(READY)
+	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(KERNELS)/lib/python3*/site-packages)/fivefold.pth
+	touch $(KERNELS_READY)
+
+test-kernels: $(KERNELS_READY)
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -m kernels -p no:xdist -o addopts="" -q
 
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
 # order in which one CPU adds. Three times as long as the suite.

@@ -11,6 +11,7 @@ import torch
 pytestmark = pytest.mark.kernels
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
+    # Read when Triton is imported: by torch, where something else runs first. The Makefile sets it before all of them.
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 
