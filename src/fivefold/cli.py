@@ -28,12 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if getattr(options, "system", None) is not None:
         options.words = _words_of(sys.argv[1:] if arguments is None else arguments)
         rest = []
-    elif hasattr(options, "config") and options.config is None:
-        parser.error("name the YAML file of the run, or another system with --from")
+    elif "=" in (getattr(options, "config", None) or "") and not Path(options.config).exists():
+        options.config, options.overrides = None, [options.config, *options.overrides]
     if rest and (not hasattr(options, "overrides") or any(item.startswith("-") or "=" not in item for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.overrides += rest
+    if hasattr(options, "config") and not (options.config or options.overrides or getattr(options, "system", None)):
+        parser.error("name the YAML file of the run, its keys as in model.path=DIR, or another system with --from")
     try:
         return int(options.call(options) or 0)
     except KeyboardInterrupt:
@@ -60,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def configured(added: argparse.ArgumentParser) -> None:
-        added.add_argument("config", nargs="?", help="YAML file of the run")
-        added.add_argument("overrides", nargs="*", metavar="key=value", help="change a key, for example trainer.steps=10")
+        added.add_argument("config", nargs="?", help="YAML file of the run; its keys alone will do, without a file")
+        added.add_argument("overrides", nargs="*", metavar="key=value", help="set a key, for example trainer.steps=10")
 
     def translated(added: argparse.ArgumentParser) -> None:
         added.add_argument(
@@ -156,11 +158,14 @@ def _translate(options: argparse.Namespace) -> Translation:
 
 def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunConfig, list[str]]:
     """The run's configuration, and the words that name it to its ranks."""
-    from fivefold.config import ConfigError, load_config, make_config
+    from fivefold.config import ConfigError, config_of, load_config, make_config
     from fivefold.config.dialects import writer
 
-    if options.system is None:
+    if options.system is None and options.config is not None:
         return load_config(options.config, options.overrides), [options.config, *options.overrides]
+    if options.system is None:
+        config = config_of(options.overrides)
+        return config, [str(_requested(config))]
     translation = _translate(options)
     if translation.refusals:
         raise ConfigError([f"this run of {options.system} cannot be had here:", *translation.refusals])
@@ -169,8 +174,12 @@ def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunCon
         print(f"note     of {options.system}'s keys {writer.summary(translation)}")
         for note in writer.notes(translation):
             print(f"note     {note}")
-    requested = config.run_dir / "logs" / "requested.yaml"
-    return config, [str(requested)]
+    return config, [str(_requested(config))]
+
+
+def _requested(config: RunConfig) -> Path:
+    """Where the ranks find the configuration of a run that no YAML file has."""
+    return config.run_dir / "logs" / "requested.yaml"
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -187,6 +196,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from fivefold.config import dump_yaml
     from fivefold.config.dialects import writer
     from fivefold.launch import environment
     from fivefold.launch.start import start
@@ -197,9 +207,11 @@ def _train(options: argparse.Namespace) -> int:
     config, words = _configure(options, quiet=not first)
     if not _show_check(config, quiet=not first):
         return 2
+    # Every rank under a launcher writes the same text: the file is there for the one that reads it.
     if options.system is not None:
-        # Every rank under a launcher writes the same text: the file is there for the one that reads it.
         _write_whole(Path(words[0]), writer.write(_translate(options), options.system))
+    elif options.config is None:
+        _write_whole(Path(words[0]), dump_yaml(config))
     return start(["train", *words], config)
 
 
@@ -237,6 +249,8 @@ def _eval(options: argparse.Namespace) -> int:
     from fivefold.distributed.scratch import scratch_directory
     from fivefold.launch.start import start
 
+    if options.config is None:
+        raise ValueError("eval needs the YAML file of the run: RUN/run.yaml has all of it")
     config = load_config(options.config, options.overrides)
     found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
     if found is None:
