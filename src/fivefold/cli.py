@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold import __version__
+from fivefold.commands import flags
 from fivefold.errors import sentence_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         configured(added)
 
+    flags.init(command("init", _init, "write a commented YAML file of a run, from five questions or flags"))
     translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
     translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
     added = command(
@@ -275,6 +277,12 @@ def _export(options: argparse.Namespace) -> int:
 
     print(export(options.checkpoint, options.out, options.shard_gb, options.model))
     return 0
+
+
+def _init(options: argparse.Namespace) -> int:
+    from fivefold.commands.init import init
+
+    return init(options)
 
 
 def _report(options: argparse.Namespace) -> int:

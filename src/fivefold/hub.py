@@ -26,6 +26,14 @@ def model_snapshot(repository: str, wanted: Sequence[str], commit: str | None = 
     )
 
 
+def cached_models() -> list[str]:
+    """The ids of models that the cache of this machine has, at least in part."""
+    from huggingface_hub import constants
+
+    found = Path(constants.HF_HUB_CACHE).glob("models--*--*")
+    return sorted("/".join(path.name.split("--", 2)[1:]) for path in found)
+
+
 def commit_of(snapshot: Path) -> str:
     """The commit of a directory that `model_snapshot` gave: the cache keeps it under that name."""
     return snapshot.name
