@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         configured(added)
 
     flags.init(command("init", _init, "write a commented YAML file of a run, from five questions or flags"))
+    flags.doctor(command("doctor", _doctor, "say what this machine has for a run, and what is missing for what"))
     translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
     translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
     added = command(
@@ -283,6 +284,12 @@ def _init(options: argparse.Namespace) -> int:
     from fivefold.commands.init import init
 
     return init(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fivefold.commands.doctor import doctor
+
+    return doctor(options)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -23,3 +23,9 @@ def init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer-key", help="column of the ground truth, or of the response to imitate")
     parser.add_argument("--yes", action="store_true", help="ask nothing, take what is proposed")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
+
+
+def doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="?", type=Path, default=Path("runs"), help="where runs will write (default runs)")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.add_argument("--seconds", type=float, help="longest time of each probe")
