@@ -90,10 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
     added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
     configured(added)
-    added = command("export", _export, "write a checkpoint as a Hugging Face directory")
+    added = command("export", _export, "write a checkpoint as a Hugging Face directory, or as one of Megatron-Core")
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
     added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
+    added.add_argument("--to", choices=["huggingface", "megatron"], default="huggingface", help="form (default huggingface)")
     added.add_argument("--shard-gb", type=_above_0(float), default=5.0, help="largest safetensors file (default 5)")
     added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
     added.add_argument("run", type=Path)
@@ -276,7 +277,7 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from fivefold.checkpoint.export import export
 
-    print(export(options.checkpoint, options.out, options.shard_gb, options.model))
+    print(export(options.checkpoint, options.out, options.shard_gb, options.model, options.to))
     return 0
 
 

@@ -28,6 +28,7 @@ from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
+from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, is_torch_dist
 from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
@@ -139,10 +140,15 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         return
     if Path(part.path).is_dir():
         try:
-            specs[part.where] = spec = load_spec(part.path, part.value_head)
+            checkpoint = find_torch_dist(part.path)
+            if checkpoint is not None and not _has_config(findings, config, part):
+                return
+            specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
             _check_spec(findings, config, part, spec)
-            if not again:
+            if not again and checkpoint is not None:
+                check_torch_dist(checkpoint, spec)
+            elif not again:
                 check_tensor_files(Path(part.path), spec)
         except ValueError as error:
             findings.error(part.key, f": {error}")
@@ -152,6 +158,24 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         findings.error(part.key, f": no directory {part.path}, and no hub id, which is written owner/name")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
+
+
+def _has_config(findings: Findings, config: RunConfig, part: _Part) -> bool:
+    """Of weights that are a checkpoint of Megatron-Core: the model's config.json is here, and they can be read for this."""
+    own, bridge = config.described_by(part.path), part.settings.megatron.bridge_type
+    if part.where == "reward.model" or bridge != "native":
+        must = "a Hugging Face directory" if bridge == "native" else f"a Hugging Face directory for bridge_type {bridge}"
+        findings.error(part.key, f"must be {must}: got a checkpoint of Megatron-Core, {part.path}")
+    elif (Path(own) / "config.json").is_file():
+        return True
+    elif config.model.config is None:
+        needs = "name the Hugging Face directory or hub id of its model in model.config"
+        findings.error(part.key, f": no config.json in the checkpoint of Megatron-Core {part.path} or above it: {needs}")
+    elif Path(own).is_dir() or not is_hub_id(own):
+        findings.error("model.config", f": no config.json in {own}, and no hub id, which is written owner/name")
+    else:
+        findings.note(f"config.json of {own} is not here: it will be taken from the hub, and its sizes are not checked")
+    return False
 
 
 def _check_layout(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
@@ -258,6 +282,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
                 findings.ignore(f"data.{key}", f"{name} does not read it")
+    if config.model.config is not None and not any(is_torch_dist(part.path) for part in roles(config)):
+        findings.ignore("model.config", "no model is a checkpoint of Megatron-Core: a Hugging Face directory has its own")
     if config.reference != ReferenceConfig() and not algorithm.needs_reference:
         findings.ignore("reference", "the KL coefficient is 0")
     if config.reward.model.backend is not None and not config.reward.model.path:
@@ -312,7 +338,8 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
     here: dict[str, ModelSpec] = {name: spec for name in ("policy", "reference") if name in parts}
     for name, part in parts.items():
         if part.path != config.model.path or part.value_head:
-            here |= {name: load_spec(part.path, part.value_head)} if Path(part.path).is_dir() else {}
+            own = config.described_by(part.path)
+            here |= {name: load_spec(own, part.value_head)} if Path(own).is_dir() else {}
     sharded = {name: parts[name].sharded(config, own) for name, own in here.items()}
     shares = not config.engine.url and not config.engine.is_apart
     return estimate_memory(
