@@ -336,7 +336,7 @@ SECTIONS = (
                     "extra",
                 )
             ),
-            "weights are read by our own tables, under any prefix of a checkpoint; the optimizer is distributed; a checkpoint "
+            "our own tables read weights, under any prefix of a checkpoint; the optimizer is distributed; a checkpoint "
             "fits every layout",
         ),
         used(
