@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         configured(added)
 
     flags.init(command("init", _init, "write a commented YAML file of a run, from five questions or flags"))
+    flags.completion(command("completion", _completion, "print what makes a shell complete subcommands, options and keys"))
     flags.doctor(command("doctor", _doctor, "say what this machine has for a run, and what is missing for what"))
     translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
     translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
@@ -285,6 +286,13 @@ def _init(options: argparse.Namespace) -> int:
     from fivefold.commands.init import init
 
     return init(options)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from fivefold.commands.completion import completion
+
+    print(completion(_parser(), options.shell), end="")
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

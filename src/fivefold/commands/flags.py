@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 ENGINES = ("transformers", "vllm", "sglang")
+SHELLS = ("bash", "zsh", "fish")
 BY_SOURCE = "by-source"
 """The answer for rewards that each row's data_source chooses."""
 
@@ -29,3 +30,7 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="?", type=Path, default=Path("runs"), help="where runs will write (default runs)")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--seconds", type=float, help="longest time of each probe")
+
+
+def completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS)
