@@ -25,6 +25,7 @@ EXTRAS = (
     Extra("vllm", "vllm", "engine.backend: vllm"),
     Extra("ray", "ray", "launch.backend: ray"),
     Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge"),
+    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME"),
 )
 """Those of pyproject.toml that users install; `fivefold doctor` says which are missing."""
 

@@ -27,8 +27,8 @@ VARIABLE = re.compile(r"[A-Za-z_]\w*\*?")
 @dataclass(frozen=True)
 class ModelConfig:
     path: Annotated[str, CONTENT]
-    """Hugging Face model directory, a hub id that is downloaded once per node, or a checkpoint of Megatron-Core
-    (`torch_dist`), whose weights are taken; so may be critic.path and reference.path."""
+    """Hugging Face model directory, a hub id (of ModelScope `modelscope:OWNER/NAME`) that is downloaded once per node, or a
+    checkpoint of Megatron-Core (`torch_dist`), whose weights are taken; so may be critic.path and reference.path."""
     config: Annotated[str | None, CONTENT] = None
     """Hugging Face directory or hub id with the config.json, and the tokenizer, of a model whose weights are a checkpoint of
     Megatron-Core; the files that lie in it or above it when left out."""

@@ -23,6 +23,7 @@ from fivefold.config.schema import (
 )
 from fivefold.config.validate import validate
 from fivefold.errors import shown
+from fivefold.hub import MODELSCOPE
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
@@ -156,6 +157,8 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         return
     elif not is_hub_id(part.path):
         findings.error(part.key, f": no directory {part.path}, and no hub id, which is written owner/name")
+    elif part.path.startswith(MODELSCOPE) and missing_packages(("modelscope",)):
+        findings.error(part.key, f": {part.path} needs modelscope, not installed here: pip install 'fivefold[modelscope]'")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
