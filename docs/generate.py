@@ -3,6 +3,7 @@
 configuration.md: every key with its type, default, range and docstring, read from the dataclasses of config/.
 metrics.md: every metric, from observability/metrics.py.
 methods.md: its rows, from config/methods.py.
+api.md: the names of the package, from their docstrings.
 coming-from/*.md: the tables of other systems' keys, from config/dialects/.
 """
 
@@ -19,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docs.api import api
 from fivefold.config import RunConfig
 from fivefold.config.dialects import SYSTEMS
 from fivefold.config.dialects.page import write_page
@@ -46,6 +48,7 @@ def pages() -> dict[Path, str]:
         DOCS / "configuration.md": configuration(),
         DOCS / "metrics.md": metrics(),
         methods: update(methods.read_text()),
+        DOCS / "api.md": api(GENERATED, _docstrings),
         **{DOCS / "coming-from" / f"{system}.md": write_page(system, GENERATED) for system in SYSTEMS},
     }
 

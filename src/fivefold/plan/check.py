@@ -86,7 +86,11 @@ def roles(config: RunConfig) -> list[_Part]:
 
 
 def check(config: RunConfig) -> Findings:
-    """Everything that is found in a configuration and in the files that it names."""
+    """Everything that is found in a configuration and in the files that it names, without torch.
+
+    Of what it returns, `errors` keep the run from starting, `notes` are worth reading before, and `ignored` has
+    (key, reason) of each key that was set and changes nothing.
+    """
     findings = validate(config)
     specs: dict[str, ModelSpec] = {}
     for part in roles(config):
