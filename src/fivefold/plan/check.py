@@ -35,6 +35,7 @@ from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, engine_cache, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
+from fivefold.plan.megatron_checkpoints import has_config
 from fivefold.plan.memory import Memory, Sharded, estimate_memory
 from fivefold.plan.placement import Placed, placement
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
@@ -146,7 +147,9 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
     if Path(part.path).is_dir():
         try:
             checkpoint = find_torch_dist(part.path)
-            if checkpoint is not None and not _has_config(findings, config, part):
+            if checkpoint is not None and not has_config(
+                findings, config, part.where, part.key, part.path, part.settings.megatron
+            ):
                 return
             specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
@@ -165,24 +168,6 @@ def _check_model(findings: Findings, config: RunConfig, part: _Part, specs: dict
         findings.error(part.key, f": {part.path} needs modelscope, not installed here: pip install 'fivefold[modelscope]'")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
-
-
-def _has_config(findings: Findings, config: RunConfig, part: _Part) -> bool:
-    """Of weights that are a checkpoint of Megatron-Core: the model's config.json is here, and they can be read for this."""
-    own, bridge = config.described_by(part.path), part.settings.megatron.bridge_type
-    if part.where == "reward.model" or bridge != "native":
-        must = "a Hugging Face directory" if bridge == "native" else f"a Hugging Face directory for bridge_type {bridge}"
-        findings.error(part.key, f"must be {must}: got a checkpoint of Megatron-Core, {part.path}")
-    elif (Path(own) / "config.json").is_file():
-        return True
-    elif config.model.config is None:
-        needs = "name the Hugging Face directory or hub id of its model in model.config"
-        findings.error(part.key, f": no config.json in the checkpoint of Megatron-Core {part.path} or above it: {needs}")
-    elif Path(own).is_dir() or not is_hub_id(own):
-        findings.error("model.config", f": no config.json in {own}, and no hub id, which is written owner/name")
-    else:
-        findings.note(f"config.json of {own} is not here: it will be taken from the hub, and its sizes are not checked")
-    return False
 
 
 def _check_layout(findings: Findings, config: RunConfig, part: _Part, spec: ModelSpec) -> None:
