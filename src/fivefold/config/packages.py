@@ -23,6 +23,7 @@ class Extra:
 
 EXTRAS = (
     Extra("vllm", "vllm", "engine.backend: vllm"),
+    Extra("flash", "flash-attn-4", "attention twice as fast on Hopper and later"),
     Extra("ray", "ray", "launch.backend: ray"),
     Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge"),
     Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME"),
