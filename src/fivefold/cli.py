@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def configured(added: argparse.ArgumentParser) -> None:
-        added.add_argument("config", nargs="?", help="YAML file of the run; its keys alone will do, without a file")
+        added.add_argument("config", nargs="?", help="YAML file of the run; train and check take its keys without one")
         added.add_argument("overrides", nargs="*", metavar="key=value", help="set a key, for example trainer.steps=10")
 
     def translated(added: argparse.ArgumentParser) -> None:

@@ -258,8 +258,9 @@ def test_old_formats_are_named(tmp_path):
     (tmp_path / "mp_rank_00").mkdir()
     with pytest.raises(ValueError, match="pickles of ranks"):
         find_torch_dist(tmp_path)
-    (tmp_path / "empty").mkdir()
-    assert find_torch_dist(tmp_path / "empty") is None
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/metadata.json").write_text('{"title": "of a Hugging Face directory"}')
+    assert find_torch_dist(tmp_path / "other") is None
 
 
 def test_check_wants_the_config_of_the_model_and_takes_it_from_beside_or_from_model_config(models, written, tmp_path):

@@ -77,8 +77,7 @@ def find_torch_dist(path: str | Path) -> Path | None:
     Raises ValueError for checkpoints of Megatron-Core in a format that is not read.
     """
     path = Path(path)
-    if (path / CONFIG).is_file():
-        backend = read_json_object(path / CONFIG).get("sharded_backend")
+    if (backend := _backend(path)) is not None:
         if backend != "torch_dist":
             raise ValueError(f"{path} must be a torch_dist checkpoint of Megatron-Core: its {CONFIG} says {shown(backend)}")
         if not (path / METADATA).is_file():
@@ -102,7 +101,15 @@ def find_torch_dist(path: str | Path) -> Path | None:
 
 def is_torch_dist(path: str | Path) -> bool:
     """It looks like a checkpoint of Megatron-Core, whether it can be read or not."""
-    return any((Path(path) / name).is_file() for name in (CONFIG, LATEST))
+    return _backend(Path(path)) is not None or (Path(path) / LATEST).is_file()
+
+
+def _backend(path: Path) -> Any:
+    """The format of the checkpoint in this directory; a Hugging Face directory may have a metadata.json of another kind."""
+    try:
+        return read_json_object(path / CONFIG).get("sharded_backend")
+    except ValueError:
+        return None
 
 
 def config_beside(path: str | Path) -> Path | None:
