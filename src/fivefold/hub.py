@@ -49,12 +49,12 @@ def _from_modelscope(repository: str, wanted: Sequence[str], revision: str | Non
     )
 
 
-def cached_models() -> list[str]:
-    """The ids of models that the cache of this machine has, at least in part."""
+def cached_models() -> dict[str, Path]:
+    """Id -> directory of each model that the Hugging Face hub's cache on this machine has a config.json of."""
     from huggingface_hub import constants
 
-    found = Path(constants.HF_HUB_CACHE).glob("models--*--*")
-    return sorted("/".join(path.name.split("--", 2)[1:]) for path in found)
+    found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/config.json"))
+    return {"/".join(path.parts[-4].split("--", 2)[1:]): path.parent for path in found}
 
 
 def commit_of(snapshot: Path) -> str:

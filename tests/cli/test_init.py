@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fivefold import cli
+from fivefold.commands.proposals import propose_model
 from fivefold.config import load_config
 from fivefold.plan.check import check
 from tests.support.tiny_models import make_model, make_tokenizer
@@ -105,6 +106,22 @@ def test_answers_are_asked_for_again_until_they_hold(tmp_path, monkeypatch, caps
     config = load_config(tmp_path / "run.yaml")
     assert (config.model.path, config.data.train, config.data.val) == (str(model), ["data/train.jsonl"], ["data/test.jsonl"])
     assert config.reward.functions == {"format": 1.0}
+
+
+def test_models_that_are_here_are_proposed(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert propose_model() == "Qwen/Qwen3-0.6B"
+    for name, family in (("A/strange", "strange"), ("B/Small-7B", "llama")):
+        snapshot = tmp_path / f"cache/models--{name.replace('/', '--')}/snapshots/abc"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"model_type": family}))
+    assert propose_model() == "B/Small-7B"
+    (tmp_path / "models/mine").mkdir(parents=True)
+    (tmp_path / "models/mine/config.json").write_text('{"model_type": "qwen3"}')
+    assert propose_model() == "models/mine"
 
 
 @pytest.mark.parametrize(

@@ -32,18 +32,20 @@ REWARDS = ("gsm8k", "code", "countdown", "math")
 
 def propose_model() -> str:
     """A model directory below this one, else a model in the hub's cache, else a small one of the hub."""
-    for path in sorted(path for pattern in ("*/config.json", "models/*/config.json") for path in Path().glob(pattern)):
-        try:
-            if read_json_object(path).get("model_type") in FAMILIES:
-                return str(path.parent)
-        except ValueError:
-            continue
-    return next((name for name in cached_models() if _family(name) in FAMILIES), HUB_MODEL)
+    here = {
+        str(path.parent): path.parent
+        for pattern in ("*", "models/*")
+        for path in sorted(Path().glob(f"{pattern}/config.json"))
+    }
+    return next((name for name, path in (here | cached_models()).items() if _is_known(path)), HUB_MODEL)
 
 
-def _family(name: str) -> str:
-    """By a hub id alone, `Qwen/Qwen3-0.6B` is qwen3; what is cached may lack its config.json."""
-    return name.rpartition("/")[2].lower().partition("-")[0]
+def _is_known(directory: Path) -> bool:
+    """Its config.json is that of a family that can be trained."""
+    try:
+        return read_json_object(directory / "config.json").get("model_type") in FAMILIES
+    except ValueError:
+        return False
 
 
 def propose_data() -> str:
