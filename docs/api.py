@@ -41,11 +41,12 @@ HEAD = """
 
 def api(generated: str, fields: Callable[[type[Any]], dict[str, str]]) -> str:
     """The page; `fields` gives a class's fields with the strings below them."""
-    parts = [inspect.cleandoc(HEAD).replace("{generated}", generated)]
+    parts = []
     for name in fivefold.__all__:
         found = getattr(fivefold, name)
         parts.append("\n".join(_class(name, found, fields) if inspect.isclass(found) else _function(name, found, "##")))
-    return re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)).rstrip() + "\n"
+    names = re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)).rstrip()
+    return f"{inspect.cleandoc(HEAD).replace('{generated}', generated)}\n\n{names}\n"
 
 
 def _function(name: str, function: Any, level: str) -> Iterator[str]:
