@@ -15,7 +15,7 @@ SGLANG_READY := $(SGLANG)/.ready
 KERNELS := .venv-kernels
 KERNELS_READY := $(KERNELS)/.ready
 
-.PHONY: setup check test test-vllm test-sglang test-kernels test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed clean
+.PHONY: setup check test test-vllm test-sglang test-kernels test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
 
@@ -101,5 +101,16 @@ gpu-test:
 gpu-speed:
 	$(PYTHON) benchmarks/training_speed.py
 
+# Twice, out of two copies of the last commit: a wheel that does not come out the same byte for byte is none.
+wheel:
+	rm -rf dist
+	umask 022; for copy in 1 2; do \
+		directory=$$(mktemp -d) && git archive HEAD | tar -x -C $$directory && \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps \
+			--wheel-dir dist/$$copy $$directory && rm -rf $$directory || exit 1; done
+	cmp dist/1/*.whl dist/2/*.whl
+	mv dist/1/*.whl dist && rm -r dist/1 dist/2
+	sha256sum dist/*.whl
+
 clean:
-	rm -rf $(VENV) $(VLLM) demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

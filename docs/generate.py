@@ -4,6 +4,7 @@ configuration.md: every key with its type, default, range and docstring, read fr
 metrics.md: every metric, from observability/metrics.py.
 methods.md: its rows, from config/methods.py.
 plan.md: its rates and GPUs, from plan/measured.py and config/gpus.py, and what benchmarks/plan_accuracy.py printed.
+api.md: the names of the package, from their docstrings.
 coming-from/*.md: the tables of other systems' keys, from config/dialects/.
 """
 
@@ -20,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docs.api import api
 from fivefold.config import RunConfig
 from fivefold.config.dialects import SYSTEMS
 from fivefold.config.dialects.page import write_page
@@ -51,6 +53,7 @@ def pages() -> dict[Path, str]:
         DOCS / "metrics.md": metrics(),
         methods: update(methods.read_text()),
         DOCS / "plan.md": planning((DOCS / "plan.md").read_text()),
+        DOCS / "api.md": api(GENERATED, _docstrings),
         **{DOCS / "coming-from" / f"{system}.md": write_page(system, GENERATED) for system in SYSTEMS},
     }
 

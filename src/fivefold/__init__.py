@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.algo import Objective, make_objective
-    from fivefold.config import RunConfig
+    from fivefold.checkpoint.export import export
+    from fivefold.config import ConfigError, RunConfig, load_config
     from fivefold.launch.start import train
+    from fivefold.plan.check import check
 
 __version__ = "0.1.0"
-__all__ = ["Objective", "RunConfig", "make_objective", "train"]
+__all__ = ["ConfigError", "Objective", "RunConfig", "check", "export", "load_config", "make_objective", "train"]
 
 _HOMES = {
+    "ConfigError": "fivefold.config",
     "Objective": "fivefold.algo",
-    "make_objective": "fivefold.algo",
     "RunConfig": "fivefold.config",
+    "check": "fivefold.plan.check",
+    "export": "fivefold.checkpoint.export",
+    "load_config": "fivefold.config",
+    "make_objective": "fivefold.algo",
     "train": "fivefold.launch.start",
 }
 

@@ -32,6 +32,7 @@ from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
+from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
 from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
@@ -93,7 +94,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         # Nothing reads memory that was never written: filling it would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     directories = fetch_models(config, ranks, {} if checkpoint is None else RunState.read(checkpoint).commits)
-    directory = directories[config.model.path]
+    directory = directories[config.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
     check_config(directory)
@@ -214,24 +215,29 @@ def build_models(
     config: RunConfig, directories: Mapping[str, Path], meshes: Meshes, objective: Objective, steps: int, logger: RunLogger
 ) -> Models:
     """Policy, reference and critic, as far as the method needs them; `directories` has where they lie."""
-    directory = directories[config.model.path]
+
+    def files_of(path: str) -> dict[str, Any]:
+        return {"directory": directories[config.described_by(path)], "torch_dist": find_torch_dist(directories[path])}
+
     updates, bucket_mb = config.algorithm.updates_per_step * config.algorithm.ppo_epochs, config.engine.sync_bucket_mb
     warmup = config.critic.warmup_steps if config.uses_critic else 0
     learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
     ranks = meshes.policy.ranks
-    policy = MegatronModel(directory, config.policy, meshes.policy, total_updates=(steps - warmup) * updates, **learning)
+    trained = files_of(config.model.path) | learning
+    policy = MegatronModel(policy=config.policy, mesh=meshes.policy, total_updates=(steps - warmup) * updates, **trained)
     reference: Model | None = None
     critic: Model | None = None
     if objective.needs_reference:
-        other, settings = directories[config.reference.path or config.model.path], config.reference.settings(config.policy)
+        files, settings = files_of(config.reference.path or config.model.path), config.reference.settings(config.policy)
         mesh = meshes.of(settings.layout)
-        model = MegatronModel(other, settings, mesh)
+        model = MegatronModel(policy=settings, mesh=mesh, **files)
         same_vocabulary("reference.path", model.spec, policy.spec)
         reference = on_replicas_of(ranks, model, mesh.ranks)
     if objective.needs_critic:
-        other, settings = directories[config.critic.path or config.model.path], config.critic.settings(config.policy)
+        trained = files_of(config.critic.path or config.model.path) | learning
+        settings = config.critic.settings(config.policy)
         mesh = meshes.of(settings.layout)
-        model = MegatronModel(other, settings, mesh, total_updates=steps * updates, value_head=True, **learning)
+        model = MegatronModel(policy=settings, mesh=mesh, total_updates=steps * updates, value_head=True, **trained)
         same_vocabulary("critic.path", model.spec, policy.spec)
         critic = on_replicas_of(ranks, model, mesh.ranks)
     return Models(

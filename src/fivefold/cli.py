@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold import __version__
+from fivefold.commands import flags
 from fivefold.errors import sentence_of
 
 if TYPE_CHECKING:
@@ -28,12 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if getattr(options, "system", None) is not None:
         options.words = _words_of(sys.argv[1:] if arguments is None else arguments)
         rest = []
-    elif hasattr(options, "config") and options.config is None and options.call is not _plan:
-        parser.error("name the YAML file of the run, or another system with --from")
+    elif "=" in (getattr(options, "config", None) or "") and not Path(options.config).exists():
+        options.config, options.overrides = None, [options.config, *options.overrides]
     if rest and (not hasattr(options, "overrides") or any(item.startswith("-") or "=" not in item for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.overrides += rest
+    names_run = getattr(options, "config", None) or getattr(options, "overrides", None) or getattr(options, "system", None)
+    if hasattr(options, "config") and not names_run and options.call is not _plan:
+        parser.error("name the YAML file of the run, its keys as in model.path=DIR, or another system with --from")
     try:
         return int(options.call(options) or 0)
     except KeyboardInterrupt:
@@ -60,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def configured(added: argparse.ArgumentParser) -> None:
-        added.add_argument("config", nargs="?", help="YAML file of the run")
-        added.add_argument("overrides", nargs="*", metavar="key=value", help="change a key, for example trainer.steps=10")
+        added.add_argument("config", nargs="?", help="YAML file of the run; train and check take its keys without one")
+        added.add_argument("overrides", nargs="*", metavar="key=value", help="set a key, for example trainer.steps=10")
 
     def translated(added: argparse.ArgumentParser) -> None:
         added.add_argument(
@@ -75,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         configured(added)
 
+    flags.init(command("init", _init, "write a commented YAML file of a run, from five questions or flags"))
+    flags.completion(command("completion", _completion, "print what makes a shell complete subcommands, options and keys"))
+    flags.doctor(command("doctor", _doctor, "say what this machine has for a run, and what is missing for what"))
     translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
     translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
     added = command("plan", _plan, "find the layouts and settings that train a model fastest on so many GPUs, without any")
@@ -104,10 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
     added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
     configured(added)
-    added = command("export", _export, "write a checkpoint as a Hugging Face directory")
+    added = command("export", _export, "write a checkpoint as a Hugging Face directory, or as one of Megatron-Core")
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
     added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
+    added.add_argument("--to", choices=["huggingface", "megatron"], default="huggingface", help="form (default huggingface)")
     added.add_argument("--shard-gb", type=_above_0(float), default=5.0, help="largest safetensors file (default 5)")
     added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
     added.add_argument("run", type=Path)
@@ -175,11 +183,14 @@ def _translate(options: argparse.Namespace) -> Translation:
 
 def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunConfig, list[str]]:
     """The run's configuration, and the words that name it to its ranks."""
-    from fivefold.config import ConfigError, load_config, make_config
+    from fivefold.config import ConfigError, config_of, load_config, make_config
     from fivefold.config.dialects import writer
 
-    if options.system is None:
+    if options.system is None and options.config is not None:
         return load_config(options.config, options.overrides), [options.config, *options.overrides]
+    if options.system is None:
+        config = config_of(options.overrides)
+        return config, [str(_requested(config))]
     translation = _translate(options)
     if translation.refusals:
         raise ConfigError([f"this run of {options.system} cannot be had here:", *translation.refusals])
@@ -188,8 +199,12 @@ def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunCon
         print(f"note     of {options.system}'s keys {writer.summary(translation)}")
         for note in writer.notes(translation):
             print(f"note     {note}")
-    requested = config.run_dir / "logs" / "requested.yaml"
-    return config, [str(requested)]
+    return config, [str(_requested(config))]
+
+
+def _requested(config: RunConfig) -> Path:
+    """Where the ranks find the configuration of a run that no YAML file has."""
+    return config.run_dir / "logs" / "requested.yaml"
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -206,6 +221,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from fivefold.config import dump_yaml
     from fivefold.config.dialects import writer
     from fivefold.launch import environment
     from fivefold.launch.start import start
@@ -216,9 +232,11 @@ def _train(options: argparse.Namespace) -> int:
     config, words = _configure(options, quiet=not first)
     if not _show_check(config, quiet=not first):
         return 2
+    # Every rank under a launcher writes the same text: the file is there for the one that reads it.
     if options.system is not None:
-        # Every rank under a launcher writes the same text: the file is there for the one that reads it.
         _write_whole(Path(words[0]), writer.write(_translate(options), options.system))
+    elif options.config is None:
+        _write_whole(Path(words[0]), dump_yaml(config))
     return start(["train", *words], config)
 
 
@@ -258,9 +276,6 @@ def _plan(options: argparse.Namespace) -> int:
     from fivefold.plan.estimate import Lengths
     from fivefold.plan.hardware import NETWORK_GB_S, Cluster
 
-    if options.config is not None and "=" in options.config:
-        # Without a file the first word is a change already.
-        options.config, options.overrides = None, [options.config, *options.overrides]
     if options.gpus is None:
         raise ValueError("say how many GPUs there are: --gpus N")
     gpu = proposal.gpu_or_refuse(options.gpu)
@@ -288,6 +303,8 @@ def _eval(options: argparse.Namespace) -> int:
     from fivefold.distributed.scratch import scratch_directory
     from fivefold.launch.start import start
 
+    if options.config is None:
+        raise ValueError("eval needs the YAML file of the run: RUN/run.yaml has all of it")
     config = load_config(options.config, options.overrides)
     found = Path(options.checkpoint) if options.checkpoint else Checkpoints(config.run_dir, 1).latest(print)
     if found is None:
@@ -310,8 +327,27 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from fivefold.checkpoint.export import export
 
-    print(export(options.checkpoint, options.out, options.shard_gb, options.model))
+    print(export(options.checkpoint, options.out, options.shard_gb, options.model, options.to))
     return 0
+
+
+def _init(options: argparse.Namespace) -> int:
+    from fivefold.commands.init import init
+
+    return init(options)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from fivefold.commands.completion import completion
+
+    print(completion(_parser(), options.shell), end="")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fivefold.commands.doctor import doctor
+
+    return doctor(options)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What comes from the Hugging Face hub, or from its cache on this machine; one sentence where neither has it."""
+"""What comes from the Hugging Face hub or ModelScope, or from their caches here; one sentence where neither has it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from urllib.parse import urlsplit
 from fivefold.errors import first_line
 
 _CONNECT_SECONDS = 5.0
+MODELSCOPE = "modelscope:"
+"""Before the id of a model that ModelScope has."""
 
 
 def model_snapshot(repository: str, wanted: Sequence[str], commit: str | None = None) -> Path:
-    """The files of a model's repository that match `wanted`, in a local directory; at its newest commit when left out."""
+    """The files of a model's repository that match `wanted`, in a local directory; at its newest commit when left out.
+
+    `modelscope:OWNER/NAME` is a repository of ModelScope, whose commits are names of its branches and tags.
+    """
+    if repository.startswith(MODELSCOPE):
+        return _from_modelscope(repository, wanted, commit)
     from huggingface_hub import snapshot_download
 
     what = f"{repository!r} is neither a directory here nor a model that the hub gives" + (
@@ -24,6 +31,30 @@ def model_snapshot(repository: str, wanted: Sequence[str], commit: str | None = 
         what,
         lambda cached: snapshot_download(repository, revision=commit, allow_patterns=list(wanted), local_files_only=cached),
     )
+
+
+def _from_modelscope(repository: str, wanted: Sequence[str], revision: str | None) -> Path:
+    try:
+        from modelscope import snapshot_download
+        from modelscope_hub.constants import DEFAULT_ENDPOINT
+    except ImportError as error:
+        raise ValueError(
+            f"{repository!r} needs modelscope, not installed here: pip install 'fivefold[modelscope]'"
+        ) from error
+    name, at = repository.removeprefix(MODELSCOPE), f" at {revision}" if revision else ""
+    return _take(
+        f"{name!r} is no model that ModelScope gives{at}",
+        lambda cached: snapshot_download(name, revision=revision, allow_patterns=list(wanted), local_files_only=cached),
+        os.environ.get("MODELSCOPE_ENDPOINT", DEFAULT_ENDPOINT),
+    )
+
+
+def cached_models() -> dict[str, Path]:
+    """Id -> directory of each model that the Hugging Face hub's cache on this machine has a config.json of."""
+    from huggingface_hub import constants
+
+    found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/config.json"))
+    return {"/".join(path.parts[-4].split("--", 2)[1:]): path.parent for path in found}
 
 
 def commit_of(snapshot: Path) -> str:
@@ -39,9 +70,9 @@ def dataset_file(repository: str, name: str) -> Path:
     return _take(what, lambda cached: hf_hub_download(repository, name, repo_type="dataset", local_files_only=cached))
 
 
-def _take(what: str, download: Callable[[bool], str]) -> Path:
-    """What `download(only from the cache)` gives; `what` begins the sentence where it fails."""
-    reachable = _answers()
+def _take(what: str, download: Callable[[bool], str], endpoint: str | None = None) -> Path:
+    """What `download(only from the cache)` gives; `what` begins the sentence where it fails. `endpoint` is another hub's."""
+    reachable = _answers(endpoint)
     try:
         return Path(download(not reachable))
     except Exception as error:
@@ -50,7 +81,7 @@ def _take(what: str, download: Callable[[bool], str]) -> Path:
         raise ValueError(f"{what}: {reason}") from error
 
 
-def _answers() -> bool:
+def _answers(endpoint: str | None) -> bool:
     """The hub can be connected to; without a network its client would try again for half a minute."""
     from huggingface_hub import constants
 
@@ -59,7 +90,7 @@ def _answers() -> bool:
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         # Whether a proxy reaches it only the client can find out.
         return True
-    address = urlsplit(constants.ENDPOINT)
+    address = urlsplit(endpoint or constants.ENDPOINT)
     try:
         socket.create_connection((address.hostname or "", address.port or 443), _CONNECT_SECONDS).close()
     except OSError:

@@ -123,7 +123,7 @@ def test_all_faults_are_told_at_once(tmp_path):
         ("model: {path: a}\nmodel: {path: b}", "given twice"),
         ("- a", "mapping of keys"),
         ("a: [", "not valid YAML"),
-        ("{}", "model is required"),
+        ("{}", "model.path is required"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path, text, says):

@@ -1017,3 +1017,27 @@ def test_a_critic_has_the_layout_that_it_has_there():
     assert config("areal", tree=tree).critic.backend == "megatron:d4t1p1"
     own = "critic: {strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 4}}}\n"
     assert config("roll", tree=PPO_ROLL + own).critic.backend == "megatron:d2t4p1"
+
+
+@pytest.mark.parametrize("system", ["verl", "siirl"])
+def test_weights_of_a_checkpoint_of_megatron_core_are_those_of_the_role_that_names_it(system):
+    """verl reads config.json and tokenizer of the model's directory all the same."""
+    words = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.model.path=hf", "data.train_files=d.parquet"]
+    ours = [
+        "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True",
+        "actor_rollout_ref.actor.megatron.dist_checkpointing_path=mc",
+    ]
+    reference = [word.replace(".actor.", ".ref.").replace("=mc", "=mr") for word in ours]
+    kl = ["actor_rollout_ref.actor.use_kl_loss=True"]
+
+    def weights(*more: str) -> tuple[str, str | None, str | None]:
+        found = config(system, *words, *more)
+        return found.model.path, found.model.config, found.reference.path
+
+    assert weights() == weights(ours[1]) == ("hf", None, None)
+    assert weights(*ours) == ("mc", "hf", None)
+    assert weights(*ours, *kl) == ("mc", "hf", "hf")
+    assert weights(*ours, *reference, *kl) == ("mc", "hf", "mr")
+    assert weights(*reference, *kl) == ("hf", "hf", "mr")
+    refused = translated(system, *words, "critic.megatron.use_dist_checkpointing=True").refusals
+    assert len(refused) == 1 and "critic.path names one here" in refused[0]

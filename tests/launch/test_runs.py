@@ -145,6 +145,18 @@ def test_an_exported_model_loads_in_transformers_with_its_tokenizer(root, base):
     assert "is not empty" in again.stderr
 
 
+@pytest.mark.slow
+def test_a_run_from_a_checkpoint_of_megatron_core_is_the_one_from_the_same_weights(root, base):
+    exported(root, "base", 2, "from")
+    done = fivefold("export", root / "runs/base/checkpoints/step-000002", root / "from-megatron", "--to", "megatron")
+    assert done.returncode == 0 and "torch_dist checkpoint of Megatron-Core" in done.stdout, done.stderr
+    for name in ("from", "from-megatron"):
+        done = train(root, name, f"model.path={root / name}", "trainer.steps=1", "policy.backend=megatron:p2")
+        assert done.returncode == 0, done.stderr
+    assert_same(metrics(root, "from-megatron"), metrics(root, "from"), rel=0)
+    assert torch.equal(*(exported(root, name, 1, f"{name}-1")["model.norm.weight"] for name in ("from", "from-megatron")))
+
+
 def hang_before_step_4_is_saved():
     from fivefold.checkpoint.checkpoints import Checkpoints
 

@@ -1,4 +1,4 @@
-"""A checkpoint -> a Hugging Face directory that transformers and vLLM load."""
+"""A checkpoint -> a Hugging Face directory that transformers and vLLM load, or a checkpoint of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -20,12 +21,14 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.hub import model_snapshot
 from fivefold.layout import ParallelLayout
 from fivefold.megatron import mesh
+from fivefold.megatron.bridge.torch_dist import write_torch_dist
 from fivefold.megatron.model import MegatronModel
 
+Form = Literal["huggingface", "megatron"]
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
-def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -> str:
+def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", form: Form = "huggingface") -> str:
     """Write the policy or the critic of `checkpoint` to the new directory `out` in one process; a sentence about it."""
     if faults := find_corruption(checkpoint):
         raise ValueError(f"checkpoint {checkpoint} cannot be used: {faults}")
@@ -35,7 +38,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -
         raise ValueError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
     config = load_config(checkpoint / "run.yaml")
     critic = part == "critic"
-    path = (config.critic.path if critic else None) or config.model.path
+    path = config.described_by((config.critic.path if critic else None) or config.model.path)
     directory = Path(path)
     if not directory.is_dir():
         directory = model_snapshot(path, _COPIED, RunState.read(checkpoint).commits.get(path))
@@ -50,7 +53,12 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -
         model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic)
         model.load(checkpoint / part)
         out.mkdir(parents=True, exist_ok=True)
-        files, total = write_safetensors(model.weights(), out, int(shard_gb * 2**30))
+        if form == "megatron":
+            total = write_torch_dist(model.weights(), model.spec, out)
+            said = "as a torch_dist checkpoint of Megatron-Core"
+        else:
+            files, total = write_safetensors(model.weights(), out, int(shard_gb * 2**30))
+            said = f"in {files} file{'s' if files > 1 else ''}"
     finally:
         mesh.destroy()
     for pattern in _COPIED:
@@ -59,7 +67,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy") -
                 shutil.copy(file, out / file.name)
     if critic:
         _make_classifier(out / "config.json")
-    return f"{out}: {total / 2**20:,.1f} MiB of weights in {files} file{'s' if files > 1 else ''}"
+    return f"{out}: {total / 2**20:,.1f} MiB of weights {said}"
 
 
 def _parts(checkpoint: Path) -> list[str]:

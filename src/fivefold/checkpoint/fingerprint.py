@@ -14,10 +14,11 @@ from fivefold.config import RunConfig
 from fivefold.config.identity import FUNCTION, Counts, leaves
 from fivefold.config.schema import ModelConfig
 from fivefold.hub import commit_of
+from fivefold.models.torch_dist import find_torch_dist, is_torch_dist
 
 _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
 """Keys about how a run is started, not about the run."""
-_OF_A_MODEL = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+_OF_A_MODEL = ("*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def _content(paths: Sequence[Path]) -> list[str | None]:
     """A hash of what stands in each file, or in a model's directory; None for what is not here."""
     found: list[str | None] = []
     for path in paths:
+        if path.is_dir() and is_torch_dist(path):
+            path = find_torch_dist(path) or path
         files = sorted({file for pattern in _OF_A_MODEL for file in path.glob(pattern)}) if path.is_dir() else [path]
         if not all(file.is_file() for file in files):
             found.append(None)

@@ -59,6 +59,22 @@ def load_config(path: str | Path, overrides: list[str] | None = None, dialect: s
     return make_config(override(translation.tree, translation.overrides))
 
 
+def config_of(overrides: list[str]) -> RunConfig:
+    """RunConfig from `a.b.c=value` alone, without a file; raises ConfigError with every fault and every missing key."""
+    tree = override({}, overrides)
+    data = tree.get("data")
+    missing = (
+        [] if isinstance(data, dict) and data.get("train") else ["data.train is required: write data.train=[FILE.jsonl]"]
+    )
+    try:
+        config = make_config(tree)
+    except ConfigError as error:
+        raise ConfigError([*error.faults, *missing]) from None
+    if missing:
+        raise ConfigError(missing)
+    return config
+
+
 def make_config(tree: Tree) -> RunConfig:
     """RunConfig from nested mappings, for runs that are started from Python; raises ConfigError with every fault found.
 
@@ -204,8 +220,12 @@ def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
             findings.unknown(str(key), close or f"; known here: {', '.join(fields)}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in arguments:
-            findings.error(name, "is required: it has no default")
+        if required and name not in value:
+            if dataclasses.is_dataclass(hints[name]):
+                # What is missing are the keys of the section that have no default.
+                _build(hints[name], {}, findings.at(name))
+            else:
+                findings.error(name, "is required: it has no default")
     if len(findings.errors) > before:
         return None
     return cls(**arguments)

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 
 TRANSFORMER_IMPL = {"torch": (), "auto": (), "transformer_engine": ("transformer_engine",)}
 LAUNCHERS = {"auto": (), "local": (), "ray": ("ray",)}
 BRIDGES = {"native": (), "mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Packages that some choices need: `pip install 'fivefold[NAME]'`."""
+
+    name: str
+    package: str
+    """The distribution whose version counts."""
+    serves: str
+    """What it is for."""
+
+
+EXTRAS = (
+    Extra("vllm", "vllm", "engine.backend: vllm"),
+    Extra("flash", "flash-attn-4", "attention twice as fast on Hopper and later"),
+    Extra("ray", "ray", "launch.backend: ray"),
+    Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge"),
+    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME"),
+)
+"""Those of pyproject.toml that users install; `fivefold doctor` says which are missing."""
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:

@@ -18,6 +18,7 @@ from fivefold.config.mcore_options import Options
 from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
 from fivefold.config.ranges import Matches, OneOf, Range, above, at_least, within
 from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.torch_dist import config_beside, is_torch_dist
 
 RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 VARIABLE = re.compile(r"[A-Za-z_]\w*\*?")
@@ -26,9 +27,13 @@ VARIABLE = re.compile(r"[A-Za-z_]\w*\*?")
 @dataclass(frozen=True)
 class ModelConfig:
     path: Annotated[str, CONTENT]
-    """Hugging Face model directory, or a hub id that is downloaded once per node."""
+    """Hugging Face model directory, a hub id (of ModelScope `modelscope:OWNER/NAME`) that is downloaded once per node, or a
+    checkpoint of Megatron-Core (`torch_dist`), whose weights are taken; so may be critic.path and reference.path."""
+    config: Annotated[str | None, CONTENT] = None
+    """Hugging Face directory or hub id with the config.json, and the tokenizer, of a model whose weights are a checkpoint of
+    Megatron-Core; the files that lie in it or above it when left out."""
     tokenizer: Annotated[str | None, CONTENT] = None
-    """Tokenizer directory or hub id; the model's when left out."""
+    """Tokenizer directory or hub id; that of model.config or of the model when left out."""
     trust_remote_code: Annotated[bool, HARMLESS] = False
     """Let the tokenizer's repository run its own Python code. Models never run theirs."""
 
@@ -621,14 +626,22 @@ class RunConfig:
     @property
     def tokenizer(self) -> str:
         """Whose tokenizer the run has."""
-        return self.model.tokenizer or self.model.path
+        return self.model.tokenizer or self.described_by(self.model.path)
+
+    def described_by(self, path: str) -> str:
+        """Directory or hub id with the config.json of the model in `path`: another one where that is a checkpoint of
+        Megatron-Core."""
+        if not is_torch_dist(path):
+            return path
+        return self.model.config or str(config_beside(path) or path)
 
     @property
     def models(self) -> dict[str, bool]:
         """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
         others = [self.reference.path if self.algorithm.needs_reference else None]
         others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
-        return {self.tokenizer: False, **{path: True for path in (self.model.path, *others) if path}}
+        paths = [path for path in (self.model.path, *others) if path]
+        return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 
     @property
     def samples_per_step(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,7 +17,7 @@ from fivefold.config.schema import PolicyConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import first_line, sentence_of
 from fivefold.megatron import dist_checkpoint, step
-from fivefold.megatron.bridge import SafetensorsSource, WeightStream, load_parameters
+from fivefold.megatron.bridge import SafetensorsSource, TorchDistSource, WeightStream, load_parameters
 from fivefold.megatron.bridge.external import external_bridge
 from fivefold.megatron.chunks import build_chunks, named_weights, routers
 from fivefold.megatron.mesh import Mesh
@@ -28,6 +28,7 @@ from fivefold.megatron.transformer_config import transformer_config
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files
+from fivefold.models.torch_dist import check_torch_dist
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 P = ParamSpec("P")
@@ -59,8 +60,10 @@ class MegatronModel:
         bucket_mb: int = 256,
         read_weights: bool = True,
         value_head: bool = False,
+        torch_dist: Path | None = None,
     ) -> None:
-        """Load the Hugging Face model in `directory`.
+        """Load the Hugging Face model in `directory`, or the one that it describes out of a checkpoint `torch_dist` of
+        Megatron-Core.
 
         `total_updates` is the length of the schedule, `updates_per_step` of them make a step; without it the model only
         computes. With `value_head` it ends in
@@ -88,15 +91,18 @@ class MegatronModel:
             kind = policy.megatron.bridge_type
             if value_head and kind != "native":
                 raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
+            if kind != "native" and torch_dist is not None:
+                raise ValueError(f"bridge_type must be native for a checkpoint of Megatron-Core: got {kind}")
             if read_weights:
-                _check_files(directory, self.spec, mesh.ranks)
+                check = partial(check_tensor_files, directory)
+                _check_files(check if torch_dist is None else partial(check_torch_dist, torch_dist), self.spec, mesh.ranks)
             external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
             self.value_head_is_new = False
             """The directory has no value head, so it started at 0."""
             if read_weights and external is not None:
                 external.load(directory)
             elif read_weights:
-                source = SafetensorsSource(directory)
+                source = SafetensorsSource(directory) if torch_dist is None else TorchDistSource(torch_dist, self.spec)
                 self.value_head_is_new = value_head and not source.has_value_head
                 load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
             stream = WeightStream(lambda: named_weights(self._chunks), self.spec, mesh, bucket_mb)
@@ -257,12 +263,12 @@ class MegatronModel:
         dist_checkpoint.load(path, self._chunks, self._updater, self._mesh)
 
 
-def _check_files(directory: Path, spec: ModelSpec, ranks: Ranks) -> None:
+def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:
     """Raise ValueError on all ranks where the first one finds the tensor files unusable. Collective."""
     fault: str | None = None
     if ranks.is_main:
         try:
-            check_tensor_files(directory, spec)
+            check(spec)
         except (ValueError, OSError) as error:
             fault = sentence_of(error) or first_line(error)
     if fault := ranks.broadcast_from_main(fault):

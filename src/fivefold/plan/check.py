@@ -23,17 +23,20 @@ from fivefold.config.schema import (
 )
 from fivefold.config.validate import validate
 from fivefold.errors import shown
+from fivefold.hub import MODELSCOPE
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
+from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, is_torch_dist
 from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
 from fivefold.plan.gain import describe_step
+from fivefold.plan.megatron_checkpoints import has_config
 from fivefold.plan.placement import placement
 from fivefold.plan.roles import Role, memory_of, placed, roles
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
@@ -41,7 +44,11 @@ from fivefold.reward.choose import check_rewards
 
 
 def check(config: RunConfig) -> Findings:
-    """Everything that is found in a configuration and in the files that it names."""
+    """Everything that is found in a configuration and in the files that it names, without torch.
+
+    Of what it returns, `errors` keep the run from starting, `notes` are worth reading before, and `ignored` has
+    (key, reason) of each key that was set and changes nothing.
+    """
     findings = validate(config)
     specs: dict[str, ModelSpec] = {}
     for part in roles(config):
@@ -98,10 +105,17 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
         return
     if Path(part.path).is_dir():
         try:
-            specs[part.where] = spec = load_spec(part.path, part.value_head)
+            checkpoint = find_torch_dist(part.path)
+            if checkpoint is not None and not has_config(
+                findings, config, part.where, part.key, part.path, part.settings.megatron
+            ):
+                return
+            specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
             _check_spec(findings, config, part, spec)
-            if not again:
+            if not again and checkpoint is not None:
+                check_torch_dist(checkpoint, spec)
+            elif not again:
                 check_tensor_files(Path(part.path), spec)
         except ValueError as error:
             findings.error(part.key, f": {error}")
@@ -109,6 +123,8 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
         return
     elif not is_hub_id(part.path):
         findings.error(part.key, f": no directory {part.path}, and no hub id, which is written owner/name")
+    elif part.path.startswith(MODELSCOPE) and missing_packages(("modelscope",)):
+        findings.error(part.key, f": {part.path} needs modelscope, not installed here: pip install 'fivefold[modelscope]'")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
@@ -217,6 +233,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
                 findings.ignore(f"data.{key}", f"{name} does not read it")
+    if config.model.config is not None and not any(is_torch_dist(part.path) for part in roles(config)):
+        findings.ignore("model.config", "no model is a checkpoint of Megatron-Core: a Hugging Face directory has its own")
     if config.reference != ReferenceConfig() and not algorithm.needs_reference:
         findings.ignore("reference", "the KL coefficient is 0")
     if config.reward.model.backend is not None and not config.reward.model.path:

@@ -62,7 +62,7 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
         )
     if engine.url and spec is not None:
         probe = sglang if engine.kind == "sglang" else vllm
-        model = read_config(Path(config.model.path))
+        model = read_config(Path(config.described_by(config.model.path)))
         check_servers(section, engine.url, probe.describe, probe.COMMAND, model, config.max_sequence_tokens)
     if engine.backend == "transformers" and not config.algorithm.offline and installed_version() is not None:
         section.note(f"vLLM {installed_version()} is installed and samples several times as fast: engine.backend: vllm:...")

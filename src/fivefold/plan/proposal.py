@@ -56,7 +56,7 @@ def propose(
 
     `changes` are keys of the base that stand in no file.
     """
-    directory = model_directory(base.model.path)
+    directory = model_directory(base.described_by(base.model.path))
     rates = Efficiencies(load_rates(calibration), cluster.gpu)
     # Sizes are read where they are; other models' layouts and what set the layouts before are the search's to choose.
     searched = replace(

@@ -73,7 +73,8 @@ def shard_roles(config: RunConfig, spec: ModelSpec) -> dict[str, Sharded]:
     here: dict[str, ModelSpec] = {name: spec for name in ("policy", "reference") if name in parts}
     for name, part in parts.items():
         if part.path != config.model.path or part.value_head:
-            here |= {name: load_spec(part.path, part.value_head)} if Path(part.path).is_dir() else {}
+            own = config.described_by(part.path)
+            here |= {name: load_spec(own, part.value_head)} if Path(own).is_dir() else {}
     return {name: parts[name].sharded(config, own) for name, own in here.items()}
 
 

@@ -15,8 +15,8 @@ from fivefold.models.spec import ModelSpec
 
 def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> LightTokenizer | None:
     """Errors about the policy's tokenizer; the tokenizer where it is here and can be read without transformers."""
-    key = "model.tokenizer" if config.model.tokenizer else "model.path"
-    given = config.model.tokenizer or config.model.path
+    key = next((f"model.{name}" for name in ("tokenizer", "config") if getattr(config.model, name)), "model.path")
+    given = config.tokenizer
     directory = Path(given)
     if not directory.is_dir():
         if config.model.tokenizer and not is_hub_id(given):
@@ -58,7 +58,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: LightTokenizer, spec: ModelSpec | None) -> None:
-    ends = {tokenizer.eos_token_id} | _model_ends(Path(config.model.path))
+    ends = {tokenizer.eos_token_id} | _model_ends(Path(config.described_by(config.model.path)))
     ends.discard(None)
     drawn = config.engine.sampling
     if config.algorithm.offline and tokenizer.eos_token_id is None:

@@ -517,6 +517,24 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
     return {f"{ours}.{key}": value for key, value in found.items()}
 
 
+def megatron_checkpoints(source: Source) -> dict[str, Any]:
+    """Weights of policy and reference that are not those of the Hugging Face directory."""
+    if not is_megatron(source):
+        return {}
+    weights: dict[str, Any] = {}
+    has_reference = source.flag(_A + "use_kl_loss") or source.flag("algorithm.use_kl_in_reward")
+    roles = [("model.path", _A), *([("reference.path", "actor_rollout_ref.ref.")] if has_reference else [])]
+    for ours, role in roles:
+        if source.flag(f"{role}megatron.use_dist_checkpointing"):
+            weights[ours] = source.text(f"{role}megatron.dist_checkpointing_path")
+    if not weights:
+        return {}
+    directory = shared.path(source, _M + "path")
+    if has_reference and "reference.path" not in weights:
+        weights["reference.path"] = directory
+    return {**weights, "model.config": directory}
+
+
 def critic(source: Source) -> dict[str, Any]:
     if (source.text("algorithm.adv_estimator") or "gae") != "gae":
         return {}
@@ -680,6 +698,7 @@ DERIVED = (
     micro_batch,
     optimizer,
     critic,
+    megatron_checkpoints,
     sampling,
     engine,
     evaluation,

@@ -326,8 +326,6 @@ SECTIONS = (
                 for name in (
                     "use_mbridge",
                     "vanilla_mbridge",
-                    "use_dist_checkpointing",
-                    "dist_checkpointing_path",
                     "dist_checkpointing_prefix",
                     "use_distributed_optimizer",
                     "seed",
@@ -338,7 +336,23 @@ SECTIONS = (
                     "extra",
                 )
             ),
-            "weights are read from the Hugging Face directory; the optimizer is distributed; a checkpoint fits every layout",
+            "our own tables read weights, under any prefix of a checkpoint; the optimizer is distributed; a checkpoint "
+            "fits every layout",
+        ),
+        used(
+            f"{_A}megatron.use_dist_checkpointing {_A}megatron.dist_checkpointing_path "
+            "actor_rollout_ref.ref.megatron.use_dist_checkpointing actor_rollout_ref.ref.megatron.dist_checkpointing_path",
+            "model.path model.config reference.path",
+            "Weights of a checkpoint of Megatron-Core; config.json and tokenizer stay those of the Hugging Face directory.",
+        ),
+        lacks(
+            f"{_C}megatron.use_dist_checkpointing reward_model.megatron.use_dist_checkpointing",
+            "weights of a critic or a reward model from a checkpoint of Megatron-Core: critic.path names one here",
+            [False],
+        ),
+        fixed(
+            f"{_C}megatron.dist_checkpointing_path reward_model.megatron.dist_checkpointing_path",
+            "read with use_dist_checkpointing only",
         ),
         slower(
             tuple(f"{role}megatron.use_megatron_fsdp" for role in _TRAINERS),

@@ -2,5 +2,6 @@
 
 from fivefold.megatron.bridge.hf_weights import SafetensorsSource, load_parameters
 from fivefold.megatron.bridge.stream import WeightStream
+from fivefold.megatron.bridge.torch_dist import TorchDistSource
 
-__all__ = ["SafetensorsSource", "WeightStream", "load_parameters"]
+__all__ = ["SafetensorsSource", "TorchDistSource", "WeightStream", "load_parameters"]

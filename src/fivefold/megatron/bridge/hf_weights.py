@@ -1,9 +1,9 @@
-"""Safetensors files -> the parameters of this rank, each rank reading only its own slices."""
+"""Tensors by their Hugging Face names -> the parameters of this rank, each rank reading only its own slices."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -15,6 +15,15 @@ from fivefold.models.families import parameters_of
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import tensor_places
+
+
+class Source(Protocol):
+    """Tensors of a model by their names in Hugging Face files."""
+
+    @property
+    def has_value_head(self) -> bool: ...
+
+    def __getitem__(self, name: str) -> Sliceable: ...
 
 
 class SafetensorsSource:
@@ -38,7 +47,7 @@ class SafetensorsSource:
 
 @torch.no_grad()
 def load_parameters(
-    parameters: dict[str, Tensor], source: SafetensorsSource, spec: ModelSpec, place: Coordinates, layout: ParallelLayout
+    parameters: dict[str, Tensor], source: Source, spec: ModelSpec, place: Coordinates, layout: ParallelLayout
 ) -> None:
     """Fill `parameters` (by Megatron-Core name, layers and experts counted over the whole model) from `source`."""
     filled = set()

@@ -1,0 +1,1 @@
+"""The bodies of subcommands that are more than a call."""

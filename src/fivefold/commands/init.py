@@ -1,0 +1,158 @@
+"""`fivefold init`: five questions, or flags, -> a commented run.yaml that `fivefold check` accepts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from fivefold.commands.flags import BY_SOURCE, ENGINES
+from fivefold.commands.proposals import HUB_MODEL, Rows, look_at, propose_data, propose_engine, propose_model, validation_of
+from fivefold.commands.run_yaml import MOST_PROMPT, MOST_RESPONSE, Answers, write
+from fivefold.config.loader import build, read_mapping
+from fivefold.config.methods import METHODS
+from fivefold.config.ranges import OneOf
+from fivefold.data.rows import Columns
+from fivefold.models.families import load_spec
+from fivefold.models.spec import ModelSpec
+from fivefold.plan.check import check
+from fivefold.plan.devices import visible_gpus
+from fivefold.plan.tokenizer_files import is_hub_id
+from fivefold.reward.rules import check_name
+
+_METHODS = {"rollouts": "grpo", "responses": "sft", "pairs": "dpo"}
+_UNKNOWN_ROWS = 1024
+_MOST_SHARDS = 8
+
+
+def init(options: argparse.Namespace) -> int:
+    """Ask, write, check; the exit code."""
+    out: Path = options.out
+    if out.exists() and not options.force:
+        raise ValueError(f"{out} is there already: name another file, or overwrite it with --force")
+    text = write(_answers(options))
+    config = build(read_mapping(text, str(out)))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    print(f"{out}: {config.algorithm.name} of {config.model.path} on {config.policy.backend}")
+    findings = check(config)
+    for error in findings.errors:
+        print(f"error    {error}")
+    print(f"next     fivefold {'check' if findings.errors else 'train'} {out}")
+    return 0
+
+
+def _answers(options: argparse.Namespace) -> Answers:
+    def ask(question: str, given: str | None, proposed: str, fault: Callable[[str], str | None]) -> str:
+        return _ask(question, given, proposed, fault, options.yes)
+
+    if options.method and (wrong := OneOf(METHODS).fault(options.method)):
+        raise ValueError(f"--method {wrong}")
+    model = ask("Model: a directory, or an id of the Hugging Face hub", options.model, propose_model(), _model_fault)
+    spec = load_spec(model) if Path(model).is_dir() else None
+    train = ask("Data: a parquet or jsonl file of training rows", options.data, propose_data(), _data_fault)
+    rows = _look_at(train, options)
+    method = options.method or _METHODS[rows.learns_from]
+    offline = METHODS[method].offline
+    if offline:
+        rewards: tuple[str, ...] = ()
+    else:
+        question = f"Reward: names with commas between, path.py:function, or {BY_SOURCE} for that of each row's data_source"
+        proposed = BY_SOURCE if rows.is_by_source else rows.reward or ""
+        named = ask(question, options.reward, proposed, _reward_fault)
+        rewards = () if named == BY_SOURCE else tuple(name.strip() for name in named.split(","))
+    gpus = int(ask("GPUs: how many; 0 runs on the CPU", options.gpus, str(visible_gpus()), _count_fault))
+    engine = "transformers"
+    if not offline:
+        engine = ask(f"Engine: {', '.join(ENGINES)}", options.engine, propose_engine(), OneOf(ENGINES).fault)
+    answers = Answers(
+        model=model,
+        positions=MOST_PROMPT + MOST_RESPONSE if spec is None else spec.max_positions,
+        train=train,
+        val=options.val or validation_of(train),
+        columns=rows.columns,
+        rows=rows.count,
+        rewards=rewards,
+        layout="megatron:d1",
+        is_cpu=gpus == 0,
+        engine=engine,
+        method=method,
+    )
+    return _laid_out(answers, spec, max(1, gpus))
+
+
+def _ask(question: str, given: str | None, proposed: str, fault: Callable[[str], str | None], yes: bool) -> str:
+    """The answer; a flag or --yes answers in its place. Asked again until it is one."""
+    topic = question.partition(":")[0]
+    while given is None and not yes:
+        try:
+            answer = input(f"{question} [{proposed}]\n> ").strip() or proposed
+        except EOFError:
+            raise ValueError(
+                f"init needs an answer to: {question}; give it as a flag, or take {proposed!r} with --yes"
+            ) from None
+        if (wrong := fault(answer)) is None:
+            return answer
+        print(f"{topic} {wrong}")
+    answer = proposed if given is None else given
+    if (wrong := fault(answer)) is not None:
+        raise ValueError(f"--{topic.lower()} {wrong}")
+    return answer
+
+
+def _model_fault(answer: str) -> str | None:
+    if Path(answer).is_dir():
+        try:
+            load_spec(answer)
+        except ValueError as error:
+            return f"cannot be {answer}: {error}"
+        return None
+    if is_hub_id(answer):
+        return None
+    return f"must be a directory or a hub id, as {HUB_MODEL}: got {answer!r}"
+
+
+def _data_fault(answer: str) -> str | None:
+    if Path(answer).suffix in (".parquet", ".jsonl", ".json"):
+        return None
+    return f"must name a file that ends in .parquet or .jsonl: got {answer!r}"
+
+
+def _count_fault(answer: str) -> str | None:
+    return None if answer.isdecimal() and int(answer) <= 4096 else f"must be a number from 0 to 4096: got {answer!r}"
+
+
+def _reward_fault(answer: str) -> str | None:
+    if answer == BY_SOURCE:
+        return None
+    try:
+        for name in answer.split(","):
+            check_name(name.strip())
+    except ValueError as error:
+        return f"cannot be {answer!r}: {error}"
+    return None
+
+
+def _look_at(train: str, options: argparse.Namespace) -> Rows:
+    learns_from = METHODS[options.method].learns_from if options.method else None
+    if Path(train).is_file():
+        return look_at(train, learns_from, options.prompt_key, options.answer_key)
+    # Of `fivefold data`, which has not run yet.
+    return Rows(learns_from or "rollouts", Columns(), _UNKNOWN_ROWS, "gsm8k", is_by_source=learns_from in (None, "rollouts"))
+
+
+def _laid_out(answers: Answers, spec: ModelSpec | None, gpus: int) -> Answers:
+    """With the fewest tensor-parallel ranks that `check` has the least against: the model must divide, and fit."""
+    choices = [shards for shards in (1, 2, 4, _MOST_SHARDS) if gpus % shards == 0]
+    if spec is None:
+        choices = choices[:1]
+    found = []
+    for shards in choices:
+        replicas = gpus // shards
+        engine = answers.engine
+        if engine != "transformers":
+            engine = f"{engine}:d{replicas}t{shards}"
+        laid = replace(answers, layout=f"megatron:d{replicas}" + (f"t{shards}" if shards > 1 else ""), engine=engine)
+        found.append((len(check(build(read_mapping(write(laid), "run.yaml"))).errors), shards, laid))
+    return min(found, key=lambda each: each[:2])[2]

@@ -1,0 +1,232 @@
+"""What `fivefold doctor` asks a machine, each question in a process of its own: `python -m fivefold.commands.probes NAME`.
+
+A probe prints one JSON object, its answer or an `error`. A driver or file system that hangs keeps the probe and nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import first_line, shown
+
+Answer = dict[str, Any]
+_MIB = 2**20
+_REDUCED = {"cuda": 256 * _MIB, "cpu": 8 * _MIB}
+"""Bytes of an all-reduce that is timed."""
+_WRITTEN = 64 * _MIB
+_ROUNDS = 5
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def driver() -> Answer:
+    """GPUs and links as the driver's tool lists them; nothing where it is not installed."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return {}
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    said = _output(query)
+    rows = [line.split(", ") for line in said.splitlines()]
+    if any(len(row) != 3 or not row[1].isdecimal() for row in rows):
+        raise ValueError(f"nvidia-smi must list name, memory and driver of each GPU: got {shown(said)}")
+    links = topology(_output([tool, "topo", "-m"])) if len(rows) > 1 else {}
+    return {
+        "version": rows[0][2] if rows else None,
+        "gpus": [{"name": name, "memory_gib": round(int(mib) / 1024, 1)} for name, mib, _ in rows],
+        "links": links,
+    }
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}: {said[0] if said else 'it said nothing'}")
+    return done.stdout
+
+
+def topology(text: str) -> dict[str, list[str]]:
+    """Kind of link (NV18, PIX, SYS, ...) -> the pairs of GPUs that have it, in the matrix of `nvidia-smi topo -m`."""
+    lines = [_ANSI.sub("", line).split("\t") for line in text.splitlines()]
+    head = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line)), [])
+    columns = {place: cell.strip() for place, cell in enumerate(head) if re.fullmatch(r"GPU\d+", cell.strip())}
+    links: dict[str, list[str]] = {}
+    for line in lines:
+        row = line[0].strip()
+        if line is head or not re.fullmatch(r"GPU\d+", row):
+            continue
+        for place, column in columns.items():
+            if int(column[3:]) > int(row[3:]) and place < len(line):
+                links.setdefault(line[place].strip(), []).append(f"{row[3:]}-{column[3:]}")
+    return links
+
+
+def torch_devices() -> Answer:
+    """torch's version, what it was built with, and the devices that it can compute on."""
+    import torch
+
+    answer: Answer = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "peers": []}
+    if torch.version.cuda is not None:
+        answer["cudnn"] = torch.backends.cudnn.version()
+        with contextlib.suppress(AttributeError, RuntimeError):
+            answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in range(count):
+        found = torch.cuda.get_device_properties(device)
+        # A kernel must run: a build without this GPU's code is found out only so.
+        ones = torch.ones(16, device=f"cuda:{device}").sum().item()
+        assert ones == 16, ones
+        answer["gpus"].append(
+            {
+                "name": found.name,
+                "memory_gib": round(found.total_memory / 2**30, 1),
+                "capability": f"{found.major}.{found.minor}",
+            }
+        )
+    answer["peers"] = [
+        f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if torch.cuda.can_device_access_peer(a, b)
+    ]
+    return answer
+
+
+def trainer() -> Answer:
+    """The trainer's modules can be imported: Megatron-Core and all that it needs."""
+    import fivefold.megatron.model
+
+    return {"module": fivefold.megatron.model.__name__}
+
+
+def vllm() -> Answer:
+    """vLLM can be imported with its compiled parts."""
+    from fivefold.engines.vllm.loaded import load
+
+    return {"module": load()}
+
+
+def sglang() -> Answer:
+    """SGLang can be imported."""
+    import fivefold.engines.sglang.receiver
+
+    return {"module": fivefold.engines.sglang.receiver.__name__}
+
+
+def ray() -> Answer:
+    """Ray can be imported."""
+    import fivefold.launch.ray.cluster
+
+    return {"module": fivefold.launch.ray.cluster.__name__}
+
+
+def sandbox() -> Answer:
+    """What locks programs up that a model wrote, or why nothing does."""
+    from fivefold.reward.code.confine import layers, missing
+
+    reason = missing()
+    return {"missing": reason, "layers": None if reason else layers()}
+
+
+def disk(directory: str) -> Answer:
+    """Free space where a run would write, and how fast it does."""
+    path = next(one for one in (Path(directory).absolute(), *Path(directory).absolute().parents) if one.is_dir())
+    answer: Answer = {"path": str(path), "free_gib": round(shutil.disk_usage(path).free / 2**30, 1)}
+    block = os.urandom(_MIB)
+    with tempfile.TemporaryFile(dir=path) as file:
+        begin = time.perf_counter()
+        for _ in range(_WRITTEN // _MIB):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        answer["write_mb_s"] = round(_WRITTEN / 1e6 / (time.perf_counter() - begin))
+    return answer
+
+
+def collective(device: str, count: str) -> Answer:
+    """An all-reduce between `count` processes, one a device; bus bandwidth as NCCL's tests count it."""
+    from fivefold.distributed.ports import free_port
+
+    world, port = int(count), free_port()
+    own = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
+    ranks = [
+        subprocess.Popen([*own, "rank", device, str(rank), count, str(port)], stdout=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    answers = [json.loads(rank.communicate()[0] or "{}") for rank in ranks]
+    for number, (process, answer) in enumerate(zip(ranks, answers, strict=True)):
+        if "error" in answer or process.returncode:
+            return {"error": f"rank {number}: {answer.get('error', f'ended with {process.returncode}')}"}
+    return {"backend": answers[0]["backend"], "ranks": world, "bus_gb_s": min(one["bus_gb_s"] for one in answers)}
+
+
+def rank(device: str, number: str, count: str, port: str) -> Answer:
+    """One process of `collective`."""
+    import torch
+    import torch.distributed as dist
+
+    index, world = int(number), int(count)
+    where = torch.device(device, index) if device == "cuda" else torch.device("cpu")
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world)
+    values = torch.full((_REDUCED[device] // 4,), float(index + 1), device=where)
+    dist.all_reduce(values)
+    total, found = world * (world + 1) / 2, (values.min().item(), values.max().item())
+    if found != (total, total):
+        raise RuntimeError(f"the sum of 1 to {world} came out between {found[0]} and {found[1]}")
+    begin = _now(device)
+    for _ in range(_ROUNDS):
+        dist.all_reduce(values)
+    seconds = (_now(device) - begin) / _ROUNDS
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"backend": backend, "bus_gb_s": round(2 * (world - 1) / world * _REDUCED[device] / 1e9 / seconds, 2)}
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+PROBES: dict[str, Callable[..., Answer]] = {
+    "driver": driver,
+    "torch": torch_devices,
+    "trainer": trainer,
+    "vllm": vllm,
+    "sglang": sglang,
+    "ray": ray,
+    "sandbox": sandbox,
+    "disk": disk,
+    "collective": collective,
+    "rank": rank,
+}
+
+
+def main() -> None:
+    """Answer on what is stdout now; what libraries print goes to stderr."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    name, *arguments = sys.argv[1:]
+    try:
+        answer = PROBES[name](*arguments)
+    except BaseException as error:
+        answer = {"error": f"{type(error).__name__}: {first_line(error)}"}
+    os.write(answers, json.dumps(answer).encode())
+    os._exit("error" in answer)
+
+
+if __name__ == "__main__":
+    main()

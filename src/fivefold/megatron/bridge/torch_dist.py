@@ -1,0 +1,128 @@
+"""Megatron-Core's `torch_dist` checkpoints: tensors by their Hugging Face names out of one, and a model written as one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+
+from fivefold.errors import first_line
+from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
+from fivefold.megatron.sharded_files import Box
+from fivefold.models.families import parameters_of
+from fivefold.models.parameters import VALUE_HEAD, MappedParameter, Sharding
+from fivefold.models.spec import ModelSpec
+from fivefold.models.torch_dist import LATEST, Chunk, Stored, TorchDistNames, stored_name
+
+_KEPT_CHUNKS = 4
+"""One chunk may hold all experts of a layer, which are asked for one after another."""
+
+
+class TorchDistSource:
+    """Tensors of a checkpoint by their names in Hugging Face files; one parameter is read at a time."""
+
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        self._directory, self._spec = directory, spec
+        self._names = TorchDistNames.read(directory)
+        self._items = {name: item for item in parameters_of(spec) for name in item.hf}
+        self._read = lru_cache(_KEPT_CHUNKS)(self._read_chunk)
+        self._whole = lru_cache(1)(self._merge)
+
+    @property
+    def has_value_head(self) -> bool:
+        """The last layer gives one number a token, and not one a word."""
+        item = self._items.get(VALUE_HEAD.hf[0])
+        return item is not None and bool(found := self._names.find(item)) and found[0].shape[0] == 1
+
+    def __getitem__(self, name: str) -> Sliceable:
+        item = self._items[name]
+        return self._whole(item)[item.hf.index(name)]
+
+    def _merge(self, item: MappedParameter) -> list[Tensor]:
+        """The Hugging Face tensors of a parameter."""
+        found = [self._tensor(each) for each in self._names.find(item)]
+        assert found, f"{item.mcore} was looked for before"
+        if item.sharding is Sharding.VOCABULARY:
+            return [found[0][: self._spec.vocab]]
+        return SHARDERS[item.sharding].merge([torch.cat(found) if len(found) > 1 else found[0]], self._spec)
+
+    def _tensor(self, stored: Stored) -> Tensor:
+        """A part of a stored tensor out of the chunks that share something with it."""
+        axes = len(stored.index)
+        wanted = Box((*stored.index, *(0 for _ in stored.shape)), (*(1 for _ in range(axes)), *stored.shape))
+        values = torch.empty(wanted.size, dtype=getattr(torch, stored.tensor.dtype))
+        filled = 0
+        for chunk in stored.tensor.chunks:
+            there = Box(chunk.offset, chunk.size)
+            if (shared := wanted & there) is not None:
+                values[shared.within(wanted)].copy_(self._read(chunk)[shared.within(there)])
+                filled += torch.Size(shared.size).numel()
+        if filled != values.numel():
+            raise ValueError(
+                f"{self._directory} holds {filled} of the {values.numel()} numbers of {stored.tensor.name}: it is not whole"
+            )
+        return values.view(stored.shape)
+
+    def _read_chunk(self, chunk: Chunk) -> Tensor:
+        path = self._directory / chunk.file
+        with path.open("rb") as file:
+            file.seek(chunk.begin)
+            content = file.read(chunk.length)
+        try:
+            # Tensors only: nothing else that a pickle may ask for is done.
+            found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} holds no tensor at {chunk.begin}: {first_line(error)}") from error
+        if not isinstance(found, Tensor) or found.numel() != torch.Size(chunk.size).numel():
+            raise ValueError(f"{path} must hold a tensor of {chunk.size} at {chunk.begin}: it is damaged")
+        return found.detach().view(chunk.size)
+
+
+def write_torch_dist(weights: Iterable[tuple[str, Tensor]], spec: ModelSpec, out: Path) -> int:
+    """Write (Hugging Face name, tensor) pairs of a whole model below the empty directory `out`, as Megatron-LM lays a
+    release out; the bytes. One process of an initialized process group."""
+    given = dict(weights)
+    sharded: dict[str, ShardedTensor | ShardedObject] = {}
+    size = 0
+    for item in parameters_of(spec):
+        parts = [given[name].detach().cpu() for name in item.hf]
+        if item.sharding is Sharding.VOCABULARY:
+            data = parts[0].new_zeros(spec.padded_vocab, *parts[0].shape[1:])
+            data[: spec.vocab] = parts[0]
+        else:
+            data = SHARDERS[item.sharding].shard(parts, 0, 1, spec).clone()
+        name, place, sizes = stored_name(item, spec)
+        offsets = [(axis, index, sizes[axis]) for axis, index in enumerate(place)]
+        sharded[item.mcore] = ShardedTensor.from_rank_offsets(name, data, *offsets, prepend_axis_num=len(place))
+        for module in _with_extra_state(name):
+            key = f"{module}._extra_state"
+            sharded[f"{item.mcore}.{key}"] = ShardedObject(key, None, sizes or (1,), place or (0,), replica_id=0)
+        size += data.nbytes
+    release = out / "release"
+    release.mkdir(parents=True)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    content = {"model": sharded, "checkpoint_version": 3.0, "iteration": 0}
+    dist_checkpointing.save(content, str(release), strategy)
+    (out / LATEST).write_text("release")
+    return size
+
+
+def _with_extra_state(name: str) -> Iterator[str]:
+    """The modules of a parameter that ask a checkpoint for the state of their quantization, which is empty here."""
+    module, _, kind = name.rpartition(".")
+    if kind != "weight":
+        return
+    if module.rpartition(".")[2].startswith("linear_"):
+        yield module
+    if module.endswith("linear_proj"):
+        yield module.removesuffix("linear_proj") + "core_attention"
+    if module == "decoder.final_layernorm":
+        # There also where its weight is that of the embedding.
+        yield "output_layer"

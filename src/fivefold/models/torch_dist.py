@@ -1,0 +1,296 @@
+"""Megatron-Core's `torch_dist` checkpoints: where they lie, which tensors they hold, whether those are a model's. No torch.
+
+Their list of tensors, `.metadata`, is a pickle of torch's distributed checkpoints. It is read without running anything: what
+it names becomes a plain record, whatever it is. `common.pt`, a pickle of arguments, is not read at all.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import first_line, shown
+from fivefold.files import read_json_object, read_text
+from fivefold.models.families import parameters_of
+from fivefold.models.parameters import EMBEDDING, OUTPUT, MappedParameter, Sharding
+from fivefold.models.shapes import Shape, file_shapes
+from fivefold.models.spec import ModelSpec
+
+METADATA, CONFIG, LATEST = ".metadata", "metadata.json", "latest_checkpointed_iteration.txt"
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""Of tensors that are read as parameters."""
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.fc([12])")
+_ALIASES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+"""Transformer Engine's layers keep a norm's weight in the product that follows it."""
+_GATE, _UP = "_w", "_v"
+"""Ends of the names where gate and up are tensors of their own."""
+_OF_A_MODEL = ("embedding.", "decoder.", "output_layer.")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where a file holds it."""
+
+    offset: Shape
+    size: Shape
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the whole model, in chunks."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part of a stored tensor: that at `index` of its first axes, which count layers and experts."""
+
+    tensor: StoredTensor
+    index: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.tensor.shape[len(self.index) :]
+
+
+def find_torch_dist(path: str | Path) -> Path | None:
+    """The directory of the checkpoint itself, at `path` or the newest one below it; None where `path` is no such checkpoint.
+
+    Raises ValueError for checkpoints of Megatron-Core in a format that is not read.
+    """
+    path = Path(path)
+    if (backend := _backend(path)) is not None:
+        if backend != "torch_dist":
+            raise ValueError(f"{path} must be a torch_dist checkpoint of Megatron-Core: its {CONFIG} says {shown(backend)}")
+        if not (path / METADATA).is_file():
+            raise ValueError(f"{path} has no {METADATA}: the checkpoint was not finished, or not copied whole")
+        return path
+    if not (path / LATEST).is_file():
+        if any(path.glob("mp_rank_*")):
+            raise ValueError(
+                f"{path} holds pickles of ranks (mp_rank_*), which are not read: convert it with Megatron-LM's "
+                "--ckpt-convert-format torch_dist"
+            )
+        return None
+    named = read_text(path / LATEST).strip()
+    below = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
+    if named != "release" and not named.isdecimal():
+        raise ValueError(f"{path / LATEST} must hold a number or release: got {shown(named)}")
+    if not below.is_dir():
+        raise ValueError(f"{path / LATEST} names {below.name}, which is not there")
+    return find_torch_dist(below)
+
+
+def is_torch_dist(path: str | Path) -> bool:
+    """It looks like a checkpoint of Megatron-Core, whether it can be read or not."""
+    return _backend(Path(path)) is not None or (Path(path) / LATEST).is_file()
+
+
+def _backend(path: Path) -> Any:
+    """The format of the checkpoint in this directory; a Hugging Face directory may have a metadata.json of another kind."""
+    try:
+        return read_json_object(path / CONFIG).get("sharded_backend")
+    except ValueError:
+        return None
+
+
+def config_beside(path: str | Path) -> Path | None:
+    """The directory with the config.json that lies in a checkpoint, or above it."""
+    here = Path(path)
+    return next((each for each in (here, here.absolute().parent) if (each / "config.json").is_file()), None)
+
+
+# --- .metadata ----------------------------------------------------------------------------------------------------------
+
+
+class _Record:
+    """What stands in the place of every class and function that the pickle names."""
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        # TensorProperties has a tuple, the dtype first.
+        self.__dict__.update(state if isinstance(state, dict) else {"dtype": state[0]})
+
+
+class _Unpickler(pickle.Unpickler):
+    """Imports nothing and calls nothing of what it is told to."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return name
+        return {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}.get((module, name), _Record)
+
+
+def read_index(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by the names of Megatron-Core's model, optimizers' left out; raises ValueError where its
+    list cannot be read."""
+    path = directory / METADATA
+    try:
+        with path.open("rb") as file:
+            found = _Unpickler(file).load()
+        tensors = {name: each for name, each in found.state_dict_metadata.items() if hasattr(each, "chunks")}
+        places = {
+            (key.fqn, tuple(key.offset)): each
+            for key, each in found.storage_data.items()
+            if key.fqn in tensors and key.offset is not None
+        }
+        prefix = _prefix(tensors)
+        return {
+            name.removeprefix(prefix): _tensor(directory, name, each, places)
+            for name, each in tensors.items()
+            if name.startswith(prefix) and name.removeprefix(prefix).startswith(_OF_A_MODEL)
+        }
+    except OSError:
+        raise
+    except Exception as error:
+        # A damaged pickle ends in whatever error; one that was made to harm in a record without these fields.
+        raise ValueError(f"{path} is no list of a checkpoint's tensors: {first_line(error)}") from error
+
+
+def _prefix(names: Mapping[str, Any]) -> str:
+    """What some trainers put before the names of the model."""
+    own = [name for name in names if name.endswith(EMBEDDING.mcore) and "optimizer" not in name]
+    if len(own) != 1:
+        raise ValueError(f"it must hold one {EMBEDDING.mcore}: got {own or 'none'}")
+    return own[0].removesuffix(EMBEDDING.mcore)
+
+
+def _tensor(directory: Path, name: str, each: Any, places: Mapping[tuple[str, Shape], Any]) -> StoredTensor:
+    chunks = []
+    for chunk in each.chunks:
+        place = places[name, tuple(chunk.offsets)]
+        if Path(place.relative_path).name != place.relative_path or getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{name} lies in {shown(place.relative_path)}, in a way that is not read")
+        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
+    return StoredTensor(name, str(each.properties.dtype), tuple(each.size), tuple(chunks))
+
+
+# --- whose tensors they are ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchDistNames:
+    """The tensors of a checkpoint as those of a model."""
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def read(cls, directory: Path) -> TorchDistNames:
+        return cls(directory, read_index(directory))
+
+    def find(self, item: MappedParameter) -> list[Stored]:
+        """The part that is this parameter, or gate and up where they are apart; nothing where there is none."""
+        for name, index in _spellings(item):
+            if (tensor := self.tensors.get(name)) is not None:
+                return [Stored(tensor, index)]
+            if f"{name}{_GATE}" in self.tensors and f"{name}{_UP}" in self.tensors:
+                return [Stored(self.tensors[f"{name}{end}"], index) for end in (_GATE, _UP)]
+        return []
+
+    @cached_property
+    def has_output(self) -> bool:
+        return OUTPUT.mcore in self.tensors
+
+
+def _spellings(item: MappedParameter) -> Iterator[tuple[str, Shape]]:
+    """(name, places along the axes that are put before its own) under which a checkpoint may have a parameter."""
+    found = _LAYER.fullmatch(item.mcore)
+    if found is None:
+        yield item.mcore, ()
+        return
+    layer, rest = int(found[1]), found[2]
+    if (expert := _EXPERT.fullmatch(rest)) is not None:
+        name = f"linear_fc{expert[2]}.weight"
+        ways = [(f"mlp.experts.experts.{name}", (int(expert[1]),)), (f"mlp.experts.experts.{expert[1]}.{name}", ())]
+    else:
+        ways = [(rest, ()), *([(_ALIASES[rest], ())] if rest in _ALIASES else [])]
+    for name, index in ways:
+        yield f"decoder.layers.{layer}.{name}", index
+        yield f"decoder.layers.{name}", (layer, *index)
+
+
+def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Shape]:
+    """(name, place, sizes of the axes put before its own) under which a parameter is written: as Megatron-Core's layers of
+    Transformer Engine have it. Layers are one tensor where all are alike, and so are experts."""
+    found = _LAYER.fullmatch(item.mcore)
+    if found is None:
+        return item.mcore, (), ()
+    layer, rest = int(found[1]), found[2]
+    place: Shape = ()
+    sizes: Shape = ()
+    if (expert := _EXPERT.fullmatch(rest)) is not None:
+        assert spec.moe is not None
+        rest, place, sizes = f"mlp.experts.experts.linear_fc{expert[2]}.weight", (int(expert[1]),), (spec.moe.num_experts,)
+    elif _is_fused(rest, spec, layer):
+        rest = _ALIASES[rest]
+    if spec.moe is None or all(spec.has_experts(each) for each in range(spec.layers)):
+        return f"decoder.layers.{rest}", (layer, *place), (spec.layers, *sizes)
+    return f"decoder.layers.{layer}.{rest}", place, sizes
+
+
+def _is_fused(rest: str, spec: ModelSpec, layer: int) -> bool:
+    """Transformer Engine's layers keep this norm in the product behind it."""
+    if rest == "pre_mlp_layernorm.weight":
+        return not spec.has_experts(layer)
+    if rest == "input_layernorm.weight":
+        return spec.mla is None
+    return rest in _ALIASES and spec.mla is not None
+
+
+def check_torch_dist(directory: Path, spec: ModelSpec) -> None:
+    """Raise ValueError where files of the checkpoint are missing, or its tensors are not those of the model."""
+    names, seen, missing = TorchDistNames.read(directory), set(), []
+    for item in parameters_of(spec):
+        found = names.find(item)
+        seen |= {each.tensor.name for each in found}
+        if not found and not (item.row == OUTPUT.mcore and spec.value_head):
+            missing.append(item.mcore)
+        for each in found:
+            _check_tensor(directory, item, each, spec, len(found))
+    if missing:
+        raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
+    # A critic has no use for a language model's head, and a tied model may have its copy.
+    extra = sorted({each.name for name, each in names.tensors.items() if name != OUTPUT.mcore} - seen)
+    if extra:
+        raise ValueError(
+            f"{directory} holds {len(extra)} tensors that a {spec.family} model of its config.json does not have, "
+            f"the first: {extra[:3]}"
+        )
+
+
+def _check_tensor(directory: Path, item: MappedParameter, found: Stored, spec: ModelSpec, parts: int) -> None:
+    tensor = found.tensor
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{directory}: {tensor.name} is stored as {shown(tensor.dtype)}, read are {', '.join(DTYPES)}")
+    for file in {chunk.file for chunk in tensor.chunks}:
+        if not (directory / file).is_file():
+            raise ValueError(f"{directory} names {file}, which is not there: copy the checkpoint again")
+    shapes = file_shapes(spec, item)
+    if None in shapes or (item.row == OUTPUT.mcore and spec.value_head):
+        return
+    rows = sum(shape[0] for shape in shapes if shape) // parts
+    wanted = (rows, *(shapes[0] or ())[1:])
+    padded = item.sharding is Sharding.VOCABULARY and found.shape[1:] == wanted[1:] and found.shape[0] >= rows
+    if found.shape != wanted and not padded:
+        raise ValueError(f"{directory}: {tensor.name} must have the shape {wanted} of config.json: got {found.shape}")

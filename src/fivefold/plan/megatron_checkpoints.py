@@ -1,0 +1,29 @@
+"""Weights that are a checkpoint of Megatron-Core: may the model have one, and what says which model it is?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fivefold.config import RunConfig
+from fivefold.config.findings import Findings
+from fivefold.config.schema import MegatronConfig
+from fivefold.plan.tokenizer_files import is_hub_id
+
+
+def has_config(findings: Findings, config: RunConfig, where: str, key: str, path: str, megatron: MegatronConfig) -> bool:
+    """The config.json of the checkpoint in `path` is here, and a model of section `where` can be read from it; errors and
+    notes otherwise."""
+    own, bridge = config.described_by(path), megatron.bridge_type
+    if where == "reward.model" or bridge != "native":
+        must = "a Hugging Face directory" if bridge == "native" else f"a Hugging Face directory for bridge_type {bridge}"
+        findings.error(key, f"must be {must}: got a checkpoint of Megatron-Core, {path}")
+    elif (Path(own) / "config.json").is_file():
+        return True
+    elif config.model.config is None:
+        needs = "name the Hugging Face directory or hub id of its model in model.config"
+        findings.error(key, f": no config.json in the checkpoint of Megatron-Core {path} or above it: {needs}")
+    elif Path(own).is_dir() or not is_hub_id(own):
+        findings.error("model.config", f": no config.json in {own}, and no hub id, which is written owner/name")
+    else:
+        findings.note(f"config.json of {own} is not here: it will be taken from the hub, and its sizes are not checked")
+    return False

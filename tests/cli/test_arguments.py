@@ -1,0 +1,64 @@
+"""A run without a YAML file: its keys stand on the command line."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from fivefold import cli
+from fivefold.config import load_config
+
+
+def said(capsys, *arguments: str) -> list[str]:
+    assert cli.main(list(arguments)) == 2
+    return capsys.readouterr().err.removeprefix("fivefold: ").splitlines()
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_all_missing_and_misspelt_keys_are_named_at_once(capsys, command):
+    assert said(capsys, command, "data.tran=[a.jsonl]", "trainer.stps=3") == [
+        "unknown key 'data.tran': did you mean 'data.train'?",
+        "unknown key 'trainer.stps': did you mean 'trainer.steps'?",
+        "model.path is required: it has no default",
+        "data.train is required: write data.train=[FILE.jsonl]",
+    ]
+    assert said(capsys, command, "model.path=m") == ["data.train is required: write data.train=[FILE.jsonl]"]
+    assert said(capsys, command, "data.train=[a.jsonl]", "model.pth=m")[1:] == ["model.path is required: it has no default"]
+
+
+def test_keys_after_an_option_count_too(capsys):
+    assert "override is written key=value" in said(capsys, "check", "model.path=m", "run.yaml")[0]
+    with pytest.raises(SystemExit):
+        cli.main(["check"])
+    assert "name the YAML file of the run, its keys as in model.path=DIR" in capsys.readouterr().err
+    assert "eval needs the YAML file" in said(capsys, "eval", "model.path=m")[0]
+
+
+def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path, capsys):
+    path = tmp_path / "lr=1e-6.yaml"
+    path.write_text("model: {path: m}\ntrainer: {stps: 1}\n")
+    assert said(capsys, "check", str(path)) == ["unknown key 'trainer.stps': did you mean 'trainer.steps'?"]
+
+
+def test_ranks_read_the_run_that_the_command_line_describes(tmp_path, monkeypatch):
+    """As the same keys in a file, which is how a file's overrides are read."""
+    started = []
+    monkeypatch.setattr("fivefold.cli._show_check", lambda config, quiet: True)
+    monkeypatch.setattr("fivefold.launch.start.start", lambda words, config: started.append((words, config)) or 0)
+    keys = {
+        "model.path": "m",
+        "data.train": "[a.jsonl, b.jsonl]",
+        "algorithm.kl.coef": "1e-3",
+        "trainer.run_dir": str(tmp_path / "run"),
+    }
+    assert cli.main(["train", *(f"{key}={value}" for key, value in keys.items())]) == 0
+    [(words, config)] = started
+    assert words[0] == "train" and len(words) == 2
+    nested = {
+        "model": {"path": "m"},
+        "data": {"train": ["a.jsonl", "b.jsonl"]},
+        "algorithm": {"kl": {"coef": 1e-3}},
+        "trainer": {"run_dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(nested))
+    assert load_config(words[1]) == config == load_config(tmp_path / "run.yaml")

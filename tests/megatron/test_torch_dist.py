@@ -1,0 +1,291 @@
+"""Megatron-Core's own checkpoints: what we write its code reads, and what it writes we read, on other layouts, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.config import RunConfig
+from fivefold.config.schema import PolicyConfig
+from fivefold.models.families import load_spec
+from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, read_index
+from fivefold.plan.check import check
+from tests.support.tiny_models import load_tensors, make_tokenizer
+
+POLICY = PolicyConfig(dtype="float32", sequence_parallel=False)
+
+
+def write(mesh, directory: Path, out: Path) -> None:
+    from fivefold.megatron.bridge.torch_dist import write_torch_dist
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, POLICY, mesh)
+    out.mkdir()
+    write_torch_dist(model.weights(), model.spec, out)
+
+
+def read(mesh, directory: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, POLICY, mesh, torch_dist=find_torch_dist(checkpoint))
+    return {name: tensor.clone() for name, tensor in model.weights()}
+
+
+def megatron_core(mesh, spec):
+    """Megatron-Core's own model with its own layers, nothing of ours but the numbers of its configuration."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from fivefold.megatron.transformer_config import transformer_config
+
+    config = transformer_config(spec, mesh, POLICY)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    if spec.moe is not None:
+        # As Megatron-LM has it where every layer has experts; with them the norm before is no part of a product.
+        config.moe_layer_freq = 1
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        vocab_size=spec.padded_vocab,
+        max_sequence_length=spec.max_positions,
+        pre_process=mesh.is_first_stage,
+        post_process=mesh.is_last_stage,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope",
+    )
+
+
+def through_megatron_core(mesh, directory: Path, ours: Path, theirs: Path) -> dict[str, bool]:
+    """Load our checkpoint into Megatron-Core's model, compare every parameter with the one we load from `directory`, and save
+    what it has."""
+    from megatron.core import dist_checkpointing
+
+    from fivefold.megatron.chunks import named_weights
+    from fivefold.megatron.model import MegatronModel
+
+    spec = load_spec(directory)
+    expected = named_weights(MegatronModel(directory, POLICY, mesh)._chunks)
+    with mesh.active():
+        model = megatron_core(mesh, spec)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        metadata = {"dp_cp_group": mesh.dp}
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(ours))
+        model.load_state_dict(loaded["model"], strict=False)
+        first = mesh.pp.rank() * (spec.layers // mesh.layout.pp)
+        local = 0 if spec.moe is None else spec.moe.num_experts // mesh.layout.ep
+        same = {}
+        for name, parameter in model.named_parameters():
+            parts = name.split(".")
+            if parts[1] == "layers":
+                parts[2] = str(int(parts[2]) + first)
+            if "local_experts" in parts:
+                place = parts.index("local_experts")
+                expert = int(parts[place + 1]) + local * mesh.ranks.coords.ep
+                parts[place:] = [str(expert), parts[place + 2].replace("linear_", "")]
+            own = ".".join(parts)
+            wanted = expected[own]
+            same[own] = torch.equal(parameter, wanted.reshape(parameter.shape))
+        if mesh.ranks.is_main:
+            theirs.mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata)}, str(theirs))
+    return same
+
+
+CASES = [
+    ("qwen2_tied", "t2", "p2"),
+    ("qwen3_moe", "d2e2", "t2"),
+    pytest.param("qwen3", "p2", "t2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "written_on", "read_on"), CASES)
+def test_megatron_core_reads_ours_and_we_read_its_on_other_layouts(cluster, models, tmp_path, name, written_on, read_on):
+    directory, ours, theirs = models(name), tmp_path / "ours", tmp_path / "theirs" / "iter_0000100"
+    cluster.run(write, "megatron:d1", directory, ours)
+    for same in cluster.run(through_megatron_core, f"megatron:{written_on}", directory, ours / "release", theirs):
+        assert same and all(same.values()), [name for name, equal in same.items() if not equal]
+    (theirs.parent / "latest_checkpointed_iteration.txt").write_text("100")
+    expected = load_tensors(directory)
+    for weights in cluster.run(read, f"megatron:{read_on}", directory, theirs.parent):
+        # A tied model may have its shared weight in the file twice.
+        assert set(weights) == set(expected) - ({"lm_head.weight"} if "tied" in name else set())
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in weights.items())
+
+
+def test_a_swapped_tensor_is_seen(cluster, models, tmp_path):
+    """The comparison above is no empty promise: two layers' weights change places in one file of the checkpoint."""
+    directory, ours = models("qwen3"), tmp_path / "ours"
+    cluster.run(write, "megatron:d1", directory, ours)
+    path = ours / "release/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    one, other = (
+        (key, place) for key, place in metadata.storage_data.items() if "linear_proj.weight" in key.fqn and key.offset[0] < 2
+    )
+    metadata.storage_data[one[0]], metadata.storage_data[other[0]] = other[1], one[1]
+    path.write_bytes(pickle.dumps(metadata))
+    expected = load_tensors(directory)
+    [weights] = cluster.run(read, "megatron:d1", directory, ours)
+    wrong = {name for name, tensor in weights.items() if not torch.equal(tensor, expected[name])}
+    assert wrong == {f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        pytest.param("qwen3_moe_sparse", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_in_some_layers_and_latent_attention_come_back_bit_for_bit(cluster, models, tmp_path, name):
+    directory, ours = models(name), tmp_path / "ours"
+    cluster.run(write, "megatron:d1", directory, ours)
+    expected = load_tensors(directory)
+    for weights in cluster.run(read, "megatron:t2e2", directory, ours):
+        assert set(weights) == set(expected)
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in weights.items())
+
+
+@pytest.fixture(scope="module")
+def written(cluster, models, tmp_path_factory):
+    root = tmp_path_factory.mktemp("torch_dist") / "ours"
+    cluster.run(write, "megatron:d1", models("qwen3"), root)
+    return root
+
+
+class Harm:
+    """A pickle of it writes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def spoil(root: Path, how: str) -> None:
+    release = root / "release"
+    metadata = pickle.loads((release / ".metadata").read_bytes())
+    first = next(iter(metadata.storage_data))
+    if how == "a pickle that does harm":
+        content: object = Harm(root / "harm")
+    elif how == "harm beside the tensors":
+        metadata.planner_data = Harm(root / "harm")
+        content = metadata
+    elif how == "a file elsewhere":
+        for key in metadata.storage_data:
+            metadata.storage_data[key].relative_path = "../../secret"
+        content = metadata
+    elif how == "no embedding":
+        del metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+        content = metadata
+    elif how == "a tensor too few":
+        del metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+        content = metadata
+    elif how == "a tensor too many":
+        metadata.state_dict_metadata["decoder.layers.self_attention.linear_qkv.bias"] = metadata.state_dict_metadata[
+            "decoder.final_layernorm.weight"
+        ]
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        metadata.storage_data[MetadataIndex("decoder.layers.self_attention.linear_qkv.bias", torch.Size([0]))] = (
+            metadata.storage_data[first]
+        )
+        content = metadata
+    else:
+        content = metadata
+    (release / ".metadata").write_bytes(pickle.dumps(content))
+    if how == "a file that is missing":
+        next(release.glob("*.distcp")).unlink()
+    if how == "cut off":
+        (release / ".metadata").write_bytes((release / ".metadata").read_bytes()[:500])
+    if how == "another backend":
+        (release / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    if how == "not finished":
+        (release / ".metadata").unlink()
+    if how == "gone":
+        (root / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("a pickle that does harm", "is no list of a checkpoint's tensors"),
+        ("cut off", "is no list of a checkpoint's tensors"),
+        ("a file elsewhere", "in a way that is not read"),
+        ("no embedding", "it must hold one embedding.word_embeddings.weight"),
+        ("a tensor too few", "lacks 4 tensors of a qwen3 model"),
+        ("a tensor too many", "holds 1 tensors that a qwen3 model of its config.json does not have"),
+        ("a file that is missing", "which is not there: copy the checkpoint again"),
+        ("another backend", "its metadata.json says 'zarr'"),
+        ("not finished", "was not finished, or not copied whole"),
+        ("gone", "names iter_0000007, which is not there"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_sentence_and_nothing_of_it_is_run(models, written, tmp_path, how, says):
+    root = tmp_path / "ours"
+    shutil.copytree(written, root)
+    spec = load_spec(models("qwen3"))
+    check_torch_dist(find_torch_dist(root), spec)
+    spoil(root, how)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_torch_dist(find_torch_dist(root), spec)
+    assert not (root / "harm").exists()
+
+
+def test_harm_beside_the_tensors_is_not_run(models, written, tmp_path):
+    root = tmp_path / "ours"
+    shutil.copytree(written, root)
+    spoil(root, "harm beside the tensors")
+    assert read_index(root / "release").keys() == read_index(written / "release").keys()
+    check_torch_dist(root / "release", load_spec(models("qwen3")))
+    assert not (root / "harm").exists()
+    # The same file does harm to who trusts it.
+    pickle.loads((root / "release/.metadata").read_bytes())
+    assert (root / "harm").exists()
+
+
+def test_old_formats_are_named(tmp_path):
+    (tmp_path / "mp_rank_00").mkdir()
+    with pytest.raises(ValueError, match="pickles of ranks"):
+        find_torch_dist(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/metadata.json").write_text('{"title": "of a Hugging Face directory"}')
+    assert find_torch_dist(tmp_path / "other") is None
+
+
+def test_check_wants_the_config_of_the_model_and_takes_it_from_beside_or_from_model_config(models, written, tmp_path):
+    root = tmp_path / "ours"
+    shutil.copytree(written, root)
+    shutil.copytree(models("qwen3"), tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+
+    def findings(**model):
+        config = RunConfig.of(
+            model={"path": str(root), **model}, policy={"dtype": "float32"}, algorithm={"kl": {"coef": 0.1}},
+            data={"train": ["none.jsonl"], "max_prompt_tokens": 64, "max_response_tokens": 64}, trainer={"device": "cpu"},
+        )  # fmt: skip
+        found = check(config)
+        return [error for error in found.errors if not error.startswith("data.train")], found.ignored
+
+    needs = f"model.path: no config.json in the checkpoint of Megatron-Core {root} or above it"
+    assert findings()[0][0] == f"{needs}: name the Hugging Face directory or hub id of its model in model.config"
+    assert findings(config=str(tmp_path / "model")) == ([], [])
+    assert findings(config="nowhere")[0][0].startswith("model.config: no config.json in nowhere")
+    assert findings(path=str(tmp_path / "model"), config=str(tmp_path / "model"))[1][0][0] == "model.config"
+    for file in (tmp_path / "model").glob("*.json"):
+        shutil.copy(file, root)
+    assert findings() == findings(path=str(root / "release")) == ([], [])
