@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fivefold import __version__
 from fivefold.errors import sentence_of
+from fivefold.files import write_whole
 
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
@@ -94,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
     added.add_argument("run", type=Path)
     added.add_argument("--plot", metavar="METRIC", help="also draw this metric in the terminal")
+    added = command("track", _track, "send a run that has ended to trackers, as far as they have not got it")
+    added.add_argument("run", type=Path)
+    added.add_argument("--to", nargs="+", metavar="TRACKER", help="those of trainer.loggers when left out")
+    added.add_argument("--wait", type=_above_0(float), default=600.0, help="seconds that it may take (default 600)")
     added = command("data", _data, "write a data set as train and test parquet")
     added.add_argument("name", choices=["gsm8k", "math", "deepscaler", "arithmetic"])
     added.add_argument("--source", type=Path, nargs="*", default=[], help="local files instead of the hub")
@@ -200,16 +205,8 @@ def _train(options: argparse.Namespace) -> int:
         return 2
     if options.system is not None:
         # Every rank under a launcher writes the same text: the file is there for the one that reads it.
-        _write_whole(Path(words[0]), writer.write(_translate(options), options.system))
+        write_whole(Path(words[0]), writer.write(_translate(options), options.system))
     return start(["train", *words], config)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file of which no reader sees a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
 
 
 def _show_check(config: object, quiet: bool = False) -> bool:
@@ -270,6 +267,13 @@ def _report(options: argparse.Namespace) -> int:
     print(f"report: {write_report(options.run)}")
     if options.plot:
         print(plot(options.run, options.plot))
+    return 0
+
+
+def _track(options: argparse.Namespace) -> int:
+    from fivefold.observability.trackers.trackers import send_again
+
+    send_again(options.run, options.to, options.wait, print)
     return 0
 
 

@@ -6,6 +6,7 @@ import importlib.util
 
 TRANSFORMER_IMPL = {"torch": (), "auto": (), "transformer_engine": ("transformer_engine",)}
 LAUNCHERS = {"auto": (), "local": (), "ray": ("ray",)}
+TRACKERS = {name: (name,) for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")}
 BRIDGES = {"native": (), "mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
 
 

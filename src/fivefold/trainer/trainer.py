@@ -110,6 +110,7 @@ class Trainer:
                 yield self.step
             self._finish_step()
         self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
+        self.logger.end("finished", self.total_steps)
 
     def record(
         self, groups: list[Group], stats: RolloutStats, policy_reports: list[StepReport], critic_reports: list[StepReport]
@@ -135,6 +136,7 @@ class Trainer:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
             (self.run_dir / "run.yaml").write_text(self.resolved_config)
+        self.logger.begin(self.step)
 
     # --- after a step ------------------------------------------------------------------------------------------------
 
@@ -201,6 +203,7 @@ class Trainer:
     def save_interrupted(self, number: int) -> None:
         """Write a checkpoint of a run that was asked to end, in a step, in an evaluation or between them. Collective."""
         self._settle(wait=True)
+        self.logger.end("ended", self.total_steps)
         asked = f"asked to end by {signal.Signals(number).name}"
         rollouts, groups = self.rollouts.state_dict(), self._groups()
         if self._before is not None:
