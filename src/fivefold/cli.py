@@ -92,9 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("out", type=Path)
     added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
     added.add_argument("--shard-gb", type=_above_0(float), default=5.0, help="largest safetensors file (default 5)")
-    added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
-    added.add_argument("run", type=Path)
-    added.add_argument("--plot", metavar="METRIC", help="also draw this metric in the terminal")
+    added = command(
+        "report", _report, "write RUN/report.html, or serve it: curves, stage times, samples of one run or several"
+    )
+    added.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    added.add_argument("--plot", metavar="METRIC", help="also draw this metric of the first run in the terminal")
+    added.add_argument("--serve", action="store_true", help="show the runs in a browser, as they go on, until Ctrl-C")
+    added.add_argument("--port", type=_port, default=8265, help="of --serve (default 8265); 0 takes a free one")
+    added.add_argument(
+        "--host", default="127.0.0.1", help="address for --serve; any but the default lets other machines read the runs"
+    )
+    added = command("watch", _watch, "show runs in the terminal as they go on: curves, stage times, samples")
+    added.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    added.add_argument("--once", action="store_true", help="print what there is now and end; so where stdout is no terminal")
+    added.add_argument("--every", type=_above_0(float), default=2.0, help="seconds between two looks (default 2)")
     added = command("track", _track, "send a run that has ended to trackers, as far as they have not got it")
     added.add_argument("run", type=Path)
     added.add_argument("--to", nargs="+", metavar="TRACKER", help="those of trainer.loggers when left out")
@@ -135,6 +146,14 @@ def _above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
     return read
 
 
+def _port(text: str) -> int:
+    """A port of the command line."""
+    if not 0 <= int(text) < 65536:
+        raise ValueError
+    return int(text)
+
+
+_port.__name__ = "port from 0 to 65535"
 _OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0}
 
 
@@ -262,11 +281,23 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fivefold.observability.report import plot, write_report
+    from fivefold.observability.curve import plot
+    from fivefold.observability.report import write_report
+    from fivefold.observability.serve import serve
 
-    print(f"report: {write_report(options.run)}")
     if options.plot:
-        print(plot(options.run, options.plot))
+        print(plot(options.runs[0], options.plot))
+    if options.serve:
+        serve(options.runs, options.host, options.port, lambda text: print(text, flush=True))
+    else:
+        print(f"report: {write_report(options.runs)}")
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from fivefold.observability.watch import watch
+
+    watch(options.runs, once=options.once, seconds=options.every)
     return 0
 
 
