@@ -10,7 +10,9 @@ import pytest
 
 from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.cli import main
+from fivefold.config import RunConfig
 from fivefold.observability.trackers.state import State, without_secrets
+from fivefold.plan.check import check
 from tests.support.tracked import metrics_of, take_steps
 
 FAULTY = """
@@ -128,3 +130,13 @@ def test_messages_have_no_keys_and_no_logins():
     environment = {"WANDB_API_KEY": "abcdef012345", "HOME": "/home/x"}
     text = without_secrets("at http://me:pw@host/x with abcdef012345 in /home/x", environment)
     assert text == "at http://***@host/x with *** in /home/x"
+
+
+def test_check_names_a_tracker_that_is_not_installed_and_keys_that_no_tracker_reads(monkeypatch):
+    config = RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["console"]}, tracking={"project": "sums"})
+    assert ("tracking", "trainer.loggers names no tracker") in check(config).ignored
+    config = RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["tensorboard"]}, tracking={"offline": True})
+    assert "tracking.offline" in dict(check(config).ignored)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = check(RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
+    assert "trainer.loggers: wandb is not installed here: pip install wandb, or leave wandb out" in found

@@ -24,7 +24,7 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.observability.trackers.state import State
 root, names, first, last, seconds, killed = sys.argv[1:]
 logger = RunLogger(Path(root), ["console", *names.split(",")], True, int(last), tracker_seconds=float(seconds))
-logger.begin(int(first) - 1)
+logger.begin()
 for step in range(int(first), int(last) + 1):
     logger.record({"reward/mean": step / 3 + int(first), "reward/pass@8": step / 7, "policy/loss": float("nan")})
     logger.samples([{"step": step, "kind": "train", "source": "sums", "prompt": "1+1=", "ground_truth": "2", "finished": True,

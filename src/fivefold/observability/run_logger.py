@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fivefold.files import write_whole
 from fivefold.observability.trackers.trackers import Trackers
-from fivefold.types import Group
+
+if TYPE_CHECKING:
+    from fivefold.types import Group
 
 LINE = {
     "reward/mean": "reward",
@@ -73,14 +75,14 @@ class RunLogger:
             self._stage_task = self._progress.add_task("", total=None)
             self._progress.start()
 
-    def begin(self, step: int) -> None:
-        """The run goes on after `step` and its files hold nothing of later ones: from here on trackers follow it."""
+    def begin(self) -> None:
+        """The files of the run hold what it goes on from, and nothing of later steps: from here on trackers follow it."""
         if not self._main:
             return
         self._has_begun = True
         self._write_status()
         if self._tracker_names:
-            self._trackers = Trackers(self._run_dir, self._tracker_names, step > 0, self._tracker_seconds, self.log)
+            self._trackers = Trackers(self._run_dir, self._tracker_names, self._tracker_seconds, self.log)
 
     def _write_status(self) -> None:
         """For whoever watches the run."""
@@ -171,7 +173,9 @@ class RunLogger:
             self._progress.stop()
         if self._has_begun:
             self._state = "failed" if self._state == "running" else self._state
-            self._write_status()
+            # Why the run ends is said already, where it is that the disk is full.
+            with suppress(OSError):
+                self._write_status()
         if self._trackers is not None:
             self._trackers.close(is_finished=self._state == "finished")
 

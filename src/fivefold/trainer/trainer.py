@@ -136,7 +136,7 @@ class Trainer:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
             (self.run_dir / "run.yaml").write_text(self.resolved_config)
-        self.logger.begin(self.step)
+        self.logger.begin()
 
     # --- after a step ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A process next to a run that reads what it writes and hands it to one tracker.
 
-Its words: RUN NAME (new | resumed) LAST SECONDS, as `Follower` and `main` take them.
+Its words: RUN NAME LAST SECONDS, as `Follower` and `main` take them.
 
 Its input is a pipe from rank 0. A line says how the run ended; the end of the pipe without one says that it was killed. The
 run's files are the queue, so nothing is lost while a tracker is away, and the run waits for nothing.
@@ -42,9 +42,9 @@ _COLUMNS = ("kind", "source", "prompt", "response", "ground_truth", "reward", "r
 class Follower:
     """Reads the rows of a run and gives them to a tracker in their order."""
 
-    def __init__(self, run_dir: Path, name: str, is_resumed: bool, last: int) -> None:
-        """`last`: the last step whose metrics stood in the file when the run began or was resumed; what a tracker has of
-        later ones is of steps that are done anew."""
+    def __init__(self, run_dir: Path, name: str, last: int) -> None:
+        """`last`: the last step whose metrics stood in the file when the run was resumed; what a tracker has of later ones
+        is of steps that are done anew. -1: it is another run than the one before, if there was one."""
         config = yaml.safe_load((run_dir / "run.yaml").read_text(encoding="utf-8"))
         self._settings = config["tracking"]
         self._run_dir, self._name, self._config = run_dir, name, config
@@ -55,7 +55,7 @@ class Follower:
         self._given: deque[tuple[float, int]] = deque()
         """(moment, step) of what was given and is not safe yet."""
         self._tracker: Tracker | None = None
-        self.state = State.read(run_dir, name) if is_resumed else State()
+        self.state = State.read(run_dir, name) if last >= 0 else State()
         self._read()
         self.state.sent = self.state.given = min(self.state.sent, last)
         self.state.has_finished, self.state.error, self.state.lost_tables = False, None, 0
@@ -81,8 +81,7 @@ class Follower:
             except Exception as error:
                 said = without_secrets(f"{type(error).__name__}: {first_line(error)}")
                 if said != self.state.error:
-                    with (self._run_dir / "trackers" / f"{self._name}.log").open("a", encoding="utf-8") as log:
-                        log.write(without_secrets(traceback.format_exc()))
+                    self._keep(without_secrets(traceback.format_exc()))
                 if self.state.error is None:
                     tell(f"{said}; the run goes on, and it is tried again")
                 self.state.error = said
@@ -91,6 +90,10 @@ class Follower:
             ended.wait(pause)
             if self.state.error is not None and was_last:
                 time.sleep(pause)
+
+    def _keep(self, text: str) -> None:
+        with contextlib.suppress(OSError), (self._run_dir / f"trackers/{self._name}.log").open("a", encoding="utf-8") as log:
+            log.write(text)
 
     def finish(self, is_good: bool) -> None:
         """Close the tracked run."""
@@ -179,7 +182,7 @@ class Follower:
 
 def main() -> None:
     """Follow a run as its own process; see the module."""
-    run_dir, name, how, last, seconds = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
+    run_dir, name, last, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     if os.fork():
         # What the run's ranks start is killed with them; this has to outlive them by a moment, to send what is left.
         os._exit(0)
@@ -209,7 +212,7 @@ def main() -> None:
     with (run_dir / "trackers" / f".{name}.lock").open("w") as lock:
         # The follower of a run that was killed may still be at it.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        follower = Follower(run_dir, name, how == "resumed", last)
+        follower = Follower(run_dir, name, last)
         follower.follow(ended, tell)
         try:
             follower.finish(words[0].strip() == "finished")

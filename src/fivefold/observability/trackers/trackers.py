@@ -28,15 +28,18 @@ _SPARE = 2.0
 class Trackers:
     """A process for each tracker of a run; none of them can hold it up."""
 
-    def __init__(
-        self, run_dir: Path, names: Sequence[str], is_resumed: bool, seconds: float, say: Callable[[str], None]
-    ) -> None:
-        """`seconds`: how long the end of the run may wait for all of them. One that is not resumed gets tracked runs of its
-        own."""
+    def __init__(self, run_dir: Path, names: Sequence[str], seconds: float, say: Callable[[str], None]) -> None:
+        """`seconds`: how long the end of the run may wait for all of them. A run without metrics gets tracked runs of
+        its own, any other continues those that it has."""
         self._run_dir, self._seconds, self._say = run_dir, seconds, say
         rows, _ = GrowingRows(run_dir / "metrics.jsonl").new()
-        words = ["resumed" if is_resumed else "new", str(rows[-1]["step"] if rows else -1), str(seconds)]
-        self._followers = {name: _Follower(name, run_dir, words, say) for name in names}
+        words = [str(rows[-1]["step"] if rows else -1), str(seconds)]
+        self._followers: dict[str, _Follower] = {}
+        for name in names:
+            try:
+                self._followers[name] = _Follower(name, run_dir, words, say)
+            except OSError as error:
+                say(f"{name}: cannot be started: {error}; `fivefold track {run_dir}` sends the run later")
 
     def close(self, is_finished: bool) -> None:
         """Say that the run has ended, wait, and say what did not arrive."""
@@ -117,7 +120,7 @@ def send_again(run_dir: Path, names: Sequence[str] | None, seconds: float, say: 
             raise ValueError(f"{name} is not installed here: pip install {' '.join(missing)}")
     status = run_dir / "status.json"
     is_finished = status.is_file() and read_json_object(status).get("state") == "finished"
-    Trackers(run_dir, names, True, seconds, say).close(is_finished)
+    Trackers(run_dir, names, seconds, say).close(is_finished)
     for name in names:
         state = State.read(run_dir, name)
         say(f"{name}: has steps up to {state.sent}" + (f", {state.url}" if state.url else ""))
