@@ -144,7 +144,9 @@ def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
     refused = fivefold("convert", *words, "actor_rollout_ref.model.lora_rank=8")
     assert refused.returncode == 0 and "refused  actor_rollout_ref.model.lora_rank=8: low-rank adapters" in refused.stderr
     done = fivefold("convert", "--strict", *words)
-    assert done.returncode == 2 and "trainer.logger = [console,clearml]: clearml: metrics are in metrics.jsonl" in done.stdout
+    assert (
+        done.returncode == 2 and "trainer.logger = [console,clearml]: clearml: metrics are in metrics.jsonl" in done.stdout
+    )
 
 
 def test_from_names_a_system(root):
