@@ -31,11 +31,11 @@ for step in range(int(first), int(last) + 1):
                      "response": f"<b>{step}</b>\\n|two| \\u2028", "reward": None if step == 2 else 1.0, "response_tokens": 3}])
     logger.end_step(step)
     time.sleep(0.05)
+while killed != "no" and any(State.read(Path(root), name).given < int(last) for name in names.split(",")):
+    time.sleep(0.05)
 if killed == "all":
     import psutil
     for follower in logger._trackers._followers.values():
-        while State.read(Path(root), names).given < int(last):
-            time.sleep(0.1)
         process = psutil.Process(follower._pid)
         for each in [*process.children(recursive=True), process]:
             each.kill()
@@ -44,7 +44,7 @@ if killed != "no":
 logger.end("finished", int(last))
 logger.close()
 """
-"""Takes steps as a trainer does; behind the last it kills itself where it is told so, or also the trackers' processes."""
+"""Takes steps as a trainer does; when its trackers have the last it kills itself where it is told so, or also their processes."""
 
 
 def take_steps(
