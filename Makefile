@@ -15,7 +15,12 @@ SGLANG_READY := $(SGLANG)/.ready
 KERNELS := .venv-kernels
 KERNELS_READY := $(KERNELS)/.ready
 
-.PHONY: setup check test test-vllm test-sglang test-kernels test-cpus test-layouts demo docs demo-curve gsm8k gpu-test gpu-speed wheel clean
+# Trackers bring a hundred packages that nothing else needs: their tests see those of the plain environment too.
+TRACKERS := .venv-trackers
+TRACKERS_READY := $(TRACKERS)/.ready
+
+.PHONY: setup check test test-vllm test-sglang test-kernels test-trackers test-browser test-cpus test-layouts demo docs demo-curve \
+	gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
 
@@ -38,6 +43,12 @@ $(SGLANG_READY): tests/sglang.txt $(VLLM_READY)
 	$(VLLM)/bin/python -m pip --python $(SGLANG)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/sglang.txt
 	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VLLM)/lib/python3*/site-packages) > $$(echo $(SGLANG)/lib/python3*/site-packages)/vllm.pth
 	touch $(SGLANG_READY)
+
+$(TRACKERS_READY): tests/trackers.txt $(READY)
+	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv --without-pip $(TRACKERS)
+	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement tests/trackers.txt
+	printf 'import site; site.addsitedir("%s")\n' $(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages) > $$(echo $(TRACKERS)/lib/python3*/site-packages)/plain.pth
+	touch $(TRACKERS_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -64,6 +75,14 @@ $(KERNELS_READY): $(READY)
 
 test-kernels: $(KERNELS_READY)
 	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -m kernels -p no:xdist -o addopts="" -q
+
+# W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
+test-trackers: $(TRACKERS_READY)
+	$(TRACKERS)/bin/python -m pytest -m trackers
+
+# The served report in a headless Chromium, or the browser that CHROMIUM names.
+test-browser: $(READY)
+	$(BIN)/python -m pytest -m browser
 
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
 # order in which one CPU adds. Three times as long as the suite.
@@ -113,4 +132,4 @@ wheel:
 	sha256sum dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(VLLM) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fivefold.observability.report import COLORS
+from fivefold.observability.curve import COLORS
 
 HERE = Path(__file__).resolve().parent.parent
 AGES, STEPS = (0, 1, 4, 16), 120

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.config.packages import TRACKERS, missing_packages
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import load_spec
@@ -145,6 +146,11 @@ def stand_in(directory: Path, config: RunConfig) -> str:
     return str(path)
 
 
+def missing_but_trackers(names: tuple[str, ...]) -> list[str]:
+    """Trackers are packages that anybody installs; what a layout needs is not."""
+    return [] if names in TRACKERS.values() else missing_packages(names)
+
+
 def nothing(*_: object) -> None:
     """In the place of a check that a stand-in cannot pass."""
 
@@ -187,6 +193,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         patch.multiple("fivefold.plan.engine_placement", **many),
         patch.multiple("fivefold.plan.fit", **any_size),
         patch.multiple("fivefold.plan.check", check_tensor_files=nothing, tensor_places=lambda path: VALUE_HEAD.hf, **many),
+        patch.multiple("fivefold.plan.check", missing_packages=missing_but_trackers),
         patch.multiple("fivefold.plan.engine_checks", check_vllm=nothing, **any_size),
     ):
         return check(config).errors

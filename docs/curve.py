@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fivefold.observability.report import write_curve
+from fivefold.observability.curve import write_curve
 
 
 def main() -> None:

@@ -247,7 +247,7 @@ def metrics() -> str:
 
         {{generated}}
 
-        Every name in `metrics.jsonl`, TensorBoard and the report. A metric of the updates is the mean over the step's
+        Every name in `metrics.jsonl`, trackers and the report. A metric of the updates is the mean over the step's
         optimizer steps (a maximum is the largest; what compares engine and trainer is that of the first update); a metric
         of samples is over all samples of the step, on all ranks. A metric without a value in a step is absent from its row.
 

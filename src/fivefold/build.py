@@ -111,7 +111,9 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         )
     meshes = Meshes(ranks, device, config.trainer.seed, config.launch.timeout_minutes)
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    logger = RunLogger(config.run_dir, list(config.trainer.loggers), ranks.is_main, steps, settle)
+    logger = RunLogger(
+        config.run_dir, list(config.trainer.loggers), ranks.is_main, steps, settle, config.tracking.wait_seconds
+    )
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}

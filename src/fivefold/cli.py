@@ -8,13 +8,14 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold import __version__
 from fivefold.commands import flags
 from fivefold.errors import sentence_of
+from fivefold.files import write_whole
 
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
@@ -85,23 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     translated(command("train", _train, "train; alone it starts the ranks of the layout, under torchrun it joins them"))
     translated(command("check", _check, "say whether a run can start: keys, types, layout, files"))
     added = command("plan", _plan, "find the layouts and settings that train a model fastest on so many GPUs, without any")
-    added.add_argument("--model", help="directory with its config.json, or hub id; model.path of the run when left out")
-    added.add_argument("--gpus", type=_above_0(int), help="how many GPUs")
-    added.add_argument("--gpu", help="their name; that of this machine when left out")
-    added.add_argument("--node-gpus", type=_above_0(int), default=8, help="GPUs of a node (default 8)")
-    added.add_argument(
-        "--network", type=_above_0(float), default=None, metavar="GB/S", help="of each GPU to other nodes (default 50)"
-    )
-    added.add_argument("--price", type=_above_0(float), help="of one GPU for an hour: prints the cost of tokens")
-    for name in ("prompt", "response"):
-        added.add_argument(
-            f"--{name}-tokens", type=_above_0(float), help=f"mean length of a {name}; half of its bound when left out"
-        )
-    added.add_argument("--top", type=_above_0(int), default=3, help="how many runs to print (default 3)")
-    added.add_argument("--json", action="store_true", help="print JSON")
-    added.add_argument("--calibrate", action="store_true", help="measure this machine and keep the rates, in two minutes")
-    added.add_argument("--seconds", type=_above_0(float), default=120.0, help="most time of --calibrate (default 120)")
-    added.add_argument("--calibration", type=Path, metavar="FILE", help="rates to read, or to write with --calibrate")
+    flags.plan(added)
     configured(added)
     added = command(
         "convert", _convert, "write another system's script, YAML or arguments as our YAML, with what became of each key"
@@ -116,10 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("out", type=Path)
     added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
     added.add_argument("--to", choices=["huggingface", "megatron"], default="huggingface", help="form (default huggingface)")
-    added.add_argument("--shard-gb", type=_above_0(float), default=5.0, help="largest safetensors file (default 5)")
-    added = command("report", _report, "write RUN/report.html: curves, stage times, samples")
-    added.add_argument("run", type=Path)
-    added.add_argument("--plot", metavar="METRIC", help="also draw this metric in the terminal")
+    added.add_argument("--shard-gb", type=flags.above_0(float), default=5.0, help="largest safetensors file (default 5)")
+    flags.report(
+        command("report", _report, "write RUN/report.html, or serve it: curves, stage times, samples of one run or several")
+    )
+    flags.watch(command("watch", _watch, "show runs in the terminal as they go on: curves, stage times, samples"))
+    flags.track(command("track", _track, "send a run that has ended to trackers, as far as they have not got it"))
     added = command("data", _data, "write a data set as train and test parquet")
     added.add_argument("name", choices=["gsm8k", "math", "deepscaler", "arithmetic"])
     added.add_argument("--source", type=Path, nargs="*", default=[], help="local files instead of the hub")
@@ -131,29 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("kind", choices=["char", "bpe"])
     added.add_argument("--data", nargs="+", required=True, help="parquet or jsonl files with prompt and response")
     added.add_argument("--out", type=Path, required=True)
-    added.add_argument("--vocabulary", type=_above_0(int), default=1024, help="size of a bpe vocabulary")
+    added.add_argument("--vocabulary", type=flags.above_0(int), default=1024, help="size of a bpe vocabulary")
     added = command("init-model", _init_model, "make a small model with random weights, in a Hugging Face directory")
     added.add_argument("family", choices=["llama", "mistral", "qwen2", "qwen3"])
     added.add_argument("--tokenizer", required=True, help="directory whose tokenizer it takes over")
     added.add_argument("--out", type=Path, required=True)
     for name, default in [("hidden", 64), ("layers", 4), ("heads", 4), ("kv-heads", 2), ("ffn", 192), ("positions", 512)]:
-        added.add_argument(f"--{name}", type=_above_0(int), default=default)
+        added.add_argument(f"--{name}", type=flags.above_0(int), default=default)
     added.add_argument("--untied", action="store_true", help="give the output layer its own weight")
     added.add_argument("--seed", type=int, default=0)
     return parser
-
-
-def _above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A number of the command line; argparse says of any other text that it is none."""
-
-    def read(text: str) -> float:
-        number = kind(text)
-        if not 0 < number < 2**31:
-            raise ValueError
-        return number
-
-    read.__name__ = f"{kind.__name__} above 0"
-    return read
 
 
 _OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0}
@@ -234,18 +208,10 @@ def _train(options: argparse.Namespace) -> int:
         return 2
     # Every rank under a launcher writes the same text: the file is there for the one that reads it.
     if options.system is not None:
-        _write_whole(Path(words[0]), writer.write(_translate(options), options.system))
+        write_whole(Path(words[0]), writer.write(_translate(options), options.system))
     elif options.config is None:
-        _write_whole(Path(words[0]), dump_yaml(config))
+        write_whole(Path(words[0]), dump_yaml(config))
     return start(["train", *words], config)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file of which no reader sees a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
 
 
 def _show_check(config: object, quiet: bool = False) -> bool:
@@ -351,11 +317,30 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fivefold.observability.report import plot, write_report
+    from fivefold.observability.curve import plot
+    from fivefold.observability.report import write_report
+    from fivefold.observability.serve import serve
 
-    print(f"report: {write_report(options.run)}")
     if options.plot:
-        print(plot(options.run, options.plot))
+        print(plot(options.runs[0], options.plot))
+    if options.serve:
+        serve(options.runs, options.host, options.port, lambda text: print(text, flush=True))
+    else:
+        print(f"report: {write_report(options.runs)}")
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from fivefold.observability.watch import watch
+
+    watch(options.runs, once=options.once, seconds=options.every)
+    return 0
+
+
+def _track(options: argparse.Namespace) -> int:
+    from fivefold.observability.trackers.trackers import send_again
+
+    send_again(options.run, options.to, options.wait, print)
     return 0
 
 

@@ -1,8 +1,11 @@
-"""Files that people and other programs wrote: path -> text, JSON, lines; a ValueError names the file that cannot be read."""
+"""Files that people and other programs wrote: path -> text, JSON, lines; a ValueError names the file that cannot be read.
+
+And one way to write a file that others may be reading."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,14 @@ def read_json_lines(path: Path, growing: bool = False) -> Iterator[tuple[int, di
                 yield number, row
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which no reader sees a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def _decode(content: bytes, where: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -91,7 +92,7 @@ def test_every_key_of_the_source_has_one_outcome():
     words = [
         *VERL,
         "trainer.balance_batch=True",
-        "trainer.logger=['console','wandb']",
+        "trainer.logger=['console','wandb','clearml']",
         "actor_rollout_ref.model.lora_rank=32",
         "data.shufle=False",
     ]
@@ -102,7 +103,7 @@ def test_every_key_of_the_source_has_one_outcome():
     logger, adapters, typo = (
         outcome(found, key) for key in ("trainer.logger", "actor_rollout_ref.model.lora_rank", "data.shufle")
     )
-    assert (logger.kind, logger.is_refused) == ("unsupported", False) and "wandb" in logger.reason
+    assert (logger.kind, logger.is_refused) == ("unsupported", False) and logger.reason.startswith("clearml: ")
     assert (adapters.kind, adapters.is_refused) == ("unsupported", True)
     assert (typo.kind, typo.reason) == ("unknown", "no key of verl that is known here: did you mean data.shuffle?")
     assert len(found.refusals) == 2
@@ -114,13 +115,42 @@ def test_what_is_switched_off_is_not_refused():
 
 
 def test_each_line_names_the_key_that_it_comes_from():
-    text = writer.write(translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=wandb"), "verl")
+    text = writer.write(translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=clearml"), "verl")
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["save_every"].endswith("# trainer.save_freq") and lines["group_size"].endswith("# verl's default")
-    assert "#    1 not supported\n#        trainer.logger = wandb: wandb: metrics" in text
+    assert "#    1 not supported\n#        trainer.logger = clearml: clearml: metrics" in text
     tree = read_mapping(text, "what was written")
-    assert tree == translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=wandb").tree
+    assert tree == translated("verl", *VERL, "trainer.save_freq=7", "trainer.logger=clearml").tree
     assert make_config(tree).trainer.save_every == 7
+
+
+def test_trackers_project_and_name_are_those_that_the_other_system_would_have():
+    """Only where the run asks for them: a default asks nobody for an account, and no key is written down."""
+    named = ["trainer.project_name=sums", "trainer.experiment_name=first"]
+    tree = translated("verl", *VERL, "trainer.logger=['console','wandb','swanlab']", *named).tree
+    assert tree["trainer"]["loggers"] == ["console", "wandb", "swanlab"]
+    assert tree["tracking"] == {"project": "sums", "name": "first"}
+    for words in ([], ["trainer.logger=['console','tensorboard']"]):
+        tree = translated("verl", *VERL, *words, *named).tree
+        assert set(tree["trainer"]["loggers"]) <= {"console", "tensorboard"} and "tracking" not in tree
+    words = ["trainer.logger=wandb", "trainer.project_name=sums", "trainer.run_name=first", "trainer.tags=[a,b]"]
+    tree = translated("skyrl", *words).tree
+    assert tree["trainer"]["loggers"] == ["wandb"]
+    assert tree["tracking"] == {"project": "sums", "name": "first", "tags": ["a", "b"]}
+    kwargs = {"project": "sums", "tags": ["a"], "api_key": "0123456789abcdef", "log_dir": "/x"}
+    found = translated("roll", tree=json.dumps({"track_with": "wandb", "exp_name": "first", "tracker_kwargs": kwargs}))
+    assert found.tree["tracking"] == {"project": "sums", "name": "first", "tags": ["a"]}
+    assert "0123456789abcdef" not in writer.write(found, "roll") + str(writer.notes(found))
+    monitor = {"project": "sums", "name": "first", "group": "g", "monitor": {"monitor_type": "mlflow"}}
+    tree = translated("trinity", tree=json.dumps(monitor)).tree
+    assert tree["trainer"]["loggers"] == ["console", "mlflow"]
+    assert tree["tracking"] == {"project": "sums", "name": "first", "group": "g"}
+    experiment = {"experiment_name": "sums", "trial_name": "first"}
+    tree = translated("areal", tree=json.dumps(experiment | {"stats_logger": {"wandb": {"mode": "offline"}}})).tree
+    assert tree["trainer"]["loggers"] == ["console", "wandb"]
+    assert tree["tracking"] == {"project": "sums", "name": "first", "offline": True}
+    tree = translated("areal", tree=json.dumps(experiment | {"stats_logger": {"wandb": {"mode": "disabled"}}})).tree
+    assert tree["trainer"]["loggers"] == ["console"] and "tracking" not in tree
 
 
 def test_interpolations_are_resolved_as_omegaconf_documents_them():

@@ -138,13 +138,15 @@ def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
         "data.train_files=d.parquet",
         "actor_rollout_ref.model.path=m",
         "trainer.default_local_dir=r",
-        "trainer.logger=[console,wandb]",
+        "trainer.logger=[console,clearml]",
     ]
     assert fivefold("convert", *words).returncode == 0
     refused = fivefold("convert", *words, "actor_rollout_ref.model.lora_rank=8")
     assert refused.returncode == 0 and "refused  actor_rollout_ref.model.lora_rank=8: low-rank adapters" in refused.stderr
     done = fivefold("convert", "--strict", *words)
-    assert done.returncode == 2 and "trainer.logger = [console,wandb]: wandb: metrics are in metrics.jsonl" in done.stdout
+    assert (
+        done.returncode == 2 and "trainer.logger = [console,clearml]: clearml: metrics are in metrics.jsonl" in done.stdout
+    )
 
 
 def test_from_names_a_system(root):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.data.prepare import prepare
 from fivefold.data.rows import read_rows
-from fivefold.observability.report import plot, read_metrics, write_report
+from fivefold.observability.curve import plot, read_metrics
+from fivefold.observability.report import write_report
 from fivefold.observability.run_logger import append_json
 
 BREAKS = "a\u2028b\u2029c\u0085d\re\vf\fg\x1ch"
@@ -22,6 +25,14 @@ def sample(step: int, **changes: object) -> dict[str, object]:
             "response_tokens": 5, **changes}  # fmt: skip
 
 
+def shown(page: str) -> dict[str, Any]:
+    """What the script of a page with one run is given."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    (run,) = json.loads(found[1])["runs"]
+    return dict(run)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for step in (1, 2, 3):
@@ -31,8 +42,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_response_of_line_breaks_is_reported_whole_and_survives_a_resume(run):
-    page = write_report(run).read_text(encoding="utf-8")
-    assert page.count("\u2028b\u2029c\u0085d") == 3
+    page = write_report([run]).read_text(encoding="utf-8")
+    assert [row["response"] for row in shown(page)["samples"]] == [BREAKS] * 3
     Checkpoints(run, keep=1).set_aside(2)
     rows = [json.loads(line) for line in (run / "samples.jsonl").read_bytes().split(b"\n")[:-1]]
     assert [row["step"] for row in rows] == [1, 2] and rows[0]["response"] == BREAKS
@@ -55,7 +66,7 @@ def test_a_report_of_a_run_that_is_writing_leaves_its_unfinished_line_out_and_ch
             file.write(line)
     before = {path: path.read_bytes() for path in run.iterdir()}
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
-    write_report(run)
+    write_report([run])
     plot(run, "reward/mean")
     assert {path: path.read_bytes() for path in before} == before
     assert {path.name for path in run.iterdir()} == {"metrics.jsonl", "samples.jsonl", "report.html"}
@@ -64,15 +75,16 @@ def test_a_report_of_a_run_that_is_writing_leaves_its_unfinished_line_out_and_ch
 def test_values_that_are_null_are_left_out_of_a_report(run):
     append_json(run / "metrics.jsonl", {"step": 4, "reward/mean": float("nan"), "policy/loss": None, "wall": None})
     append_json(run / "samples.jsonl", sample(4, reward=None, ground_truth=None, response=None))
-    page = write_report(run).read_text(encoding="utf-8")
-    assert 'class="n bad">–</td>' in page and "3 steps" not in page and "4 steps" in page
+    page = write_report([run]).read_text(encoding="utf-8")
+    assert shown(page)["samples"][-1]["reward"] is None and shown(page)["step"] == 4
+    assert shown(page)["rows"][-1] == {"step": 4, "reward/mean": None, "policy/loss": None, "wall": None}
 
 
 def test_a_damaged_line_within_a_file_is_named(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4,\n{"step": 5}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 4 is not JSON"):
-        write_report(run)
+        write_report([run])
 
 
 def test_a_report_shows_what_the_trainer_did_above_what_the_engine_had(run):
@@ -82,6 +94,6 @@ def test_a_report_shows_what_the_trainer_did_above_what_the_engine_had(run):
         spans = [{"name": name, "start": start + at, "seconds": 2.0} for at, name in enumerate(("rollout", "train", "step"))]
         curves = {"requests in flight": [[start, 7], [start + 2, 3]]}
         append_json(run / "trace/stages.jsonl", {"step": step, "spans": spans, "curves": curves})
-    page = write_report(run).read_text(encoding="utf-8")
-    assert "Stages of steps 2 to 3; in flight at most 7 requests" in page
-    assert page.count("<title>train 2 s</title>") == 2 and page.count("<polygon") == 1
+    lanes = shown(write_report([run]).read_text(encoding="utf-8"))["timeline"]
+    assert "Stages of steps 2 to 3; in flight at most 7 requests" in lanes
+    assert lanes.count("<title>train 2 s</title>") == 2 and lanes.count("<polygon") == 1

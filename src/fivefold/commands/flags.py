@@ -1,8 +1,9 @@
-"""The arguments of subcommands whose bodies are here: what the parser needs of them, without their imports."""
+"""The arguments of subcommands: what the parser needs of them, without their imports."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 ENGINES = ("transformers", "vllm", "sglang")
@@ -34,3 +35,70 @@ def doctor(parser: argparse.ArgumentParser) -> None:
 
 def completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
+
+
+def plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="directory with its config.json, or hub id; model.path of the run when left out")
+    parser.add_argument("--gpus", type=above_0(int), help="how many GPUs")
+    parser.add_argument("--gpu", help="their name; that of this machine when left out")
+    parser.add_argument("--node-gpus", type=above_0(int), default=8, help="GPUs of a node (default 8)")
+    parser.add_argument(
+        "--network", type=above_0(float), default=None, metavar="GB/S", help="of each GPU to other nodes (default 50)"
+    )
+    parser.add_argument("--price", type=above_0(float), help="of one GPU for an hour: prints the cost of tokens")
+    for name in ("prompt", "response"):
+        parser.add_argument(
+            f"--{name}-tokens", type=above_0(float), help=f"mean length of a {name}; half of its bound when left out"
+        )
+    parser.add_argument("--top", type=above_0(int), default=3, help="how many runs to print (default 3)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine and keep the rates, in two minutes")
+    parser.add_argument("--seconds", type=above_0(float), default=120.0, help="most time of --calibrate (default 120)")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="rates to read, or to write with --calibrate")
+
+
+def report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--plot", metavar="METRIC", help="also draw this metric of the first run in the terminal")
+    parser.add_argument("--serve", action="store_true", help="show the runs in a browser, as they go on, until Ctrl-C")
+    parser.add_argument("--port", type=port, default=8265, help="of --serve (default 8265); 0 takes a free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address for --serve; any but the default lets other machines read the runs"
+    )
+
+
+def watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument(
+        "--once", action="store_true", help="print what there is now and end; so where stdout is no terminal"
+    )
+    parser.add_argument("--every", type=above_0(float), default=2.0, help="seconds between two looks (default 2)")
+
+
+def track(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", nargs="+", metavar="TRACKER", help="those of trainer.loggers when left out")
+    parser.add_argument("--wait", type=above_0(float), default=600.0, help="seconds that it may take (default 600)")
+
+
+def above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A number of the command line; argparse says of any other text that it is none."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < 2**31:
+            raise ValueError
+        return number
+
+    read.__name__ = f"{kind.__name__} above 0"
+    return read
+
+
+def port(text: str) -> int:
+    """A port of the command line."""
+    if not 0 <= int(text) < 65536:
+        raise ValueError
+    return int(text)
+
+
+port.__name__ = "port from 0 to 65535"

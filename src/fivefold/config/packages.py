@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 TRANSFORMER_IMPL = {"torch": (), "auto": (), "transformer_engine": ("transformer_engine",)}
 LAUNCHERS = {"auto": (), "local": (), "ray": ("ray",)}
+TRACKERS = {name: (name,) for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")}
 BRIDGES = {"native": (), "mbridge": ("mbridge",), "megatron-bridge": ("megatron.bridge", "transformer_engine", "modelopt")}
 
 
@@ -27,6 +28,10 @@ EXTRAS = (
     Extra("ray", "ray", "launch.backend: ray"),
     Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge"),
     Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME"),
+    Extra("wandb", "wandb", "trainer.loggers: [wandb]"),
+    Extra("mlflow", "mlflow-skinny", "trainer.loggers: [mlflow]"),
+    Extra("swanlab", "swanlab", "trainer.loggers: [swanlab]"),
+    Extra("trackio", "trackio", "trainer.loggers: [trackio]"),
 )
 """Those of pyproject.toml that users install; `fivefold doctor` says which are missing."""
 

@@ -510,14 +510,34 @@ class TrainerConfig:
     """End the run when an evaluation finds every one of these metrics at or above its value."""
     logged_samples_per_step: Annotated[int, at_least(0), HARMLESS] = 4
     """Samples written to samples.jsonl each step."""
-    loggers: Annotated[list[Literal["console", "tensorboard"]], HARMLESS] = field(
+    loggers: Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]], HARMLESS] = field(
         default_factory=lambda: ["console", "tensorboard"]
     )
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl: the terminal, and trackers (`tracking`)."""
     profile: Annotated[ProfileConfig, HARMLESS] = field(default_factory=ProfileConfig)
     guard: Annotated[GuardConfig, HARMLESS] = field(default_factory=GuardConfig)
     deterministic: Annotated[bool, HARMLESS] = False
     """Two runs give the same bits: deterministic kernels only, at some cost of speed."""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """What the trackers in `trainer.loggers` are told. Keys and addresses stand in the libraries' own variables."""
+
+    project: str = "fivefold"
+    """Project of W&B, SwanLab and Trackio, experiment of MLflow."""
+    name: str | None = None
+    """Name of the run; that of its directory when left out."""
+    group: str | None = None
+    """Runs of a group are shown together."""
+    tags: list[str] = field(default_factory=list)
+    """Words by which runs are found."""
+    offline: bool = False
+    """W&B and SwanLab write files, which their own `sync` sends later."""
+    samples_every: Annotated[int, at_least(0)] = 10
+    """Steps between tables of samples; those of an evaluation are always sent. 0: none at all."""
+    wait_seconds: Annotated[float, within("[0, 3600]")] = 30.0
+    """Longest wait at the end of the run for what trackers have not got yet."""
 
 
 @dataclass(frozen=True)
@@ -569,6 +589,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: Annotated[TrackingConfig, HARMLESS] = field(default_factory=TrackingConfig)
     launch: Annotated[LaunchConfig, HARMLESS] = field(default_factory=LaunchConfig)
 
     @classmethod

@@ -1,18 +1,22 @@
-"""Stages, metrics and samples of a run -> console, metrics.jsonl, samples.jsonl, TensorBoard, trace."""
+"""Stages, metrics and samples of a run -> console, metrics.jsonl, samples.jsonl, trace, trackers."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fivefold.types import Group
+from fivefold.files import write_whole
+from fivefold.observability.trackers.trackers import Trackers
+
+if TYPE_CHECKING:
+    from fivefold.types import Group
 
 LINE = {
     "reward/mean": "reward",
@@ -35,15 +39,24 @@ class RunLogger:
     """Rank 0 writes and speaks; on the other ranks it only keeps time."""
 
     def __init__(
-        self, run_dir: Path, loggers: list[str], is_main: bool, steps: int, settle: Callable[[], None] = lambda: None
+        self,
+        run_dir: Path,
+        loggers: list[str],
+        is_main: bool,
+        steps: int,
+        settle: Callable[[], None] = lambda: None,
+        tracker_seconds: float = 30.0,
     ) -> None:
-        """`settle` waits until the device has done what it was given: no stage pays for another."""
+        """`settle` waits until the device has done what it was given: no stage pays for another. The run's end waits for
+        trackers no longer than `tracker_seconds`."""
         self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._console = Console(quiet=not (is_main and "console" in loggers), highlight=False)
-        self._board: Any = None
-        self._has_board = is_main and "tensorboard" in loggers
+        self._tracker_names = [name for name in loggers if name != "console"]
+        self._trackers: Trackers | None = None
+        self._tracker_seconds, self._has_begun = tracker_seconds, False
+        self._steps, self._state = steps, "running"
         self._progress: Progress | None = None
         self._start = time.time()
         self._spans: list[dict[str, Any]] = []
@@ -61,6 +74,19 @@ class RunLogger:
             self._steps_task = self._progress.add_task("step", total=steps)
             self._stage_task = self._progress.add_task("", total=None)
             self._progress.start()
+
+    def begin(self) -> None:
+        """The files of the run hold what it goes on from, and nothing of later steps: from here on trackers follow it."""
+        if not self._main:
+            return
+        self._has_begun = True
+        self._write_status()
+        if self._tracker_names:
+            self._trackers = Trackers(self._run_dir, self._tracker_names, self._tracker_seconds, self.log)
+
+    def _write_status(self) -> None:
+        """For whoever watches the run."""
+        write_whole(self._run_dir / "status.json", json.dumps({"state": self._state, "steps": self._steps}) + "\n")
 
     def log(self, text: str) -> None:
         """A line for the user."""
@@ -120,8 +146,6 @@ class RunLogger:
         if self._main:
             append_json(self._run_dir / "metrics.jsonl", {**metrics, "step": step, "wall": time.time()})
             append_json(self._run_dir / "trace" / "stages.jsonl", {"step": step, "spans": spans, "curves": curves})
-            if self._has_board:
-                self._show_on_board(step, metrics)
             shown = [f"{label} {metrics[name]:.4g}" for name, label in LINE.items() if name in metrics]
             shown += [
                 f"{name} {metrics[name]:.3g}"
@@ -133,27 +157,27 @@ class RunLogger:
                 self._progress.update(self._steps_task, completed=step)
         return metrics
 
-    def _show_on_board(self, step: int, metrics: dict[str, float]) -> None:
-        if self._board is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # What a run before has written of this step and of later ones is hidden.
-            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=step)
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
-
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Append to samples.jsonl."""
         if self._main:
             for row in rows:
                 append_json(self._run_dir / "samples.jsonl", row)
 
+    def end(self, state: Literal["finished", "ended"], steps: int) -> None:
+        """How the run ended, and how many steps it had."""
+        self._state, self._steps = state, steps
+
     def close(self) -> None:
+        """End the displays and the trackers; a run that said nothing of its end has failed."""
         if self._progress is not None:
             self._progress.stop()
-        if self._board is not None:
-            self._board.close()
+        if self._has_begun:
+            self._state = "failed" if self._state == "running" else self._state
+            # Why the run ends is said already, where it is that the disk is full.
+            with suppress(OSError):
+                self._write_status()
+        if self._trackers is not None:
+            self._trackers.close(is_finished=self._state == "finished")
 
 
 def sample_rows(step: int, groups: list[Group], count: int, kind: str) -> list[dict[str, Any]]:

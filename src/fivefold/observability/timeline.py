@@ -12,7 +12,27 @@ WAITS = "rollout"
 """The stage in which the trainer waits for the engine."""
 
 
-def timeline(rows: Sequence[dict[str, Any]], colors: Sequence[str]) -> str:
+COLORS = {
+    "rollout": "#2563eb",
+    "train": "#7c3aed",
+    "reward": "#059669",
+    "logprobs": "#d97706",
+    "critic": "#be185d",
+    "pack": "#0891b2",
+    "weight_sync": "#dc2626",
+    "eval": "#65a30d",
+    "save": "#854d0e",
+    "verify": "#64748b",
+    "load": "#a16207",
+}
+
+
+def stage_color(name: str) -> str:
+    """The same wherever a stage is shown."""
+    return COLORS.get(name, "#94a3b8")
+
+
+def timeline(rows: Sequence[dict[str, Any]]) -> str:
     """SVG and legend; empty where nothing was recorded. The first rank's stages, and its requests."""
     rows = _last_steps(rows)
     spans = [span for row in rows for span in row["spans"]]
@@ -23,7 +43,6 @@ def timeline(rows: Sequence[dict[str, Any]], colors: Sequence[str]) -> str:
     # What is too short to be seen needs no colour.
     spans = [span for span in spans if span["name"] == "step" or span["seconds"] > (end - begin) / WIDTH]
     stages = sorted({span["name"] for span in spans if span["name"] != "step"})
-    color = {name: colors[place % len(colors)] for place, name in enumerate(stages)}
 
     def x(moment: float) -> float:
         return LEFT + (min(max(moment, begin), end) - begin) / max(end - begin, 1e-9) * (WIDTH - LEFT - 10)
@@ -34,9 +53,10 @@ def timeline(rows: Sequence[dict[str, Any]], colors: Sequence[str]) -> str:
         if span["name"] == "step":
             parts.append(f'<line class="grid" x1="{left:.1f}" x2="{left:.1f}" y1="0" y2="{LANE + GAP + LOAD}"/>')
         else:
+            title = f"{html.escape(span['name'])} {span['seconds']:.3g} s"
             parts.append(
                 f'<rect x="{left:.1f}" y="2" width="{max(right - left, 0.5):.1f}" height="{LANE - 4}" '
-                f'fill="{color[span["name"]]}"><title>{html.escape(span["name"])} {span["seconds"]:.3g} s</title></rect>'
+                f'fill="{stage_color(span["name"])}"><title>{title}</title></rect>'
             )
     curve = [point for row in rows for point in row.get("curves", {}).get("requests in flight", [])]
     height = LANE
@@ -45,11 +65,12 @@ def timeline(rows: Sequence[dict[str, Any]], colors: Sequence[str]) -> str:
         parts.append(_label("in flight", LANE + GAP + LOAD / 2))
         parts.append(_area([(x(moment), count) for moment, count in curve], x(end), height))
     ticks = [begin + (end - begin) * share / 6 for share in range(7)]
-    parts += [
-        f'<text x="{x(tick):.1f}" y="{height + 16}" text-anchor="middle">{tick - begin:.3g} s</text>' for tick in ticks
-    ]
-    legend = " &nbsp; ".join(
-        f'<span style="color:{color[name]}">■</span> {html.escape(name)}{" (waits for the engine)" * (name == WAITS)}'
+    for tick in ticks:
+        anchor = "end" if tick == ticks[-1] else "middle"
+        parts.append(f'<text x="{x(tick):.1f}" y="{height + 16}" text-anchor="{anchor}">{tick - begin:.3g} s</text>')
+    legend = "".join(
+        f'<span><i class="key" style="border-color:{stage_color(name)};border-top-width:8px"></i> '
+        f"{html.escape(name)}{' (waits for the engine)' * (name == WAITS)}</span>"
         for name in stages
     )
     steps = f"steps {rows[0]['step']} to {rows[-1]['step']}" if len(rows) > 1 else f"step {rows[0]['step']}"

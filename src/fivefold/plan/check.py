@@ -9,7 +9,7 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.config.methods import COLUMNS
-from fivefold.config.packages import BRIDGES, LAUNCHERS, TRANSFORMER_IMPL, missing_packages
+from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages
 from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
@@ -20,6 +20,7 @@ from fivefold.config.schema import (
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
+    TrackingConfig,
 )
 from fivefold.config.validate import validate
 from fivefold.errors import shown
@@ -72,6 +73,7 @@ def check(config: RunConfig) -> Findings:
     check_rewards(findings.at("reward"), config.reward)
     tokenizer = check_tokenizer(findings, config, policy)
     check_data(findings, config, tokenizer, None if policy is None else policy.vocab)
+    _check_trackers(findings, config)
     _check_launch(findings.at("launch"), config)
     _check_devices(findings, config)
     if config.may_generate:
@@ -274,6 +276,19 @@ def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
         f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer steps each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
+
+
+def _check_trackers(findings: Findings, config: RunConfig) -> None:
+    trackers = [name for name in config.trainer.loggers if name in TRACKERS]
+    for name in trackers:
+        if missing := missing_packages(TRACKERS[name]):
+            findings.error(
+                "trainer.loggers", f": {name} is not installed here: pip install {' '.join(missing)}, or leave {name} out"
+            )
+    if not trackers and config.tracking != TrackingConfig():
+        findings.ignore("tracking", "trainer.loggers names no tracker")
+    elif config.tracking.offline and not {"wandb", "swanlab"} & set(trackers):
+        findings.ignore("tracking.offline", "of these trackers none is asked for: wandb, swanlab")
 
 
 def _check_launch(findings: Findings, config: RunConfig) -> None:

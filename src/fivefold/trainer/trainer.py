@@ -110,6 +110,7 @@ class Trainer:
                 yield self.step
             self._finish_step()
         self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
+        self.logger.end("finished", self.total_steps)
 
     def record(
         self, groups: list[Group], stats: RolloutStats, policy_reports: list[StepReport], critic_reports: list[StepReport]
@@ -135,6 +136,7 @@ class Trainer:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
             (self.run_dir / "run.yaml").write_text(self.resolved_config)
+        self.logger.begin()
 
     # --- after a step ------------------------------------------------------------------------------------------------
 
@@ -206,6 +208,7 @@ class Trainer:
         if self._record is not None:
             # All that the step was to learn is learned.
             self._count_step(self._record)
+        self.logger.end("ended", self.total_steps)
         asked = f"asked to end by {signal.Signals(number).name}"
         rollouts, groups = self.rollouts.state_dict(), self._groups()
         if self._before is not None:

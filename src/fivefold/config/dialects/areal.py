@@ -728,7 +728,11 @@ SECTIONS = (
         lacks("train_dataset.split", "another part of a data set of the hub", ["train"]),
         lacks("train_dataset.dataset_kwargs train_dataset.dataset_kwargs.**", "arguments of a data set's code"),
         used("seed", "trainer.seed"),
-        used("experiment_name trial_name cluster.fileroot", "trainer.run_dir"),
+        used("experiment_name trial_name cluster.fileroot", "trainer.run_dir tracking.project tracking.name"),
+        used("stats_logger.wandb.mode stats_logger.swanlab.mode", "trainer.loggers tracking.offline"),
+        used("stats_logger.tensorboard.path", "trainer.loggers"),
+        used("stats_logger.*.project stats_logger.*.name stats_logger.wandb.group stats_logger.wandb.tags", "tracking"),
+        fixed("stats_logger.*.api_key", "the tracker's own variable has the key: none stands in our files"),
         used("saver.freq_steps", "trainer.save_every"),
         used("evaluator.freq_steps", "trainer.eval_every"),
         used("evaluator.eval_before_train", "trainer.eval_before_train"),
@@ -757,7 +761,27 @@ SECTIONS = (
     ),
 )
 
-DERIVED = (ahead, layout, engine, model, data, advantage, loss, kl, correction, optimizer, critic, sampling, run)
+
+def tracked(source: Source) -> dict[str, Any]:
+    """A tracker is off unless its mode says otherwise; project and name are those of the experiment where it has none."""
+    at = "stats_logger."
+    modes = {name: source.text(f"{at}{name}.mode") or "disabled" for name in ("wandb", "swanlab")}
+    asked = [name for name, mode in modes.items() if mode in ("online", "offline", "cloud", "local", "shared")]
+    board = ["tensorboard"] if source.text(at + "tensorboard.path") else []
+    if not asked:
+        return {"trainer.loggers": ["console", *board]}
+    own = source.under(f"{at}{asked[0]}.")
+    return {
+        "trainer.loggers": ["console", *board, *asked],
+        "tracking.project": own.text("project") or source.text("experiment_name"),
+        "tracking.name": own.text("name") or source.text("trial_name"),
+        "tracking.group": own.text("group"),
+        "tracking.tags": own.texts("tags") or None,
+        "tracking.offline": all(modes[name] in ("offline", "local") for name in asked) or None,
+    }
+
+
+DERIVED = (ahead, layout, engine, model, data, advantage, loss, kl, correction, optimizer, critic, sampling, run, tracked)
 
 TABLE = Table(
     "AReaL",

@@ -531,8 +531,11 @@ SECTIONS = (
         used("resume_from_checkpoint", "trainer.resume"),
         used("max_ckpt_to_keep", "trainer.keep", "0 keeps all."),
         to("track_with", "trainer.loggers", shared.loggers),
+        used("exp_name", "tracking.name"),
+        used("tracker_kwargs.project tracker_kwargs.tags tracker_kwargs.group", "tracking"),
+        fixed("tracker_kwargs.api_key", "the tracker's own variable has the key: none stands in our files"),
         fixed(
-            "tracker_kwargs.** exp_name logging_dir logging_steps checkpoint_config.** hydra.** "
+            "tracker_kwargs.** logging_dir logging_steps checkpoint_config.** hydra.** "
             "system_envs.** rpc_* profiler_* defaults --config-name --config-path",
             SHOWN,
         ),
@@ -806,7 +809,11 @@ SECTIONS = (
     ),
 )
 
-DERIVED = (ahead, model, method, loss, batch, lengths, layout, megatron, optimizer, critic, engine, rewards, run)
+tracked = shared.tracked(
+    "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
+)
+
+DERIVED = (ahead, model, method, loss, batch, lengths, layout, megatron, optimizer, critic, engine, rewards, run, tracked)
 
 TABLE = Table(
     "ROLL",

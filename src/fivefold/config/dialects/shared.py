@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config.dialects.source import Source, UnreadableError
-from fivefold.config.dialects.table import Convert
+from fivefold.config.dialects.table import Convert, Derived
 from fivefold.config.mcore_options import PIPELINE, is_option, refusal
+from fivefold.config.packages import TRACKERS
 from fivefold.config.schema import EngineConfig
 from fivefold.layout import ParallelLayout
 
@@ -48,6 +49,8 @@ PPO: dict[str, Any] = {"name": "ppo", "advantage": "reward", "credit": "gae", "w
 RLOO: dict[str, Any] = {"name": "rloo", "advantage": "leave_one_out", "normalize": "none"}
 REINFORCE_PLUS_PLUS: dict[str, Any] = {**PPO, "name": "reinforce_plus_plus", "credit": "discounted"}
 """Methods and their choices, as most systems have them."""
+WITHOUT_ACCOUNT = ("console", "tensorboard")
+"""Loggers that write here and ask nobody."""
 SHOWN = "changes what is shown, not what is learned"
 KERNELS = "other kernels of the same formula: numbers agree up to rounding"
 SPREAD = "how state is spread over GPUs: the numbers are the same"
@@ -110,14 +113,31 @@ def choice(names: Mapping[str, Any], what: str) -> Convert:
 
 
 def loggers(source: Source, key: str) -> list[str]:
-    """Those of console and tensorboard; metrics.jsonl is always written."""
+    """The terminal and trackers that are known here; metrics.jsonl is always written."""
     found = source.texts(key)
-    known: list[str] = [name for name in ("console", "tensorboard") if name in found]
+    known: list[str] = [name for name in ("console", *TRACKERS) if name in found]
     if others := [name for name in found if name not in known]:
         source.lacks(
             key, f"{', '.join(others)}: metrics are in metrics.jsonl, from where any tool reads them", changes_result=False
         )
-    return known
+    if not source.has(key):
+        # A default asks nobody for a package and an account.
+        known = [name for name in known if name in WITHOUT_ACCOUNT]
+    return known or ["console"]
+
+
+def tracked(logger: str, project: str, name: str, group: str = "", tags: str = "") -> Derived:
+    """A table's function for what its trackers are told, where `logger` names one that asks: ours from these keys."""
+
+    def read(source: Source) -> dict[str, Any]:
+        if not source.has(logger) or not set(source.texts(logger)) & set(TRACKERS).difference(WITHOUT_ACCOUNT):
+            return {}
+        found = {ours: source.text(key) for ours, key in (("project", project), ("name", name), ("group", group)) if key}
+        return {f"tracking.{ours}": text for ours, text in found.items() if text} | (
+            {"tracking.tags": source.texts(tags)} if tags and source.texts(tags) else {}
+        )
+
+    return read
 
 
 def parallel_sizes(said: Source) -> dict[str, int]:

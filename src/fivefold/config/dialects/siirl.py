@@ -139,7 +139,7 @@ _OWN = Section.of(
     fixed("trainer.should_log trainer.should_save", "siiRL sets them itself"),
 )
 
-_REPLACED = {verl.layout: layout, verl.optimizer: optimizer, verl.batch: batch}
+_REPLACED: dict[Any, Any] = {verl.layout: layout, verl.optimizer: optimizer, verl.batch: batch}
 
 TABLE = Table(
     "siiRL",

@@ -876,12 +876,18 @@ SECTIONS = (
         fixed("trainer.eval_batch_size", "all prompts are evaluated"),
         used("trainer.resume_mode trainer.resume_path", "trainer.resume"),
         used("trainer.max_ckpts_to_keep", "trainer.keep"),
-        used("trainer.ckpt_path trainer.run_name", "trainer.run_dir"),
+        used("trainer.ckpt_path trainer.run_name", "trainer.run_dir tracking.name"),
+        used("trainer.project_name trainer.tags", "tracking.project tracking.tags"),
         to("trainer.seed", "trainer.seed", shared.whole),
-        to("trainer.logger", "trainer.loggers", shared.loggers, "metrics.jsonl is always written."),
+        to(
+            "trainer.logger",
+            "trainer.loggers",
+            shared.loggers,
+            "A tracker of the default has to be said.",
+        ),
         slower("trainer.hf_save_interval", "`fivefold export` writes a checkpoint in Hugging Face's form", [-1, 0]),
         fixed(
-            "trainer.export_path trainer.log_path trainer.project_name trainer.tags "
+            "trainer.export_path trainer.log_path "
             "trainer.enable_ray_gpu_monitor trainer.dump_* trainer.print_example_interval "
             "trainer.num_logger_* trainer.log_example_interval trainer.policy.record_memory "
             "trainer.policy.torch_profiler_config.*",
@@ -944,6 +950,7 @@ DERIVED = (
     evaluation,
     rewards,
     run,
+    shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 
 TABLE = Table(

@@ -597,11 +597,32 @@ def run(source: Source) -> dict[str, Any]:
         "trainer.steps": periods(source, steps) or None,
         "trainer.epochs": source.whole("buffer.total_epochs"),
         "eval.samples": 0,
-        "trainer.loggers": [name for name in ("tensorboard",) if source.text("monitor.monitor_type") == name] + ["console"],
+        "trainer.loggers": [
+            "console",
+            *(name for name in shared.loggers(source, "monitor.monitor_type") if name != "console"),
+        ],
     }
 
 
-DERIVED = (program, ahead, layout, offload, lengths, batch, algorithm, loss, kl, optimizer, critic, engine, data, run)
+tracked = shared.tracked("monitor.monitor_type", "project", "name", group="group")
+
+DERIVED = (
+    program,
+    ahead,
+    layout,
+    offload,
+    lengths,
+    batch,
+    algorithm,
+    loss,
+    kl,
+    optimizer,
+    critic,
+    engine,
+    data,
+    run,
+    tracked,
+)
 
 TABLE = Table(
     "Trinity-RFT",

@@ -23,14 +23,15 @@ SECTIONS = (
     Section.of(
         "Run",
         used("mode", "algorithm.name"),
-        used("project name checkpoint_root_dir", "trainer.run_dir"),
+        used("project name checkpoint_root_dir", "trainer.run_dir tracking.project tracking.name"),
+        used("group", "tracking.group"),
         used("continue_from_checkpoint", "trainer.resume"),
         fixed(
-            "group checkpoint_job_dir ray_namespace ignore_validator_suggestions log.** service.** "
+            "checkpoint_job_dir ray_namespace ignore_validator_suggestions log.** service.** "
             "monitor.monitor_args monitor.detailed_stats monitor.enable_ray_timeline monitor.cache_dir",
             SHOWN,
         ),
-        used("monitor.monitor_type", "trainer.loggers", "wandb and mlflow: metrics.jsonl has the same numbers."),
+        used("monitor.monitor_type", "trainer.loggers", "metrics.jsonl is always written."),
         used(
             "cluster.node_num cluster.gpu_per_node",
             "policy.backend",

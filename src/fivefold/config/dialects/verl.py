@@ -681,6 +681,8 @@ def profiler(source: Source) -> dict[str, Any]:
     return {}
 
 
+tracked = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
+
 DERIVED = (
     program,
     advantage,
@@ -707,6 +709,7 @@ DERIVED = (
     length_of_run,
     evaluation_interval,
     profiler,
+    tracked,
 )
 
 TABLE = Table(

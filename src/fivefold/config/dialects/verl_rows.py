@@ -587,9 +587,9 @@ SECTIONS = (
             "trainer.logger",
             "trainer.loggers",
             shared.loggers,
-            "metrics.jsonl is always written; what wandb and others would be sent is in it.",
+            "metrics.jsonl is always written; a tracker of the default has to be said.",
         ),
-        used("trainer.project_name trainer.experiment_name", "trainer.run_dir"),
+        used("trainer.project_name trainer.experiment_name", "trainer.run_dir tracking.project tracking.name"),
         to(
             "trainer.device",
             "trainer.device",

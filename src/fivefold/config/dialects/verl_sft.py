@@ -176,6 +176,8 @@ def run(source: Source) -> dict[str, Any]:
     return {"trainer.resume": resume, "trainer.keep": keep or EVERY_CHECKPOINT, "trainer.eval_before_train": False}
 
 
+tracked = shared.tracked("trainer.logger", "trainer.project_name", "trainer.experiment_name")
+
 TABLE = Table(
     "verl",
     (
@@ -297,7 +299,7 @@ TABLE = Table(
             used("trainer.resume_mode trainer.resume_from_path", "trainer.resume"),
             used("trainer.max_ckpt_to_keep", "trainer.keep"),
             to("trainer.default_local_dir", "trainer.run_dir", shared.path),
-            used("trainer.project_name trainer.experiment_name", "trainer.run_dir"),
+            used("trainer.project_name trainer.experiment_name", "trainer.run_dir tracking.project tracking.name"),
             to("trainer.logger", "trainer.loggers", shared.loggers),
             to("trainer.seed", "trainer.seed", shared.whole),
             to("trainer.device", "trainer.device", shared.choice({"cuda": "cuda", "npu": "auto", "cpu": "cpu"}, "a device")),
@@ -315,6 +317,6 @@ TABLE = Table(
             ),
         ),
     ),
-    (method, model, columns, lengths, layout, memory, micro_batch, optimizer, length_of_run, intervals, run),
+    (method, model, columns, lengths, layout, memory, micro_batch, optimizer, length_of_run, intervals, run, tracked),
     DEFAULTS,
 )

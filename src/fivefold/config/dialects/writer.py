@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,8 @@ import yaml
 from fivefold.config.dialects import Kind, Line, Outcome, Translation
 
 _WIDTH = 60
+_SECRET = re.compile(r"(api|access|secret|private)_?key$|token$|password$|secret$", re.IGNORECASE)
+"""How names of keys end whose values are secrets."""
 TITLES: dict[Kind, str] = {
     "translated": "translated",
     "fixed": "fixed here",
@@ -67,12 +70,15 @@ def _table(outcomes: list[Outcome], system: str) -> list[str]:
             continue
         lines.append(f"# {counts[kind]:4d} {title}")
         if kind != "translated":
-            lines += [
-                f"#        {each.key} = {each.value if isinstance(each.value, str) else _flow(each.value)}: {_marked(each)}"
-                for each in outcomes
-                if each.kind == kind
-            ]
+            lines += [f"#        {each.key} = {_shown(each)}: {_marked(each)}" for each in outcomes if each.kind == kind]
     return lines
+
+
+def _shown(each: Outcome) -> str:
+    """A value as it was written; what is written here lies in the run's directory, where a secret has no place."""
+    if _SECRET.search(each.key.rpartition(".")[2]) and isinstance(each.value, str):
+        return "***"
+    return each.value if isinstance(each.value, str) else _flow(each.value)
 
 
 def _marked(each: Outcome) -> str:

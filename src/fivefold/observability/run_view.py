@@ -1,0 +1,193 @@
+"""A run directory as it is now: metrics, samples, stages and state of a run that is going on or over. No torch here.
+
+For whoever shows runs (`report`, `watch`). What a run is in the middle of writing is left for the next look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold.observability.growing import GrowingRows
+
+_MOST_SAMPLES = 2000
+_MOST_STAGES = 32
+_SILENT = 120.0
+"""Seconds without a word after which a run of another machine is taken to be dead; more where steps are longer."""
+_LATEST = 20
+"""Steps from which the time of the next ones is taken."""
+
+
+class RunView:
+    """What stands in a run directory; `refresh` reads what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises ValueError where there is no such directory."""
+        if not run_dir.is_dir():
+            raise ValueError(f"{run_dir} must be the directory of a run: there is none")
+        self.run_dir = run_dir
+        self.rows: list[dict[str, Any]] = []
+        """Of metrics.jsonl, in the order in which they were written."""
+        self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self.stages: deque[dict[str, Any]] = deque(maxlen=_MOST_STAGES)
+        self.dropped = 0
+        """Samples before the first that is kept."""
+        self.generation = 0
+        """Another one where rows that were there are void: the run began again from an older step."""
+        self._files = [GrowingRows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")]
+        self._status: dict[str, Any] = {}
+        self.refresh()
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.resolve().name
+
+    def refresh(self) -> None:
+        """Read what is new. Damaged lines are passed over."""
+        metrics, samples, stages = self._files
+        rows, is_void = metrics.new()
+        drawn, are_void = samples.new()
+        times, were_void = stages.new()
+        if is_void or are_void:
+            # Samples and metrics are shown together: both are read again from their beginning.
+            self.rows, self.dropped = [], 0
+            self.samples.clear()
+            self.generation += 1
+            self._files[:2] = [GrowingRows(self.run_dir / name) for name in ("metrics.jsonl", "samples.jsonl")]
+            rows, drawn = self._files[0].new()[0], self._files[1].new()[0]
+        if were_void:
+            self.stages.clear()
+        self.rows += [_numbers(row) for row in rows]
+        self.dropped += max(0, len(self.samples) + len(drawn) - _MOST_SAMPLES)
+        self.samples.extend(drawn)
+        self.stages.extend(row for row in times if isinstance(row.get("spans"), list))
+        self._status = _read(self.run_dir / "status.json")
+
+    @property
+    def step(self) -> int:
+        """Steps finished."""
+        return max((row["step"] for row in self.rows), default=0)
+
+    @property
+    def config(self) -> str:
+        """run.yaml as it stands there."""
+        try:
+            return (self.run_dir / "run.yaml").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    @property
+    def total(self) -> int | None:
+        """Steps that the run is to take; None where that is written nowhere."""
+        if isinstance(found := self._status.get("steps"), int):
+            return found
+        try:
+            steps = yaml.safe_load(self.config)["trainer"]["steps"]
+        except (yaml.YAMLError, TypeError, KeyError):
+            return None
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def state(self) -> str:
+        """running, finished, ended (asked to), failed, dead (it ended without a word), or over (no more is known)."""
+        said = self._status.get("state")
+        if said in ("finished", "ended", "failed"):
+            return str(said)
+        if _is_locked(self.run_dir / "lock"):
+            return "running"
+        if said is None:
+            return "finished" if self.total is not None and self.step >= self.total else "over"
+        is_recent = time.time() - self.last_word < max(_SILENT, 10 * (self.seconds_per_step or 0))
+        return "running" if is_recent and not _is_here(self.run_dir / "lock") else "dead"
+
+    @property
+    def reason(self) -> str:
+        """Why the run ended, as far as its files say."""
+        for path in sorted((self.run_dir / "logs").glob("rank-*.error")):
+            try:
+                lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            except OSError:
+                continue
+            if lines:
+                return lines[-1]
+        return ""
+
+    @property
+    def last_word(self) -> float:
+        """When the run last wrote metrics, by time.time(); 0 if it never did."""
+        return float(self.rows[-1].get("wall") or 0) if self.rows else 0.0
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Of the latest steps, with what lies between them."""
+        last = [row for row in self.rows[-_LATEST:] if row.get("wall")]
+        if len(last) < 2 or last[-1]["step"] <= last[0]["step"]:
+            return None
+        return max(0.0, float(last[-1]["wall"] - last[0]["wall"])) / int(last[-1]["step"] - last[0]["step"])
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last step, as the latest ones went; None where that cannot be said."""
+        if self.state != "running" or self.total is None or self.seconds_per_step is None:
+            return None
+        return max(0, self.total - self.step) * self.seconds_per_step
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric, where it has one."""
+        return [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
+
+    @property
+    def stage_names(self) -> list[str]:
+        """Of all rows."""
+        return sorted({name[5:] for row in self.rows for name in row if name.startswith("time/") and name != "time/step"})
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Stage -> seconds of the latest steps together, the longest first; `step` is all of them."""
+        found: dict[str, float] = {}
+        for row in self.rows[-_LATEST:]:
+            for name, value in row.items():
+                if name.startswith("time/") and value is not None:
+                    found[name[5:]] = found.get(name[5:], 0.0) + value
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """Names and numbers: whatever else a row has is not shown."""
+    return {
+        name: value
+        for name, value in row.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"))
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_here(path: Path) -> bool:
+    """Whether the run that last held the directory ran on this machine: then it is known whether it still does."""
+    try:
+        return f" on {os.uname().nodename} " in path.read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process of this machine holds a file. Trying to take it would keep a run that starts from it."""
+    try:
+        found = path.stat()
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    wanted = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    return any(wanted in line.split() for line in locks.splitlines())

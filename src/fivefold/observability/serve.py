@@ -1,0 +1,111 @@
+"""`fivefold report --serve`: the page of a report, which asks this server for what is new. Two addresses, no files."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from fivefold.observability.report import Have, news, page
+from fivefold.observability.run_view import RunView
+
+_OWN_NAMES = {"localhost", "127.0.0.1", "[::1]"}
+_HAVE = re.compile(r"(\d{1,9}\.\d{1,9}\.\d{1,9})(,\d{1,9}\.\d{1,9}\.\d{1,9})*")
+_POLICY = "default-src 'none'; frame-ancestors 'none'"
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Shows some runs on an address of this machine."""
+
+    daemon_threads = True
+
+    def __init__(self, run_dirs: Sequence[Path], host: str, port: int) -> None:
+        """Port 0 takes a free one. Raises ValueError where a directory or the address cannot be had."""
+        self.views = [RunView(run_dir) for run_dir in run_dirs]
+        self.reading = threading.Lock()
+        self.is_own = _is_own(host)
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--host and --port must be an address that can be had: {host}:{port}: {error}") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def do_GET(self) -> None:
+        """The page at /, news at /data; whatever else is asked for is not there."""
+        if self.server.is_own and not self._asks_this_machine():
+            # A page from elsewhere can give a name of its own the address of this machine, and would read what runs here.
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to localhost and 127.0.0.1")
+            return
+        asked = urlsplit(self.path)
+        if asked.path == "/":
+            self._answer("text/html", lambda: page(self.server.views, is_live=True))
+        elif asked.path == "/data":
+            text = parse_qs(asked.query).get("have", [""])[0]
+            have = [_have(part) for part in text.split(",")] if _HAVE.fullmatch(text) else []
+            self._answer("application/json", lambda: json.dumps(news(self.server.views, have), ensure_ascii=False))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here but / and /data")
+
+    def _asks_this_machine(self) -> bool:
+        host = self.headers.get("Host", "")
+        return (host if host.endswith("]") else re.sub(r":\d+$", "", host)) in _OWN_NAMES
+
+    def _answer(self, kind: str, make: Callable[[], str]) -> None:
+        with self.server.reading:
+            for view in self.server.views:
+                view.refresh()
+            content = make()
+        self._send(HTTPStatus.OK, kind, content)
+
+    def _send(self, status: HTTPStatus, kind: str, content: str) -> None:
+        body = content.encode("utf-8", errors="replace")
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        if kind != "text/html":
+            # The page has a policy of its own, which names its script.
+            self.send_header("Content-Security-Policy", _POLICY)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nobody reads it."""
+
+
+def _have(text: str) -> Have:
+    generation, rows, samples = (int(part) for part in text.split("."))
+    return generation, rows, samples
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(run_dirs: Sequence[Path], host: str, port: int, say: Callable[[str], None]) -> None:
+    """Show runs until Ctrl-C."""
+    with ReportServer(run_dirs, host, port) as server:
+        if not server.is_own:
+            say(f"note     {host} can be reached from other machines: who reaches it reads prompts, responses and settings")
+        say(f"serving {', '.join(map(str, run_dirs))} at {server.url} until Ctrl-C")
+        server.serve_forever()

@@ -1,0 +1,189 @@
+"""`fivefold watch`: runs in the terminal as they go on, or once as they are. No torch here."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.observability.curve import braille
+from fivefold.observability.run_view import RunView
+
+CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward/mean",)),
+    ("accuracy", ("val/*accuracy", "val/*/mean@*", "val/loss")),
+    ("KL to the reference", ("policy/kl_reference", "policy/kl_old_last")),
+    ("entropy", ("policy/entropy",)),
+    ("loss", ("policy/loss",)),
+    ("response length", ("response/length_mean",)),
+    ("gradient norm", ("policy/grad_norm",)),
+    ("engine against trainer", ("rollout/logprob_diff_mean",)),
+)
+"""Title and names of each curve: of the names the first that a run has."""
+_COLORS = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
+_STATES = {
+    "running": ("running", "bright_blue"), "finished": ("finished", "green"), "ended": ("ended when asked to", "yellow"),
+    "failed": ("failed", "red"), "dead": ("gone without a word", "red"), "over": ("over", "default"),
+}  # fmt: skip
+_CURVE_WIDTH, _CURVE_HEIGHT, _LABEL = 38, 5, 9
+_MOST_CURVES = 6
+_MOST_STAGES = 8
+
+
+def watch(run_dirs: Sequence[Path], *, once: bool = False, seconds: float = 2.0, console: Console | None = None) -> None:
+    """Show runs until all of them are over; raises ValueError where a directory is not there.
+
+    One frame alone with `once`, and where nobody sees it change: stdout is no terminal.
+    """
+    views, console = [RunView(run_dir) for run_dir in run_dirs], console or Console(highlight=False)
+    if not once and console.is_terminal and any(view.state == "running" for view in views):
+        with Live(frame(views, console.width, console.height), console=console, screen=True, auto_refresh=False) as live:
+            while any(view.state == "running" for view in views):
+                time.sleep(seconds)
+                for view in views:
+                    view.refresh()
+                live.update(frame(views, console.width, console.height), refresh=True)
+    console.print(frame(views, console.width))
+
+
+def frame(views: Sequence[RunView], width: int, height: int | None = None) -> RenderableType:
+    """All that is shown, as wide as a terminal is; as much of it as fits into `height` lines."""
+    parts: list[tuple[int, RenderableType]] = [_runs(views, width)]
+    columns = max(1, width // _CURVE_WIDTH)
+    curves = _curves(views, width // columns)
+    rows = math.ceil(min(len(curves), _MOST_CURVES) / columns)
+    if height is not None:
+        # What remains is for stages and samples.
+        rows = max(1, min(rows, (height - parts[0][0] - 12) // (_CURVE_HEIGHT + 3)))
+    for row in range(rows):
+        line = Table.grid(expand=False)
+        line.add_row(*curves[row * columns : (row + 1) * columns])
+        parts.append((_CURVE_HEIGHT + 3, line))
+    stages = _stages(views, width)
+    if height is None or sum(lines for lines, _ in parts) + stages[0] + 6 <= height:
+        parts.append(stages)
+    left = None if height is None else height - sum(lines for lines, _ in parts)
+    parts.append(_samples(views, width, left))
+    return Group(*(part for _, part in parts))
+
+
+def _runs(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
+    """A line or two for each run: where it stands."""
+    lines: list[RenderableType] = []
+    for place, view in enumerate(views):
+        word, style = _STATES[view.state]
+        total = view.total
+        said = [f"step {view.step} of {total}" if total else f"step {view.step}"]
+        if (seconds := view.seconds_per_step) is not None:
+            said.append(f"{_time(seconds)} a step")
+        if (seconds := view.seconds_left) is not None:
+            said.append(f"{_time(seconds)} left")
+        for label, name in (("reward", "reward/mean"), ("tokens/s", "throughput/tokens_per_second")):
+            if points := view.series(name):
+                said.append(f"{label} {_short(points[-1][1])}")
+        head = Text.assemble(
+            ("■ ", _COLORS[place % len(_COLORS)]), (plain(view.name, max(8, width // 4)), "bold"), "  ", (word, style), "  "
+        )
+        lines.append(_cut(head + Text("  ".join(said)), width))
+        if total:
+            room = min(width, 80)
+            done = round(min(1.0, view.step / total) * room)
+            lines.append(Text.assemble(("━" * done, style), ("━" * (room - done), "dim")))
+        if view.state in ("failed", "dead") and view.reason:
+            lines.append(_cut(Text(plain(view.reason), "red"), width))
+        if not view.rows:
+            lines.append(Text("no metrics yet", "dim"))
+    return len(lines) + 1, Group(*lines, Text(""))
+
+
+def _curves(views: Sequence[RunView], width: int) -> list[RenderableType]:
+    found: list[RenderableType] = []
+    for title, patterns in CURVES:
+        names = sorted({name for view in views for row in view.rows for name in row})
+        matching = (name for pattern in patterns for name in names if fnmatchcase(name, pattern))
+        name = next(matching, None)
+        if name is None:
+            continue
+        series = [(view.series(name), _COLORS[place % len(_COLORS)]) for place, view in enumerate(views)]
+        series = [(points, color) for points, color in series if points]
+        if not series:
+            continue
+        head = Text.assemble((title, "bold"), *((f" {_short(points[-1][1])}", color) for points, color in series))
+        low, high = (pick(value for points, _ in series for _, value in points) for pick in (min, max))
+        first, last = (pick(step for points, _ in series for step, _ in points) for pick in (min, max))
+        inner = max(10, width - _LABEL - 3)
+        labels = [_short(high), *[""] * (_CURVE_HEIGHT - 2), _short(low)]
+        cells = braille([points for points, _ in series], inner, _CURVE_HEIGHT)
+        styles = {place: color for place, (_, color) in enumerate(series)} | {-1: ""}
+        body = [
+            Text.assemble((f"{label:>{_LABEL}} ", "dim"), *((mark, styles[owner]) for mark, owner in row))
+            for label, row in zip(labels, cells, strict=True)
+        ]
+        foot = Text(f"{'':{_LABEL}} {first}{last!s:>{max(1, inner - len(str(first)))}}", "dim")
+        found.append(Group(_cut(head, width - 1), *body, foot, Text("")))
+    return found
+
+
+def _stages(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
+    """Shares of the latest steps as bars."""
+    lines: list[RenderableType] = []
+    for place, view in enumerate(views):
+        seconds = {name: value for name, value in view.stage_seconds().items() if name != "step"}
+        whole = sum(seconds.values())
+        if not whole:
+            continue
+        title = "stages of the latest steps" + (f", {plain(view.name)}" if len(views) > 1 else "")
+        lines.append(_cut(Text(title, "bold"), width))
+        room = max(5, width - 34)
+        for name, value in list(seconds.items())[:_MOST_STAGES]:
+            bar = "█" * max(1, round(value / whole * room)) if value / whole > 0.002 else ""
+            label = f"{plain(name)[:14]:>14} {value / whole:4.0%} {_time(value):>9} "
+            lines.append(_cut(Text.assemble(label, (bar, _COLORS[place % len(_COLORS)])), width))
+    return len(lines) + 1, Group(*lines, Text(""))
+
+
+def _samples(views: Sequence[RunView], width: int, height: int | None) -> tuple[int, RenderableType]:
+    """The latest of each run, the last one first: prompt, then response."""
+    most = 4 if height is None else max(0, (height - 2) // 2)
+    rows = [(place, row) for place, view in enumerate(views) for row in list(view.samples)[-most:]] if most else []
+    rows.sort(key=lambda item: -item[1]["step"])
+    lines: list[RenderableType] = [Text("latest samples", "bold")] if rows else []
+    for place, row in rows[:most]:
+        reward = found if isinstance(found := row.get("reward"), int | float) else None
+        mark = Text(f"{'–' if reward is None else _short(reward):>7} ", "green" if (reward or 0) > 0 else "red")
+        head = Text.assemble((f"{row['step']:>6} ", _COLORS[place % len(_COLORS)]), (f"{plain(row.get('kind')):<6}", "dim"))
+        lines.append(_cut(head + mark + Text(plain(row.get("prompt"), width), "dim"), width))
+        lines.append(_cut(Text(" " * 21 + plain(row.get("response"), width)), width))
+    return len(lines), Group(*lines)
+
+
+def plain(text: Any, most: int = 200) -> str:
+    """One line without what would steer a terminal: models write such characters too."""
+    words = " ".join(("" if text is None else str(text))[: 8 * most].split())
+    return "".join(char if char.isprintable() else "�" for char in words)[:most]
+
+
+def _cut(text: Text, width: int) -> Text:
+    text.truncate(max(1, width), overflow="ellipsis")
+    text.no_wrap = True
+    return text
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
