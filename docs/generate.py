@@ -251,6 +251,10 @@ def metrics() -> str:
         optimizer steps (a maximum is the largest; what compares engine and trainer is that of the first update); a metric
         of samples is over all samples of the step, on all ranks. A metric without a value in a step is absent from its row.
 
+        Means over tokens in `policy/`, `rollout/` and `rollout_correction/` are over the tokens that an update computes:
+        without the samples that `policy.skip_zero_advantage` leaves out, whose share is `policy/skipped_fraction`. An
+        update that leaves out all of them has no such means.
+
         In a name {", ".join(f"`{name}`" for name in PLACEHOLDERS)} stand for a part of the reward (a built-in function,
         `path.py:function`, or `model`), a `data_source`, a number of samples, a layer counted from 0.
     """

@@ -47,7 +47,7 @@ from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
 from fivefold.rollout.staleness import Admission
-from fivefold.rollout.stats import BatchPlan
+from fivefold.rollout.stats import BatchPlan, nothing_skipped
 from fivefold.trainer.checks import LogprobGate, SkipGuard
 from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 from fivefold.trainer.minibatches import MiniBatches
@@ -137,7 +137,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             # It can be told so in the middle of a response too.
             ranks.heartbeat.on_request = engine.abort
         generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), members)
-    plan = build_plan(config, spec)
+    plan = build_plan(config, spec, objective)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
     evaluation = None
     if evaluation_set is not None:
@@ -312,8 +312,11 @@ def build_rollouts(
     )
 
 
-def build_plan(config: RunConfig, spec: ModelSpec) -> BatchPlan:
+def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> BatchPlan:
     """How samples become batches; a sample's work is that of its tokens and of its attention."""
+    # Routers that add something look at every token of an update.
+    adds = spec.moe is not None and config.policy.megatron.options.has_router_terms
+    skips = config.policy.skip_zero_advantage and not adds
     per_token = training_flops(spec, 1, 0)
     per_pair = training_flops(spec, 1, 1) - per_token
 
@@ -327,6 +330,7 @@ def build_plan(config: RunConfig, spec: ModelSpec) -> BatchPlan:
         temperature=_sampling(config).temperature,
         max_response_tokens=config.data.max_response_tokens,
         work=work,
+        skipped=objective.skipped if skips else nothing_skipped,
     )
 
 

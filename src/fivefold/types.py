@@ -153,6 +153,9 @@ class RolloutStats:
     """The usual size of a group, with samples whose reward failed."""
     incomplete_N: Tensor | None = None
     """The reward of another sample of its group failed; None where none did."""
+    skipped_N: Tensor | None = None
+    """Samples that add exactly nothing to the policy's loss and gradient, which its passes leave out; None where that is
+    off or cannot be said."""
 
     def __len__(self) -> int:
         return len(self.group_N)
@@ -256,7 +259,7 @@ class TokenBatch:
     selected_T: Tensor | None = None
     """Tokens that the surrogate treats in another way, chosen among all of the update."""
     update_tokens: int = 0
-    """Response tokens of the whole update, over all replicas."""
+    """Response tokens of the whole update that are computed, over all replicas."""
     update_micro_batches: int = 0
     """Micro-batches of the whole update that hold samples, over all replicas; known to the loss only."""
     per_micro_batch: bool = False

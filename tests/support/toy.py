@@ -194,7 +194,7 @@ def toy_parts(
     config = TrainerConfig(seed=3, **(settings | trainer))
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
-        plan=BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5),
+        plan=BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5, skipped=objective.skipped),
         minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, offline, logger.log),
         trainer=Trainer(
             config, run_dir, steps, ranks, logger, models, source, None, flops=lambda tokens, length: 1.0,

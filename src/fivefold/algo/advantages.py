@@ -38,8 +38,15 @@ class AdvantageInputs:
         return self.group_sums(torch.ones_like(self.group_N))
 
     @property
+    def differ_N(self) -> Tensor:
+        """Whether the rewards of its group differ, for each sample."""
+        # Not compared with the mean, which is rounded: equal rewards need not be equal to it.
+        return self.group_extremes("amax") != self.group_extremes("amin")
+
+    @property
     def centred_N(self) -> Tensor:
-        return self.rewards_N.double() - self.group_sums(self.rewards_N) / self.count_N
+        """Reward less the mean of its group: exactly 0 where all of the group are equal, whatever the mean is rounded to."""
+        return (self.rewards_N.double() - self.group_sums(self.rewards_N) / self.count_N) * self.differ_N
 
     def scale_N(self, over: str) -> Tensor:
         """The unbiased standard deviation of the rewards in the group of each sample or in the whole step, or their mean
@@ -131,14 +138,13 @@ class PassAtK:
 def length_weighted(inputs: AdvantageInputs) -> Tensor:
     """r - Σ length·r / Σ length of its group: OPO's baseline of least variance (2505.23585)."""
     weighted_N = inputs.group_sums(inputs.rewards_N * inputs.lengths_N)
-    return (inputs.rewards_N.double() - weighted_N / inputs.group_sums(inputs.lengths_N).clamp(min=1)).float()
+    baseline_N = weighted_N / inputs.group_sums(inputs.lengths_N).clamp(min=1)
+    return ((inputs.rewards_N.double() - baseline_N) * inputs.differ_N).float()
 
 
 def group_scaled(inputs: AdvantageInputs) -> Tensor:
     """(r - mean of its group) · samples / samples whose group is not all alike: GPG (2504.02546)."""
-    # Not compared with the mean, which is rounded: equal rewards need not be equal to it.
-    told_N = inputs.group_extremes("amax") != inputs.group_extremes("amin")
-    return (inputs.centred_N * len(inputs.rewards_N) / told_N.sum().clamp(min=1)).float()
+    return (inputs.centred_N * len(inputs.rewards_N) / inputs.differ_N.sum().clamp(min=1)).float()
 
 
 def nonzero_scaled(inputs: AdvantageInputs) -> Tensor:

@@ -21,6 +21,11 @@ class Credit(Protocol):
     @property
     def needs_critic(self) -> bool: ...
 
+    @property
+    def keeps_zero(self) -> bool:
+        """Tokens of a response that earned exactly nothing have no advantage, where none of them is penalised."""
+        ...
+
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
@@ -38,6 +43,7 @@ class UniformCredit:
 
     by_token: bool = False
     needs_critic: bool = False
+    keeps_zero: bool = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -53,6 +59,7 @@ class DiscountedReturn:
     gamma: float = 1.0
     by_token: bool = True
     needs_critic: bool = False
+    keeps_zero: bool = True
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -74,6 +81,7 @@ class GAE:
     lam: float = 1.0
     by_token: bool = True
     needs_critic: bool = True
+    keeps_zero: bool = False
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
@@ -96,6 +104,7 @@ class UserCredit:
     function: Callable[[Tensor, Tensor, Segments], Tensor]
     by_token: bool = True
     needs_critic: bool = False
+    keeps_zero: bool = False
 
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments

@@ -75,6 +75,8 @@ class Objective:
     """The old log-probs are the engine's instead of the trainer's."""
     needs_greedy: bool = False
     """The advantage compares with the most likely response to the prompt."""
+    vanishes: bool = False
+    """The surrogate of a sample without advantages is nothing, whatever its log-probs are."""
 
     @classmethod
     def of(cls, chosen: Choices) -> Objective:
@@ -99,6 +101,7 @@ class Objective:
             kl_in_reward=chosen.kl.place == "reward",
             old_is_engine=correction.old_logprobs_from == "engine",
             needs_greedy=chosen.advantage == "greedy_baseline",
+            vanishes=methods.vanishes(chosen),
             **{f"kl_{name}": getattr(chosen.kl, name) for name in ("coef", "target", "horizon", "ratio_weighted")},
             **{name: getattr(chosen, name) for name in as_they_are},
         )
@@ -150,16 +153,17 @@ class Objective:
 
     def assign_advantages(self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas) -> None:
         """Set `advantages_T` and `returns_T` of this replica's batch from the rewards of the whole step. Collective."""
-        limit = stats.max_response_tokens
-        inputs = AdvantageInputs(
+        inputs, kept_N = self._inputs(stats), self.kept(stats)
+        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, kept_N)
+
+    def _inputs(self, stats: RolloutStats) -> AdvantageInputs:
+        limit, greedy_N = stats.max_response_tokens, stats.greedy_rewards_N
+        return AdvantageInputs(
             rewards_N=self.shape_rewards(stats.rewards_N, stats.response_lengths_N, limit),
             group_N=stats.group_N,
             lengths_N=stats.response_lengths_N,
-            greedy_rewards_N=None
-            if stats.greedy_rewards_N is None
-            else self.shape_rewards(stats.greedy_rewards_N, stats.greedy_lengths_N, limit),
+            greedy_rewards_N=None if greedy_N is None else self.shape_rewards(greedy_N, stats.greedy_lengths_N, limit),
         )
-        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, self.kept(stats))
 
     def kept(self, stats: RolloutStats) -> Tensor | None:
         """[N] samples that carry loss, by how they ended and how hard their prompt was; None where all do."""
@@ -174,6 +178,22 @@ class Objective:
             fair_N = (mean_N > low) & (mean_N < high)
             kept_N = fair_N if kept_N is None else kept_N & fair_N
         return kept_N
+
+    def skipped(self, stats: RolloutStats) -> Tensor | None:
+        """[N] samples that add exactly nothing to the loss and its gradient, as far as the rewards of the step say so.
+
+        They carry no loss, or have no advantage where the loss is nothing but the surrogate. None where a sample counts in
+        what others add, so that none can be left out.
+        """
+        selects = self.token_selector is not None or self.rollout_correction.second_moment is not None
+        in_reward, moves = self.kl_coef and self.kl_in_reward, self.kl_target is not None
+        if not self.vanishes or selects or self.per_micro_batch or in_reward or moves:
+            return None
+        kept_N = self.kept(stats)
+        skipped_N = torch.zeros(len(stats), dtype=torch.bool) if kept_N is None else ~kept_N
+        if not self.kl_coef and not self.entropy_coef and not self.whiten and self.credit.keeps_zero:
+            skipped_N = skipped_N | (self.advantage(self._inputs(stats)) == 0)
+        return skipped_N
 
     def advantages(
         self,

@@ -245,6 +245,13 @@ class Options:
                 self.ddp.get("overlap_grad_reduce", False), "overlap_param_gather", "needs overlap_grad_reduce: true"
             )
 
+    @property
+    def has_router_terms(self) -> bool:
+        """Routers add losses, or move biases, by what all tokens of an update choose."""
+        names = ("moe_z_loss_coeff", "moe_router_bias_update_rate")
+        balanced = self.transformer.get("moe_router_load_balancing_type", "none") != "none"
+        return balanced or any(self.transformer.get(name) for name in names)
+
     def report_ignored(self, findings: Findings, experts: bool) -> None:
         """The options that change nothing for a model with or without experts; `findings` are at the model's section."""
         findings = findings.at("megatron")

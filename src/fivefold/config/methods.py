@@ -13,6 +13,7 @@ from functools import reduce
 from typing import Annotated, Any, Literal, TypeVar
 
 from fivefold.config.ranges import OneOf, Range, above, at_least, within
+from fivefold.user_code import is_user_code
 
 C = TypeVar("C", bound="Choices | KLConfig | CorrectionConfig")
 
@@ -251,6 +252,10 @@ class SurrogateRow:
     """Importance sampling levels that it can be computed at."""
     pairs: bool = False
     """It compares the two responses of a pair, so it belongs to methods that learn from pairs."""
+    vanishes: bool = False
+    """A sample without advantages adds exactly nothing, in value and gradient, and changes nothing of what others add."""
+    unless: tuple[str, ...] = ()
+    """Parameters that keep it from vanishing where they are not 0."""
 
     def numbers(self, chosen: Mapping[str, float | str | None]) -> dict[str, float | str | None]:
         """Every parameter: what is chosen, or its default."""
@@ -266,14 +271,17 @@ def _clip(low: float, high: float) -> dict[str, Parameter]:
 
 
 SURROGATES: dict[str, SurrogateRow] = {
-    "ppo_clip": SurrogateRow({**_clip(0.2, 0.2), "dual_clip": Parameter(None, above(1))}),
+    "ppo_clip": SurrogateRow({**_clip(0.2, 0.2), "dual_clip": Parameter(None, above(1))}, vanishes=True),
     "gmpo": SurrogateRow(
-        {"clip_low": Parameter(0.4, at_least(0)), "clip_high": Parameter(0.4, at_least(0))}, levels=("token",)
+        {"clip_low": Parameter(0.4, at_least(0)), "clip_high": Parameter(0.4, at_least(0))},
+        levels=("token",),
+        vanishes=True,
     ),
     # 1: the weight is not bounded below, as in the paper, which names no upper bound; 0.2 is what PPO takes.
-    "cispo": SurrogateRow(_clip(1.0, 0.2)),
+    "cispo": SurrogateRow(_clip(1.0, 0.2), vanishes=True),
     "sapo": SurrogateRow(
-        {"temperature_positive": Parameter(1.0, above(0)), "temperature_negative": Parameter(1.05, above(0))}
+        {"temperature_positive": Parameter(1.0, above(0)), "temperature_negative": Parameter(1.05, above(0))},
+        vanishes=True,
     ),
     "clip_cov": SurrogateRow(
         {
@@ -287,9 +295,9 @@ SURROGATES: dict[str, SurrogateRow] = {
     "kl_cov": SurrogateRow(
         {"cov_fraction": Parameter(2e-4, within("(0, 1]")), "cov_kl_coef": Parameter(1.0, above(0))}, levels=("token",)
     ),
-    "log_likelihood": SurrogateRow(ratio_reference="nothing", levels=()),
-    "opmd": SurrogateRow({"tau": Parameter(1.0, at_least(0))}, ratio_reference="nothing", levels=()),
-    "topr": SurrogateRow(levels=("token",)),
+    "log_likelihood": SurrogateRow(ratio_reference="nothing", levels=(), vanishes=True),
+    "opmd": SurrogateRow({"tau": Parameter(1.0, at_least(0))}, ratio_reference="nothing", levels=(), vanishes=True),
+    "topr": SurrogateRow(levels=("token",), vanishes=True),
     # Bounds, ring and coefficients are those of Trinity's default_args, whose authors are the paper's.
     "rec": SurrogateRow(
         {
@@ -303,6 +311,8 @@ SURROGATES: dict[str, SurrogateRow] = {
             "proximal_coef": Parameter(0.0, at_least(0)),
         },
         levels=("token", "sequence"),
+        vanishes=True,
+        unless=("likelihood_coef", "proximal_coef"),
     ),
     "dppo": SurrogateRow(
         {
@@ -312,6 +322,7 @@ SURROGATES: dict[str, SurrogateRow] = {
             "ratio_cap": Parameter(None, above(0)),
         },
         levels=("token",),
+        vanishes=True,
     ),
     "dpo": SurrogateRow(
         {"beta": Parameter(0.1, above(0)), "label_smoothing": Parameter(0.0, within("[0, 0.5)"))},
@@ -331,6 +342,15 @@ USER_SURROGATE = SurrogateRow()
 def surrogate_row(surrogate: str) -> SurrogateRow:
     """The row of a surrogate's name or of `path.py:function`."""
     return SURROGATES.get(surrogate, USER_SURROGATE)
+
+
+def vanishes(chosen: Choices) -> bool:
+    """Whether the surrogate of a sample without advantages is nothing; of functions of the user's nobody knows."""
+    row = surrogate_row(str(chosen.surrogate))
+    parts = (chosen.advantage, chosen.importance_sampling_level, chosen.rollout_correction.weight)
+    if any(is_user_code(str(part)) for part in parts):
+        return False
+    return row.vanishes and not any(getattr(chosen, name) for name in row.unless)
 
 
 CORRECTIONS: dict[str, CorrectionConfig] = {

@@ -119,6 +119,10 @@ class PolicyConfig:
     """`selective` recomputes core attention in backward, `full` whole layers; finer in megatron.transformer."""
     tokens_per_micro_batch: Annotated[int, above(0), HARMLESS] = 16384
     """Most packed tokens in one forward-backward of one data-parallel replica."""
+    skip_zero_advantage: Annotated[bool, HARMLESS] = True
+    """Leave samples that add exactly nothing to the policy's gradient out of its passes: those without an advantage (of
+    groups whose rewards are equal) or without weight, where nothing else looks at them. The update is the same, its
+    metrics are those of the tokens that are computed."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     offload: Annotated[OffloadConfig, HARMLESS] = field(default_factory=OffloadConfig)

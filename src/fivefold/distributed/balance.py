@@ -26,14 +26,15 @@ def balance(weights: Sequence[float], parts: int) -> list[list[int]]:
     return found
 
 
-def deal(work_U: Sequence[float], minibatch_U: Sequence[int], replicas: int) -> list[int]:
-    """The replica of each unit (a sample, or samples that are compared), dealt anew for each optimizer step.
+def deal(work_U: Sequence[float], part_U: Sequence[int], replicas: int) -> list[int]:
+    """The replica of each unit (a sample, or samples that are compared), dealt anew for each part of the step.
 
-    `work_U` is what a unit costs, `minibatch_U` the optimizer step that it belongs to.
+    `work_U` is what a unit costs, `part_U` the part that it belongs to: what is computed together in an
+    optimizer step.
     """
     members: dict[int, list[int]] = {}
-    for unit, minibatch in enumerate(minibatch_U):
-        members.setdefault(minibatch, []).append(unit)
+    for unit, part in enumerate(part_U):
+        members.setdefault(part, []).append(unit)
     owner_U = [0] * len(work_U)
     for units in members.values():
         for replica, chosen in enumerate(balance([work_U[unit] for unit in units], replicas)):

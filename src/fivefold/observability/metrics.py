@@ -103,6 +103,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/grad_norm", "norm", "Global gradient norm before clipping."),
         Metric("policy/lr", "rate", "Learning rate of the step's last update."),
         Metric("policy/skipped_updates", "updates", "Updates skipped because loss or gradient norm was not finite."),
+        Metric("policy/skipped_fraction", "fraction", "Tokens, prompts too, that policy.skip_zero_advantage leaves out."),
         Metric("policy/entropy", "nats", "Entropy of the next-token distribution, mean over response tokens."),
         Metric("policy/logprob_mean", "nats", "Log-prob of the response tokens, mean."),
         Metric("policy/ratio_mean", "ratio", "Importance ratio to the policy before the step, mean over tokens."),

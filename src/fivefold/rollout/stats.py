@@ -22,6 +22,10 @@ def tokens(lengths_N: Tensor) -> Tensor:
     return lengths_N.double()
 
 
+def nothing_skipped(stats: RolloutStats) -> None:
+    """The policy's passes are over all samples."""
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How the samples of a step become batches: dealt to optimizer steps, then to replicas."""
@@ -35,6 +39,8 @@ class BatchPlan:
     max_response_tokens: int = 0
     work: Callable[[Tensor], Tensor] = tokens
     """lengths_N -> what a forward and backward pass over each sample costs, in any unit."""
+    skipped: Callable[[RolloutStats], Tensor | None] = nothing_skipped
+    """Stats of the step -> the samples that the policy's passes leave out."""
 
 
 _COLUMNS = (
@@ -83,7 +89,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
     minibatch_N = _minibatches(group_N, plan.updates_per_step)
     lengths_N = column["length"].long()
     greedy_N = column["greedy_reward"]
-    return RolloutStats(
+    stats = RolloutStats(
         group_N=group_N,
         rewards_N=column["reward"],
         response_lengths_N=column["response_length"].long(),
@@ -96,7 +102,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         versions_differ=bool(column["versions_differ"].any()) or len(column["version"].unique()) > 1,
         rank_N=rank_N,
         minibatch_N=minibatch_N,
-        owner_N=_owners(lengths_N, minibatch_N, ranks.layout.dp, plan),
+        owner_N=torch.zeros(len(rows), dtype=torch.long),
         max_response_tokens=plan.max_response_tokens,
         has_logprobs=bool(column["has_logprobs"].all()),
         greedy_rewards_N=None if greedy_N.isnan().any() else greedy_N,
@@ -106,6 +112,8 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         group_size=group_size,
         incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
     )
+    skipped_N = plan.skipped(stats)
+    return replace(stats, skipped_N=skipped_N, owner_N=_owners(stats, skipped_N, ranks.layout.dp, plan))
 
 
 def scored(groups: list[Group]) -> list[Sample]:
@@ -138,10 +146,13 @@ def _minibatches(group_N: Tensor, updates: int) -> Tensor:
     return group_N * updates // groups
 
 
-def _owners(lengths_N: Tensor, minibatch_N: Tensor, replicas: int, plan: BatchPlan) -> Tensor:
-    size = plan.samples_per_comparison
-    work_U = plan.work(lengths_N).view(-1, size).sum(1).tolist()
-    owner_U = deal(work_U, minibatch_N[::size].tolist(), replicas)
+def _owners(stats: RolloutStats, skipped_N: Tensor | None, replicas: int, plan: BatchPlan) -> Tensor:
+    size, part_N = plan.samples_per_comparison, stats.minibatch_N
+    if skipped_N is not None:
+        # What the policy computes is balanced for itself, and so is the rest, which others may compute.
+        part_N = 2 * part_N + skipped_N
+    work_U = plan.work(stats.lengths_N).view(-1, size).sum(1).tolist()
+    owner_U = deal(work_U, part_N[::size].tolist(), replicas)
     return torch.tensor(owner_U).repeat_interleave(size)
 
 

@@ -31,11 +31,16 @@ class LogprobGate:
         version_T = batch.version_T
         if version_T is None:
             version_T = stats.version_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
-        compared_T = batch.loss_mask_T & (version_T == version)
+        compared_T = fresh_T = batch.loss_mask_T & (version_T == version)
+        if stats.skipped_N is not None:
+            # The trainer has no log-probs of what it does not train on.
+            compared_T = fresh_T & ~stats.skipped_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
         gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[compared_T].abs().double()
-        total, count = self._ranks.all_reduce_sum(
-            torch.stack([gap_T.sum(), torch.tensor(float(len(gap_T))).double()])
-        ).tolist()
+        counts = torch.tensor([len(gap_T), fresh_T.sum()], dtype=torch.float64)
+        total, count, fresh = self._ranks.all_reduce_sum(torch.cat([gap_T.sum()[None], counts])).tolist()
+        if fresh and not count:
+            # Nothing of it is trained on: a later step is compared.
+            return
         self._is_open = True
         if not count:
             # A run that resumes ahead of its engine: later steps are no different.

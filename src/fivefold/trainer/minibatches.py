@@ -69,6 +69,30 @@ class MiniBatches:
         )
 
 
+def without_skipped(mini: MiniBatch) -> MiniBatch:
+    """The mini-batch without the samples that add nothing to the policy's loss; the others keep their weights."""
+    skipped_N, part = mini.stats.skipped_N, mini.batch
+    if skipped_N is None or not skipped_N[mini.rows_N].any():
+        return mini
+    places: dict[bool, list[int]] = {False: [], True: []}
+    for place, row in enumerate(part.sample_index_N):
+        places[bool(skipped_N[row])].append(place)
+    left_out = part.select(places[True])
+    assert left_out.advantages_T is not None and left_out.loss_weights_T is not None
+    assert not (left_out.advantages_T * left_out.loss_weights_T).any(), "a sample that has an advantage was to be skipped"
+    rows_N = mini.rows_N[~skipped_N[mini.rows_N]]
+    update_tokens = int(mini.stats.response_lengths_N[rows_N].sum())
+    return replace(mini, batch=replace(part.select(places[False]), update_tokens=update_tokens), rows_N=rows_N)
+
+
+def skipped_share(mini: MiniBatch) -> dict[str, float]:
+    """The metric of what the policy's passes leave out of a mini-batch; nothing where they may not."""
+    if (skipped_N := mini.stats.skipped_N) is None:
+        return {}
+    lengths_N = mini.stats.lengths_N[mini.rows_N]
+    return {"policy/skipped_fraction": float(lengths_N[skipped_N[mini.rows_N]].sum() / lengths_N.sum())}
+
+
 def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: Ranks, seed: int) -> TokenBatch:
     """The mini-batch with the tokens that surrogate or correction select among all of it, the same on every layout.
 

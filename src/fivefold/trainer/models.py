@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import Model
 from fivefold.trainer.checks import SkipGuard
-from fivefold.trainer.minibatches import MiniBatch, select_tokens
+from fivefold.trainer.minibatches import MiniBatch, select_tokens, skipped_share, without_skipped
 from fivefold.types import StepReport, TokenBatch
 
 
@@ -44,15 +47,25 @@ class Models:
                 model.offload()
         yield
 
-    def annotate(self, batch: TokenBatch, needs: frozenset[str]) -> None:
-        """Fill in the fields of `needs`: log-probs of policy and reference, values of the critic."""
+    def annotate(self, batch: TokenBatch, needs: frozenset[str], skipped_N: Tensor | None = None) -> None:
+        """Fill in the fields of `needs`: log-probs of policy and reference, values of the critic.
+
+        Samples that the policy does not train on (`skipped_N`, by their row in the stats) get no log-probs.
+        """
+        trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
+
+        def logprobs(model: Model) -> Tensor:
+            found_T = torch.zeros(len(batch.token_ids_T))
+            found_T[batch.token_index(trained)] = model.forward(batch.select(trained))
+            return found_T
+
         if "old_logprobs_T" in needs:
             with self.on_device("policy"):
-                batch.old_logprobs_T = self.policy.forward(batch)
+                batch.old_logprobs_T = logprobs(self.policy)
         if "ref_logprobs_T" in needs:
             assert self.reference is not None
             with self.on_device("reference"):
-                batch.ref_logprobs_T = self.reference.forward(batch)
+                batch.ref_logprobs_T = logprobs(self.reference)
         if "values_T" in needs:
             assert self.critic is not None
             with self.on_device("critic"):
@@ -78,8 +91,10 @@ class Models:
         with self.on_device("policy"):
             for mini in minibatches:
                 seed = request_seed([self.seed, step, mini.number])
-                batch = select_tokens(mini, self.objective, self.policy, self.ranks, seed)
+                batch = select_tokens(without_skipped(mini), self.objective, self.policy, self.ranks, seed)
                 report = self.policy.train_step(batch, self.objective.loss)
                 self.guard.check(report, batch, "policy", step)
-                reports.append(replace(report, metrics=self.objective.finalize_metrics(report.metrics)))
+                # Of no token there is no mean.
+                metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
+                reports.append(replace(report, metrics=metrics | skipped_share(mini)))
         return reports

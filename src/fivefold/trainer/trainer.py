@@ -180,7 +180,7 @@ class Trainer:
             found = update_metrics(done.policy_reports, "policy")
             if self.objective.kl_target is not None:
                 record({"policy/kl_coef": self.objective.kl_coef})
-                self.objective.adapt_kl(found["policy/kl_reference"], len(done.stats))
+                self.objective.adapt_kl(found.get("policy/kl_reference", math.nan), len(done.stats))
             record(found)
         if done.critic_reports:
             record(update_metrics(done.critic_reports, "critic"))

@@ -14,8 +14,9 @@ def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
     """Metrics of a step's updates of one model: the mean, of maxima the largest, of how far the rollout was the first."""
     combined = {}
     good = [report for report in reports if not report.skipped] or reports
-    for name in reports[0].metrics:
-        values = [report.metrics[name] for report in good]
+    for name in dict.fromkeys(name for report in good for name in report.metrics):
+        # An update that computes no token has no means.
+        values = [report.metrics[name] for report in good if name in report.metrics]
         key = f"critic/{name}" if model == "critic" and name.startswith("moe/") else name
         if name.startswith("rollout/"):
             combined[key] = values[0]
@@ -24,7 +25,7 @@ def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
         else:
             combined[key] = math.fsum(values) / len(values)
     if "policy/kl_old" in combined:
-        combined["policy/kl_old_last"] = good[-1].metrics["policy/kl_old"]
+        combined["policy/kl_old_last"] = [r.metrics["policy/kl_old"] for r in good if "policy/kl_old" in r.metrics][-1]
     return {
         **combined,
         f"{model}/loss": math.fsum(report.loss for report in good) / len(good),
@@ -41,10 +42,10 @@ def throughput(
 
     A token of the step counts once, one that is trained on as often as that happens.
     """
-    trained = sum(report.tokens for report in reports)
-    if not trained or "step" not in times:
+    if not reports or "step" not in times:
         # The run was asked to end before the step's time was known.
         return {}
+    trained = sum(report.tokens for report in reports)
     return {
         "throughput/tokens_per_second": int(stats.lengths_N.sum()) / times["step"],
         "throughput/samples_per_second": len(stats) / times["step"],

@@ -1,0 +1,313 @@
+"""Samples that add exactly nothing to the update are not computed, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fivefold.algo import make_objective
+from fivefold.algo.segments import Segments
+from fivefold.algo.surrogates import SURROGATES, make_surrogate
+from fivefold.algo.values import ValueLoss
+from fivefold.build import build_plan
+from fivefold.config import RunConfig, methods
+from fivefold.config.methods import CorrectionConfig, KLConfig
+from fivefold.config.schema import PolicyConfig
+from fivefold.models.families import load_spec
+from fivefold.rollout.packing import pack
+from fivefold.rollout.stats import BatchPlan, gather_stats
+from fivefold.trainer.checks import LogprobGate
+from fivefold.trainer.minibatches import MiniBatches, without_skipped
+from fivefold.trainer.models import Models
+from fivefold.trainer.update_metrics import update_metrics
+from fivefold.types import Group, Prompt, Sample, TokenBatch
+from tests.support.cluster import Together
+from tests.support.tiny_models import VOCAB
+from tests.support.toy import ToyModel
+from tests.support.two_steps import BOUNDS, OPTIMIZER
+
+REWARDS = [[1, 0, 0, 1], [0.1] * 4, [0, 0, 0, 1], [1] * 4, *[[0] * 4] * 4]
+"""Of groups of four: in the first of two updates two groups have advantages, in the second none has."""
+OFF = KLConfig(coef=0.0)
+METHODS = {"grpo": {"kl": OFF}, "dapo": {"overlong_buffer": 3}, "gspo": {}, "rloo": {}}
+LAYOUTS = ("d1", "d2", "t2", "p2", "c2")
+
+
+def make_groups(equal: bool) -> list[Group]:
+    """Groups with those rewards, of one prompt each; `equal`: all responses have eight tokens."""
+    draw = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=draw).tolist()
+
+    groups = []
+    for index, rewards in enumerate(REWARDS):
+        prompt = Prompt(index, tokens(2 + index), "s", "", "")
+        lengths = [8 if equal else 3 + (5 * index + 3 * place) % 8 for place in range(4)]
+        samples = [
+            Sample(tokens(length), [-2.0] * length, "", True, 0, reward=float(reward))
+            for length, reward in zip(lengths, rewards, strict=True)
+        ]
+        groups.append(Group(prompt, samples, index=index))
+    return groups
+
+
+def stats_of(mesh, objective, groups):
+    own = mesh.ranks.shard(groups)
+    plan = BatchPlan(updates_per_step=2, max_response_tokens=12, skipped=objective.skipped)
+    stats = gather_stats(own, mesh.ranks, plan)
+    return stats, pack(own, stats, mesh.ranks, plan)
+
+
+def with_own_denominators(mini):
+    """The fault: weights of what is left after samples were skipped."""
+    found = without_skipped(mini)
+    whole, left = mini.batch.update_tokens, found.batch.update_tokens
+    return replace(found, batch=replace(found.batch, loss_weights_T=found.batch.loss_weights_T * (whole / max(left, 1))))
+
+
+def trained(mesh, directory, name: str, budget: int, fault: str = ""):
+    """(reports, parameters) of four optimizer steps with and without skipping, on the same replicas."""
+    from fivefold.megatron.model import MegatronModel
+    from fivefold.trainer import models as module
+    from fivefold.trainer.checks import SkipGuard
+
+    objective = make_objective(name, **METHODS[name])
+    stats, batch = stats_of(mesh, objective, make_groups(equal=budget == 1))
+    if fault == "entropy":
+        objective.entropy_coef = 0.05
+    if fault == "advantage":
+        stats.skipped_N[0] = True
+    module.without_skipped = with_own_denominators if fault == "denominators" else without_skipped
+    policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=budget, optimizer=OPTIMIZER)
+    found = []
+    for skipped_N in (stats.skipped_N, None):
+        own = replace(stats, skipped_N=skipped_N)
+        model = MegatronModel(directory, policy, mesh, total_updates=4)
+        guard = SkipGuard(mesh.ranks, 0, directory, print)
+        models = module.Models(model, None, None, objective, ValueLoss(), mesh.ranks, guard)
+        part = replace(batch)
+        models.annotate(part, objective.needs(4), skipped_N)
+        objective.assign_advantages(part, own, mesh.ranks)
+        reports = models.update_policy(MiniBatches(objective, ppo_epochs=2)(part, own), 0)
+        found.append((reports, torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(cluster, models):
+    cases = [(layout, "grpo", 1, "") for layout in LAYOUTS]
+    cases += [(layout, name, 1000, "") for layout in ("d1", "d2") for name in METHODS]
+    cases += [("d1", "grpo", 1000, fault) for fault in ("entropy", "denominators", "advantage")]
+    directory = models("qwen3")
+    return Together(cluster, {case: (f"megatron:{case[0]}", trained, directory, *case[1:]) for case in cases})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_skipping_changes_no_bit_of_any_parameter(found, layout):
+    """Each sample in a micro-batch of its own and counts of tokens that are powers of two: no sum has another order.
+
+    In the second update all samples are skipped: momentum and weight decay go on.
+    """
+    for (skipping, parameters), (whole, expected) in found[layout, "grpo", 1, ""]:
+        assert torch.equal(parameters, expected)
+        assert [(r.loss, r.grad_norm) for r in skipping] == [(r.loss, r.grad_norm) for r in whole]
+        assert [r.sequences for r in skipping] == [8, 0, 8, 0] and [r.sequences for r in whole] == [16] * 4
+        assert whole[2].loss != whole[0].loss and whole[1].loss == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_the_update_of_every_method_is_the_same_without_what_cannot_matter(found, layout, name):
+    """To the bounds of the step's own tests: samples lie in other micro-batches, so sums have another order."""
+    for (skipping, parameters), (whole, expected) in found[layout, name, 1000, ""]:
+        assert float((parameters - expected).abs().max()) <= BOUNDS[2]
+        for one, other in zip(skipping, whole, strict=True):
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=BOUNDS[1], abs=1e-12)
+            assert one.loss == pytest.approx(other.loss, rel=BOUNDS[0], abs=1e-7)
+            assert one.sequences < other.sequences
+
+
+@pytest.mark.parametrize("fault", ["entropy", "denominators"])
+def test_a_bonus_that_is_forgotten_or_a_denominator_taken_later_is_seen(found, fault):
+    (((_, parameters), (_, expected)),) = found["d1", "grpo", 1000, fault]
+    assert float((parameters - expected).abs().max()) > 100 * BOUNDS[2]
+
+
+def test_a_sample_that_has_an_advantage_is_never_skipped(found):
+    with pytest.raises(RuntimeError, match="has an advantage was to be skipped"):
+        _ = found["d1", "grpo", 1000, "advantage"]
+
+
+def test_metrics_are_those_of_the_tokens_that_are_computed(found):
+    (((skipping, _), (whole, _)),) = found["d1", "grpo", 1, ""]
+    assert skipping[0].metrics["policy/skipped_fraction"] == pytest.approx((11 + 13) / (10 + 11 + 12 + 13))
+    assert skipping[1].metrics == {"policy/skipped_fraction": 1.0} and "policy/skipped_fraction" not in whole[0].metrics
+    # The ratio is 1 before the first update whichever tokens it is the mean of.
+    assert skipping[0].metrics["policy/ratio_mean"] == pytest.approx(whole[0].metrics["policy/ratio_mean"], rel=1e-5)
+    step = update_metrics(skipping, "policy")
+    assert step["policy/entropy"] == (skipping[0].metrics["policy/entropy"] + skipping[2].metrics["policy/entropy"]) / 2
+    assert step["policy/kl_old_last"] == skipping[2].metrics["policy/kl_old"] > 0
+
+
+# --- what may be skipped ----------------------------------------------------------------------------------------------
+
+
+def rows(**changes) -> SimpleNamespace:
+    """Stats of three groups of three: equal rewards whose mean is rounded, different ones, and equal ones, one cut off."""
+
+    class Stats(SimpleNamespace):
+        def __len__(self) -> int:
+            return 9
+
+    base = {
+        "rewards_N": torch.tensor([0.1] * 3 + [0, 1, 0] + [1.0] * 3, dtype=torch.float64),
+        "group_N": torch.arange(9) // 3,
+        "response_lengths_N": torch.tensor([3, 4, 5] * 3),
+        "finished_N": torch.tensor([True] * 5 + [False] + [True] * 3),
+        "greedy_rewards_N": None,
+        "max_response_tokens": 9,
+    }
+    return Stats(**base | changes)
+
+
+EQUAL = [True] * 3 + [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "opo", "gpg", "gmpo", "opmd", "rec", "dppo", "maxrl"]
+)
+def test_groups_of_equal_rewards_are_skipped(name):
+    assert make_objective(name, kl=OFF).skipped(rows()).tolist() == EQUAL
+
+
+def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
+    assert make_objective("dr_grpo", overlong_filter=True).skipped(rows()).tolist() == [*EQUAL[:5], True, *EQUAL[6:]]
+    # With a penalty in the loss only those: they have no weight in it either.
+    found = make_objective("grpo", overlong_filter=True, kl=KLConfig(coef=0.1)).skipped(rows())
+    assert found.tolist() == [False] * 5 + [True] + [False] * 3
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"kl": KLConfig(coef=0.1)},
+        {"entropy_coef": 0.01},
+        {"whiten": True},
+        {"credit": "gae"},
+        {"baseline_shift": -0.1},
+        {"surrogate": "rec", "likelihood_coef": 0.1},
+        {"surrogate": "rec", "proximal_coef": 0.1},
+        {"surrogate": "clip_cov"},
+        {"surrogate": "kl_cov"},
+        {"rollout_correction": CorrectionConfig(reject_divergence={"second_moment": 0.04})},
+        {"aggregate": methods.LEGACY_AGGREGATE},
+        {"kl": KLConfig(coef=0.1, place="reward")},
+        {"kl": KLConfig(coef=0.1, target=0.1)},
+    ],
+)
+def test_nothing_is_skipped_where_a_sample_without_advantage_adds_something(choices):
+    found = make_objective("grpo", **{"kl": OFF, **choices}).skipped(rows())
+    assert found is None or not found.any()
+
+
+def test_of_functions_of_the_user_s_nothing_is_assumed(tmp_path):
+    (tmp_path / "own.py").write_text("def f(log_ratio_T, logprobs_T, advantages_T, samples):\n    return advantages_T\n")
+    for axis in ("surrogate", "advantage", "importance_sampling_level"):
+        assert make_objective("grpo", kl=OFF, **{axis: f"{tmp_path}/own.py:f"}).skipped(rows()) is None
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_s_row_says_whether_it_vanishes_with_the_advantage(name):
+    """The formula, on random numbers: value and gradient of a sample without advantages, and what it changes in others."""
+    row, draw = methods.SURROGATES[name], torch.Generator().manual_seed(0)
+    samples = Segments(torch.arange(12) % 6 > 0, [6, 6], selected_T=torch.arange(12) % 3 == 0)
+    advantages_T = torch.randn(12, generator=draw) * torch.tensor([0.0, 1.0]).repeat_interleave(6)
+
+    def computed(surrogate, scale: float):
+        noise_T = torch.randn(12, generator=torch.Generator().manual_seed(1))
+        noise_T = noise_T * torch.tensor([scale, 0.3]).repeat_interleave(6)
+        logprobs_T = (noise_T - 2).requires_grad_()
+        value_T = surrogate(logprobs_T + 2.1, logprobs_T, advantages_T, samples)
+        (gradient_T,) = torch.autograd.grad(value_T.sum(), logprobs_T)
+        return value_T.detach(), gradient_T
+
+    def is_nothing(surrogate) -> bool:
+        (value_T, gradient_T), (other_T, other_gradient_T) = computed(surrogate, 0.3), computed(surrogate, 3.0)
+        same = torch.equal(value_T[6:], other_T[6:]) and torch.equal(gradient_T[6:], other_gradient_T[6:])
+        return same and not any(found[:6].any() for found in (value_T, gradient_T, other_T, other_gradient_T))
+
+    surrogate = make_surrogate(name)
+    assert row.vanishes == (is_nothing(surrogate) and not hasattr(surrogate, "select_tokens"))
+    for key in row.unless:
+        assert not is_nothing(make_surrogate(name, **{key: 0.5}))
+
+
+# --- who computes what ------------------------------------------------------------------------------------------------
+
+
+def dealt(mesh):
+    """Of two replicas the tokens that each computes; of each pair the better response alone has an advantage."""
+    objective = make_objective("grpo", advantage="pass_at_k", kl=OFF)
+    groups = [replace(group, samples=group.samples[:2]) for group in make_groups(equal=True)]
+    for group in groups:
+        group.samples[0].reward, group.samples[1].reward = 1.0, 0.0
+    stats, batch = stats_of(mesh, objective, groups)
+    # As `annotate` leaves it: no log-probs of what is skipped.
+    kept_T = ~stats.skipped_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
+    batch.old_logprobs_T = batch.rollout_logprobs_T * kept_T
+    gate = LogprobGate(mesh.ranks, 1e-3, is_open=False)
+    gate.check(batch, stats, version=0)
+    computed = [without_skipped(mini).batch.lengths_N for mini in mini_batches(objective, batch, stats, mesh)]
+    return [sum(lengths) for lengths in computed], gate.needs
+
+
+def mini_batches(objective, batch, stats, mesh):
+    objective.assign_advantages(batch, stats, mesh.ranks)
+    return MiniBatches(objective)(batch, stats)
+
+
+def test_the_replicas_share_what_is_computed_and_the_gate_compares_it(cluster):
+    (first, needs), (second, _) = cluster.run(dealt, "megatron:d2")
+    for one, other in zip(first, second, strict=True):
+        assert abs(one - other) < 0.15 * (one + other)
+    assert not needs
+
+
+class Recorder(ToyModel):
+    """A toy model that keeps what it was asked for."""
+
+    def forward(self, batch):
+        self.asked = batch.sample_index_N
+        return super().forward(batch)
+
+
+def test_what_is_not_trained_on_gets_no_log_probs():
+    batch = TokenBatch(torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([False, True, True] * 2), [3, 3], [0, 4])
+    model, objective = Recorder(), make_objective("grpo", kl=OFF)
+    models = Models(model, None, None, objective, ValueLoss(), ranks=None, guard=None)
+    whole = model.forward(batch)
+    models.annotate(batch, frozenset({"old_logprobs_T"}), ~torch.tensor(EQUAL))
+    assert model.asked == [0] and torch.equal(batch.old_logprobs_T, torch.cat([whole[:3], torch.zeros(3)]))
+    models.annotate(batch, frozenset({"old_logprobs_T"}))
+    assert torch.equal(batch.old_logprobs_T, whole)
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        ({}, EQUAL),
+        ({"skip_zero_advantage": False}, None),
+        ({"megatron": {"transformer": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}}}, None),
+        ({"megatron": {"transformer": {"moe_z_loss_coeff": 0.01}}}, None),
+        ({"megatron": {"transformer": {"moe_router_bias_update_rate": 0.01}}}, None),
+    ],
+)
+def test_with_routers_that_look_at_every_token_nothing_is_skipped(models, policy, found):
+    config = RunConfig.of(model={"path": "here"}, algorithm={"name": "gspo"}, policy=policy)
+    plan = build_plan(config, load_spec(models("qwen3_moe")), make_objective("gspo"))
+    skipped_N = plan.skipped(rows())
+    assert (None if skipped_N is None else skipped_N.tolist()) == found
