@@ -29,6 +29,7 @@ from fivefold.models.families import load_spec
 from fivefold.plan.memory import Sharded, estimate_memory, training_flops
 from tests.support.gpu_models import (
     build,
+    group_batch,
     is_large,
     layer_of_experts,
     random_batch,
@@ -188,6 +189,30 @@ def policy_and_critic(mesh, directory: Path, critic_directory: Path, tokens: int
     return {name: round(seconds, 4) for name, seconds in times.items()}, peak_gib(mesh), len(batch.token_ids_T)
 
 
+def groups_step(mesh, directory: Path, share: bool, tokens: int, groups: int, prompt: int, response: int) -> dict[str, Any]:
+    """The training step over groups of eight, each prompt computed once or for every sample; how far log-probs are apart."""
+    model = build(mesh, directory, "bfloat16", tokens)
+    batch = group_batch(groups, 8, prompt, response, model.spec.vocab)
+    alone = replace(model._batching, share_prefix=False)
+    logprobs = []
+    for model._batching in (alone, replace(alone, share_prefix=share)):
+        logprobs.append(model.forward(batch)[batch.loss_mask_T])
+    gap_S = (logprobs[0] - logprobs[1]).abs()
+    forward = min(timed(mesh, lambda: model.forward(batch))[0] for _ in range(2))
+    steps = [timed(mesh, lambda: model.train_step(batch, OBJECTIVE.loss)) for _ in range(3)]
+    report = steps[0][1]
+    return {
+        "seconds": round(min(seconds for seconds, _ in steps[1:]), 3),
+        "forward_seconds": round(forward, 3),
+        "peak_gib": round(peak_gib(mesh), 2),
+        "micro_batches": report.micro_batches,
+        "tokens": report.tokens,
+        "grad_norm": round(report.grad_norm, 5),
+        "logprob_gap_mean": float(gap_S.mean()),
+        "logprob_gap_max": float(gap_S.max()),
+    }
+
+
 def experts_layer(mesh) -> dict[str, float]:
     """TFLOP/s of forward and backward of a layer's experts."""
     config, experts, x, counts, weights = layer_of_experts(mesh)
@@ -341,6 +366,27 @@ def experts(part: Part) -> None:
         part.say("experts, TFLOP/s", found)
 
 
+def shared_prefix(part: Part) -> None:
+    """Groups of eight samples with 1,024 tokens of prompt and about as many of response: `policy.share_prefix`."""
+    sizes = (32768, 8, 1024, 1024) if part.large else (512, 4, 24, 24)
+    for name in ("qwen3_0.6b", "qwen3_1.7b"):
+        found = {}
+        for share in (False, True):
+            what = f"{name}, prompts {'once' if share else 'for every sample'}"
+            found[share] = part.measure(what, "d1", groups_step, part.model(name), share, *sizes)
+            if found[share] is not None:
+                part.say(what, found[share])
+        if None in found.values():
+            continue
+        alone, shared = found[False], found[True]
+        part.say(f"{name}, share of tokens saved", round(1 - shared["tokens"] / alone["tokens"], 3))
+        times = round(alone["seconds"] / shared["seconds"], 2)
+        part.claim("it pays to compute a prompt once", times > 1.2 or not part.large, times)
+        # Both are off by bfloat16's rounding.
+        gap = shared["logprob_gap_mean"]
+        part.claim("log-probs are those of samples alone", gap < 2e-2, gap)
+
+
 def leaving(part: Part) -> None:
     """Parameters, gradients and optimizer state to the host and back."""
     found = part.measure("offload", "d1", offload, part.model("qwen3_moe"))
@@ -365,7 +411,7 @@ def deterministic(part: Part) -> None:
 PARTS: dict[str, Callable[[Part], None]] = {
     "rows": rows, "rows-four": rows_of_four,
     "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic,
-    "experts": experts, "offload": leaving, "deterministic": deterministic,
+    "experts": experts, "shared-prefix": shared_prefix, "offload": leaving, "deterministic": deterministic,
 }  # fmt: skip
 
 

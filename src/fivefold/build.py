@@ -331,6 +331,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         max_response_tokens=config.data.max_response_tokens,
         work=work,
         skipped=objective.skipped if skips else nothing_skipped,
+        share_prefix=config.policy.shares_prefix_on(config.layout),
     )
 
 

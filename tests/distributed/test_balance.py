@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.distributed.balance import balance, deal, micro_batches_needed, plan_micro_batches
+from fivefold.distributed.balance import balance, deal, deal_sharing, micro_batches_needed, plan_micro_batches
 
 lengths = st.lists(st.integers(1, 50), min_size=0, max_size=40)
 
@@ -47,6 +47,44 @@ def test_every_unit_of_every_optimizer_step_has_one_replica_and_no_replica_is_fa
         ]
         # The fullest one was the emptiest before its last unit came.
         assert max(loads) <= min(loads) + max(w for w, m in units if m == step)
+
+
+def busiest(rows, owner_N) -> float:
+    """What the replica with the most to do has to do, each prompt once."""
+    work, prompts = {}, {}
+    for (own, prompt, group, _), owner in zip(rows, owner_N, strict=True):
+        work[owner] = work.get(owner, 0.0) + own - prompt
+        prompts[owner, group] = prompt
+    for (owner, _), prompt in prompts.items():
+        work[owner] += prompt
+    return max(work.values())
+
+
+def test_groups_stay_whole_where_there_are_enough_of_them_and_are_split_where_a_replica_would_wait():
+    draw = random.Random(1)
+    many = [(100.0 + draw.randint(50, 150), 100.0, group, 0) for group in range(64) for _ in range(8)]
+    owner_N = deal_sharing(many, 4)
+    assert all(len({owner_N[8 * group + k] for k in range(8)}) == 1 for group in range(64))
+    alone = deal([row[0] for row in many], [0] * len(many), 4)
+    assert busiest(many, owner_N) < 0.8 * busiest(many, alone)
+    # Two groups for four replicas: halves of them.
+    owner_N = deal_sharing([(200.0, 100.0, group, 0) for group in range(2) for _ in range(8)], 4)
+    assert sorted(owner_N) == sorted(list(range(4)) * 4) and len(set(owner_N[:8])) == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=40), st.integers(1, 6)
+)
+def test_every_sample_of_a_group_has_one_replica_and_sharing_is_never_slower_than_single_samples(samples, replicas):
+    rows = [(float(own + 10 * (group + 1)), 10.0 * (group + 1), group, part) for own, group, part in samples]
+    owner_N = deal_sharing(rows, replicas)
+    assert len(owner_N) == len(rows) and set(owner_N) <= set(range(replicas))
+    for part in {row[3] for row in rows}:
+        places = [place for place, row in enumerate(rows) if row[3] == part]
+        own = [rows[place] for place in places]
+        singly = balance([row[0] for row in own], replicas)
+        most = max(sum(own[place][0] for place in chosen) for chosen in singly)
+        assert busiest(own, [owner_N[place] for place in places]) <= most + 1e-6
 
 
 def lognormal(count: int, seed: int) -> list[int]:

@@ -127,6 +127,28 @@ def random_batch(samples: int, mean_length: int, vocab: int, spread: float = 0.5
     )
 
 
+def group_batch(groups: int, samples: int, prompt: int, response: int, vocab: int) -> TokenBatch:
+    """GRPO's inputs for groups of so many samples: prompts of one length, responses of lengths around the mean."""
+    draw = torch.Generator().manual_seed(2)
+    found = random_batch(groups * samples, response, vocab)
+    lengths_N = [prompt + length for length in found.lengths_N]
+    prompts = torch.randint(0, vocab, (groups, prompt), generator=draw)
+    responses = found.token_ids_T.split(found.lengths_N)
+    tokens = torch.cat([torch.cat([prompts[n // samples], own]) for n, own in enumerate(responses)])
+    mask = torch.cat([torch.arange(length) >= prompt for length in lengths_N])
+    batch = TokenBatch(tokens, mask, lengths_N, temperature=1.0)
+    responses_N = torch.tensor(found.lengths_N)
+    noise = torch.randn(2, len(tokens), generator=draw) * mask
+    return replace(
+        batch,
+        advantages_T=batch.expand_to_tokens(torch.randn(groups * samples, generator=draw)),
+        loss_weights_T=batch.expand_to_tokens(OBJECTIVE.loss_weights(responses_N, 2 * response)),
+        update_tokens=int(responses_N.sum()),
+        old_logprobs_T=0.1 * noise[0],
+        ref_logprobs_T=noise[1] - torch.log(torch.tensor(float(vocab))) * mask,
+    )
+
+
 def step_batch(mesh, vocab: int) -> TokenBatch:
     """The batch of the steps that are compared."""
     return random_batch(16, 512, vocab) if is_large(mesh) else random_batch(8, 24, vocab)

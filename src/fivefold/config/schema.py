@@ -123,6 +123,9 @@ class PolicyConfig:
     """Leave samples that add exactly nothing to the policy's gradient out of its passes: those without an advantage (of
     groups whose rewards are equal) or without weight, where nothing else looks at them. The update is the same, its
     metrics are those of the tokens that are computed."""
+    share_prefix: Annotated[bool, HARMLESS] = False
+    """Compute the prompt of several samples in a micro-batch once: each response attends to it and to itself. Samples of a
+    group then go to one replica, as far as that pays. Needs c1, layers of plain PyTorch and routers without losses."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     offload: Annotated[OffloadConfig, HARMLESS] = field(default_factory=OffloadConfig)
@@ -130,6 +133,10 @@ class PolicyConfig:
     @property
     def layout(self) -> ParallelLayout:
         return ParallelLayout.parse(self.backend)
+
+    def shares_prefix_on(self, layout: ParallelLayout) -> bool:
+        """A model of these settings computes prompts once on this layout, which may be a critic's or a reference's."""
+        return self.share_prefix and layout.cp == 1 and not self.megatron.options.has_router_terms
 
     def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
         """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no

@@ -194,6 +194,7 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     # Samples that are compared must fit into one micro-batch.
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
+    _check_shared_prefix(findings, config)
     if config.uses_critic:
         critic, steps = config.critic, config.trainer.steps
         own = {item.name for item in fields(critic) if getattr(critic, item.name) is not None}
@@ -206,6 +207,23 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     for where, other in (("reference", config.reference), ("reward.model", config.reward.model)):
         if (other.path or where == "reference") and other.megatron is not None:
             _check_model(findings.at(where), other.settings(config.policy), {"megatron"}, longest)
+
+
+def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
+    policy, key = config.policy, "policy.share_prefix"
+    if not policy.share_prefix:
+        return
+    layout, options = policy.layout, policy.megatron.options
+    findings.require(layout.cp == 1, key, f"needs whole sequences on a rank, so c1: got {layout}; leave one of the two out")
+    findings.require(
+        policy.megatron.transformer_impl == "torch",
+        key,
+        f"needs megatron.transformer_impl: torch: got {policy.megatron.transformer_impl}",
+    )
+    message = "would change what routers' losses and biases count, as a prompt is routed once: leave one of the two out"
+    findings.require(not options.has_router_terms, key, message)
+    if config.algorithm.samples_per_prompt == 1:
+        findings.ignore(key, "every prompt has one sample")
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:

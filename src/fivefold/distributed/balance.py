@@ -43,6 +43,45 @@ def deal(work_U: Sequence[float], part_U: Sequence[int], replicas: int) -> list[
     return owner_U
 
 
+def deal_sharing(rows: Sequence[tuple[float, float, int, int]], replicas: int) -> list[int]:
+    """The replica of each sample, where those of one prompt on one replica compute the prompt once.
+
+    A row is (work of the sample, work of its prompt, number of its prompt, part of the step). Each part is dealt with groups
+    whole, halved, quartered and so on down to single samples: whichever way the busiest replica has the least to do.
+    """
+    members: dict[int, dict[int, list[int]]] = {}
+    for sample, (_, _, group, part) in enumerate(rows):
+        members.setdefault(part, {}).setdefault(group, []).append(sample)
+    owner_N = [0] * len(rows)
+    for groups in members.values():
+        best, largest = float("inf"), max(len(samples) for samples in groups.values())
+        splits = sorted({min(2**k, largest) for k in range(largest.bit_length() + 1)}) if replicas > 1 else [1]
+        for pieces in splits:
+            units, work_U = _split_groups(rows, list(groups.values()), pieces)
+            dealt = balance(work_U, replicas)
+            busiest = max(sum(work_U[unit] for unit in chosen) for chosen in dealt)
+            # Rounding must not decide.
+            if busiest < best * (1 - 1e-9):
+                best = busiest
+                for replica, chosen in enumerate(dealt):
+                    for unit in chosen:
+                        for sample in units[unit]:
+                            owner_N[sample] = replica
+    return owner_N
+
+
+def _split_groups(
+    rows: Sequence[tuple[float, float, int, int]], groups: Sequence[list[int]], pieces: int
+) -> tuple[list[list[int]], list[float]]:
+    """Each group in so many units of like work, and the work of each unit, the prompt counted once."""
+    units = [
+        [samples[place] for place in chosen]
+        for samples in groups
+        for chosen in balance([rows[sample][0] for sample in samples], min(pieces, len(samples)))
+    ]
+    return units, [sum(rows[n][0] for n in unit) - (len(unit) - 1) * rows[unit[0]][1] for unit in units]
+
+
 def micro_batches_needed(lengths: Sequence[int], budget: int) -> int:
     """Micro-batches of at most `budget` tokens that hold these samples; at least 1. A longer sample fills one alone."""
     fewest = max(1, -(-sum(lengths) // budget), sum(2 * length > budget for length in lengths))

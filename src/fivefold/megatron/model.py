@@ -87,6 +87,7 @@ class MegatronModel:
                 virtual=len(self._chunks),
                 fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
                 equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
+                share_prefix=policy.shares_prefix_on(mesh.layout) and config.transformer_impl != "transformer_engine",
             )
             kind = policy.megatron.bridge_type
             if value_head and kind != "native":

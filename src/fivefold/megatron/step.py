@@ -32,6 +32,7 @@ from fivefold.distributed.balance import micro_batches_needed, plan_micro_batche
 from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_positions, make_packing
 from fivefold.megatron.layers.moe import Router
 from fivefold.megatron.mesh import Mesh
+from fivefold.megatron.shared_prefix import make_pieces, make_units, place_copies, prefixes_of
 from fivefold.types import LossFn, LossOutput, TokenBatch
 
 
@@ -40,10 +41,10 @@ class MicroBatch:
     """One forward-backward of this replica: this rank's part of its sequences, on the device."""
 
     token_ids_T: Tensor
-    """Each sequence padded to what the context-parallel ranks divide; at the end a sequence of padding."""
+    """Each piece padded to what the context-parallel ranks divide; at the end a sequence of padding."""
     packing: Packing
     sequence_mask_ST: Tensor | None
-    """[sequences, local tokens]: which real tokens a sequence has; only for models with experts."""
+    """[pieces, local tokens]: which real tokens a piece has; only for models with experts."""
     source_index_S: Tensor
     """Places of the local tokens whose successor's log-prob, or whose own value, is wanted."""
     targets_S: Tensor
@@ -78,6 +79,8 @@ class BatchingConfig:
     """Every micro-batch is padded to the budget, so that stages know its size beforehand."""
     equal_length: bool
     """Replicas pad their micro-batches to the longest one's length: they gather tokens from each other."""
+    share_prefix: bool
+    """The prompt of several samples in one micro-batch is computed once."""
 
 
 class MicroBatches:
@@ -90,24 +93,20 @@ class MicroBatches:
         # The local part must divide over the sequence-parallel ranks.
         self._total_multiple = math.lcm(self._multiple, layout.cp * layout.tp)
         self._budget = -(-batching.budget // self._total_multiple) * self._total_multiple
-        padded = [self._padded(length) for length in batch.lengths_N]
-        # Samples that are compared with one another lie in one micro-batch.
-        self._units = [
-            list(range(i, i + batch.samples_per_comparison)) for i in range(0, len(padded), batch.samples_per_comparison)
-        ]
-        sizes = [sum(padded[sample] for sample in unit) for unit in self._units]
+        self._units = make_units(batch, self._budget, batching.share_prefix)
+        computed = [unit.computed(batch.lengths_N) for unit in self._units]
+        self.tokens = sum(sum(lengths) for lengths in computed)
+        """Of this replica that are computed, without padding."""
+        sizes = [sum(self._padded(length) for length in lengths) for lengths in computed]
         needed = torch.tensor(micro_batches_needed(sizes, self._budget))
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
         # Interleaved stages take micro-batches in rounds of the pipeline's length.
         round_of = layout.pp if batching.virtual > 1 else 1
         self.count = -(-int(needed) // round_of) * round_of
         self._batch, self._batching = batch, batching
-        self._plan = [
-            [sample for unit in units for sample in self._units[unit]]
-            for units in plan_micro_batches(sizes, self.count, self._budget)
-        ]
+        self._plan = plan_micro_batches(sizes, self.count, self._budget)
         self._made = cache(self._make)
-        totals = torch.tensor([sum(padded[sample] for sample in samples) for samples in self._plan])
+        totals = torch.tensor([sum(sizes[unit] for unit in units) for units in self._plan])
         # A replica without samples takes part with padding only, or the others would wait for it for ever.
         totals = -(-totals.clamp(min=1) // self._total_multiple) * self._total_multiple
         if batching.equal_length:
@@ -118,7 +117,7 @@ class MicroBatches:
     @property
     def filled(self) -> int:
         """Micro-batches of this replica that hold samples."""
-        return sum(bool(samples) for samples in self._plan)
+        return sum(bool(units) for units in self._plan)
 
     def iterators(self) -> Any:
         """What Megatron-Core's schedule draws micro-batches from: one iterator a virtual stage."""
@@ -132,26 +131,35 @@ class MicroBatches:
         mesh, layout = self._batching.mesh, self._batching.mesh.layout
         # Where the run is to end, what is left of the pass is padding: every rank still waits for every other.
         is_done = mesh.ranks.heartbeat.item(number)
-        samples, total = (self._plan[number], self._totals[number]) if is_done else ([], self._least)
+        planned, total = (self._plan[number], self._totals[number]) if is_done else ([], self._least)
+        units = [self._units[unit] for unit in planned]
+        samples = [sample for unit in units for sample in unit.samples]
         batch = self._batch.select(samples)
-        padded = [self._padded(length) for length in batch.lengths_N]
-        padding = total - sum(padded)
-        assert padding >= 0, f"{sum(padded)} tokens in a micro-batch of {total}"
-        lengths = padded + ([padding] if padding else [])
-        packing = make_packing(lengths, mesh.device, self._batching.fused, layout.cp, mesh.ranks.coords.cp)
-        # Where each local token lies among the batch's tokens, -1 for padding.
-        source = torch.full((sum(lengths) // layout.cp,), -1)
+        pieces = make_pieces(batch.lengths_N, units)
+        sizes = [self._padded(piece.length) for piece in pieces]
+        padding = total - sum(sizes)
+        assert padding >= 0, f"{sum(sizes)} tokens in a micro-batch of {total}"
+        # Where each local token lies among the batch's tokens, -1 for padding, and the piece that it belongs to.
+        source = torch.full((total // layout.cp,), -1)
         owner = source.clone()
-        begin = start = 0
-        for number_in_batch, (length, size) in enumerate(zip(batch.lengths_N, padded, strict=True)):
+        starts, begin = [], 0
+        for number_of_piece, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
             positions = local_positions(size, layout.cp, mesh.ranks.coords.cp)
-            source[begin : begin + len(positions)] = torch.where(positions < length, start + positions, -1)
-            owner[begin : begin + len(positions)] = torch.where(positions < length, number_in_batch, -1)
-            begin, start = begin + len(positions), start + length
+            starts.append(begin)
+            source[begin : begin + len(positions)] = torch.where(positions < piece.length, piece.begin + positions, -1)
+            owner[begin : begin + len(positions)] = torch.where(positions < piece.length, number_of_piece, -1)
+            begin += len(positions)
+        lengths, prefixes = sizes, prefixes_of(pieces, starts)
+        if padding:
+            lengths, prefixes = [*lengths, padding], [*prefixes, (0, 0)]
+        packing = make_packing(
+            lengths, mesh.device, self._batching.fused, layout.cp, mesh.ranks.coords.cp, prefixes=prefixes
+        )
         real = source >= 0
         token_ids = torch.where(real, batch.token_ids_T[source.clamp(min=0)] if len(batch.token_ids_T) else 0, 0)
         place = torch.full((len(batch.token_ids_T),), -1)
         place[source[real]] = real.nonzero()[:, 0]
+        place_copies(place, pieces)
         predicted = batch.loss_mask_T.nonzero()[:, 0]
         predicted = predicted[place[predicted - 1] >= 0]
         output, source = predicted, predicted - 1
@@ -166,7 +174,7 @@ class MicroBatches:
 
         members = None
         if self._batching.experts:
-            members = moved(owner[None] == torch.arange(max(1, len(samples)))[:, None])
+            members = moved(owner[None] == torch.arange(max(1, len(pieces)))[:, None])
         return MicroBatch(
             token_ids_T=moved(token_ids),
             packing=packing,
@@ -265,6 +273,7 @@ class Gradients:
     metrics: dict[str, float]
     micro_batches: int
     tokens: int
+    """That were computed."""
     sequences: int
 
 
@@ -278,7 +287,7 @@ def forward_backward(
 ) -> Gradients:
     """Gradients of the whole update on every rank, reduced and finalized."""
     mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
-    counts = torch.tensor([sum(batch.lengths_N), len(batch.lengths_N), micro_batches.filled])
+    counts = torch.tensor([micro_batches.tokens, len(batch.lengths_N), micro_batches.filled])
     dist.all_reduce(counts, group=mesh.ranks.dp)
     tokens, sequences, update_micro_batches = counts.tolist()
     for router in routers:

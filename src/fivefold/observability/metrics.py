@@ -170,7 +170,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Speed and memory": (
         Metric("throughput/tokens_per_second", "tokens/s", "Tokens of the step, prompts included, over time/step."),
         Metric("throughput/samples_per_second", "samples/s", "Samples of the step over time/step."),
-        Metric("throughput/train_tokens_per_second", "tokens/s", "Tokens trained on, in each epoch anew, over time/train."),
+        Metric(
+            "throughput/train_tokens_per_second", "tokens/s", "Tokens that the policy's updates compute over time/train."
+        ),
         Metric("throughput/tflops_per_gpu", "TFLOP/s", "Arithmetic of the policy's updates over time/train, per rank."),
         Metric("memory/peak_gb", "GiB", "Most memory of a rank in the step: of its GPU, or of the process on the CPU."),
     ),

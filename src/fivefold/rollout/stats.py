@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.algo.reward_shaping import repetition
-from fivefold.distributed.balance import deal
+from fivefold.distributed.balance import deal, deal_sharing
 from fivefold.distributed.ranks import Ranks
 from fivefold.types import Group, RolloutStats, Sample
 
@@ -41,6 +41,8 @@ class BatchPlan:
     """lengths_N -> what a forward and backward pass over each sample costs, in any unit."""
     skipped: Callable[[RolloutStats], Tensor | None] = nothing_skipped
     """Stats of the step -> the samples that the policy's passes leave out."""
+    share_prefix: bool = False
+    """Samples of one prompt that are on one replica compute it once."""
 
 
 _COLUMNS = (
@@ -151,8 +153,12 @@ def _owners(stats: RolloutStats, skipped_N: Tensor | None, replicas: int, plan: 
     if skipped_N is not None:
         # What the policy computes is balanced for itself, and so is the rest, which others may compute.
         part_N = 2 * part_N + skipped_N
-    work_U = plan.work(stats.lengths_N).view(-1, size).sum(1).tolist()
-    owner_U = deal(work_U, part_N[::size].tolist(), replicas)
+    work_N = plan.work(stats.lengths_N)
+    if plan.share_prefix and size == 1:
+        prompt_work_N = plan.work(stats.prompt_lengths_N)
+        rows = zip(work_N.tolist(), prompt_work_N.tolist(), stats.group_N.tolist(), part_N.tolist(), strict=True)
+        return torch.tensor(deal_sharing(list(rows), replicas))
+    owner_U = deal(work_N.view(-1, size).sum(1).tolist(), part_N[::size].tolist(), replicas)
     return torch.tensor(owner_U).repeat_interleave(size)
 
 

@@ -192,6 +192,12 @@ SECTIONS = (
             f"{_M}use_remove_padding {_A}use_remove_padding {_A}megatron.use_remove_padding",
             "sequences are always packed: nothing is padded",
         ),
+        to(
+            _A + "use_prefix_grouper",
+            "policy.share_prefix",
+            shared.flag,
+            "verl's PrefixGrouper. Groups are kept together whatever trainer.balance_batch says.",
+        ),
         fixed(
             (
                 f"{_M}use_fused_kernels {_A}use_fused_kernels {_M}fused_kernel_options.* {_M}use_liger "
@@ -399,7 +405,6 @@ SECTIONS = (
             ),
             "how the same number is computed",
         ),
-        lacks(_A + "use_prefix_grouper", "prompts shared by a group are computed once", [False], changes_result=False),
         fixed(_A + "use_rollout_log_probs", "read by asynchronous training only"),
         fixed("**._target_", "Hydra's name of a class"),
         used(_A + "optim.eps", "policy.optimizer.eps"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class Bucket:
     key_lengths: Tensor
     query_lengths: Tensor
     whole: bool
-    """Every piece is a whole sequence: no mask is needed."""
+    """The queries of every piece are all of its keys: no mask is needed."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Packing(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    """Of the whole sequences, with the padding to a multiple of the context-parallel chunks."""
+    """Of the sequences without the prefixes that they continue, padded to a multiple of the context-parallel chunks."""
     positions_T: Tensor | None = None
     """Position of each local token in its sequence."""
     buckets: tuple[Bucket, ...] = ()
@@ -88,17 +89,34 @@ def local_positions(length: int, cp: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
 
 
-def make_packing(lengths: list[int], device: torch.device, fused: bool, cp: int = 1, rank: int = 0) -> Packing:
-    """Packing of sequences of these padded lengths on context-parallel `rank`; `fused` for Transformer Engine's layers."""
-    multiple = chunk_multiple(cp)
+def make_packing(
+    lengths: list[int],
+    device: torch.device,
+    fused: bool,
+    cp: int = 1,
+    rank: int = 0,
+    prefixes: Sequence[tuple[int, int]] = (),
+) -> Packing:
+    """Packing of sequences of these padded lengths on context-parallel `rank`; `fused` for Transformer Engine's layers.
+
+    `prefixes`: (begin, length) of the local tokens that each sequence continues, length 0 where it begins by itself.
+    """
+    multiple, prefixes = chunk_multiple(cp), prefixes or [(0, 0)] * len(lengths)
+    is_shared = any(length for _, length in prefixes)
     assert all(length % multiple == 0 for length in lengths)
-    positions = torch.cat([local_positions(length, cp, rank) for length in lengths])
+    assert not is_shared or (cp == 1 and not fused), (
+        "prefixes are shared by layers of plain PyTorch without context parallelism"
+    )
+    positions = torch.cat(
+        [before + local_positions(length, cp, rank) for length, (_, before) in zip(lengths, prefixes, strict=True)]
+    )
     local_tokens = sum(lengths) // cp
     pieces: list[tuple[int, int, Tensor]] = []
     start = 0
-    for length in lengths:
+    for length, (begin, before) in zip(lengths, prefixes, strict=True):
         if cp == 1:
-            pieces.append((start, length, torch.arange(start, start + length)))
+            own = torch.arange(start, start + length)
+            pieces.append((start, length, torch.cat([torch.arange(begin, begin + before), own]) if before else own))
         else:
             chunk = length // multiple
             # Where position p of this sequence lies among the tokens of all ranks, one rank after the other.
@@ -109,7 +127,7 @@ def make_packing(lengths: list[int], device: torch.device, fused: bool, cp: int 
                 pieces.append((start + half_index * chunk, chunk, place[: index + 1].flatten()))
         start += length // cp
     pieces = [piece for piece in pieces if piece[1]]
-    buckets = tuple(bucket for bucket in _buckets(pieces, cp == 1))
+    buckets = _buckets(pieces)
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
@@ -119,12 +137,13 @@ def make_packing(lengths: list[int], device: torch.device, fused: bool, cp: int 
         moved(_cumulative([len(keys) for *_, keys in pieces])),
     ]
     whole = moved(_cumulative(lengths)) if fused else None
+    longest = max(length + before for length, (_, before) in zip(lengths, prefixes, strict=True))
     return Packing(
         qkv_format="thd",
         cu_seqlens_q=whole,
         cu_seqlens_kv=whole,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         lengths=tuple(lengths),
         positions_T=moved(positions),
         buckets=tuple(
@@ -132,7 +151,7 @@ def make_packing(lengths: list[int], device: torch.device, fused: bool, cp: int 
         ),
         cu_queries=cumulative[0],
         cu_keys=cumulative[1],
-        key_index=None if cp == 1 else moved(torch.cat([keys for *_, keys in pieces])),
+        key_index=moved(torch.cat([keys for *_, keys in pieces])) if cp > 1 or is_shared else None,
         most_queries=max(size for _, size, _ in pieces),
         most_keys=max(len(keys) for *_, keys in pieces),
     )
@@ -142,19 +161,36 @@ def _cumulative(sizes: list[int]) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
 
 
-def _buckets(pieces: list[tuple[int, int, Tensor]], whole: bool) -> list[Bucket]:
-    by_size: dict[int, list[tuple[int, int, Tensor]]] = {}
+def _buckets(pieces: list[tuple[int, int, Tensor]]) -> tuple[Bucket, ...]:
+    by_size: dict[tuple[int, bool], list[tuple[int, int, Tensor]]] = {}
     for piece in pieces:
-        by_size.setdefault((len(piece[2]) - 1).bit_length(), []).append(piece)
+        is_whole = len(piece[2]) == piece[1]
+        by_size.setdefault(((len(piece[2]) - 1).bit_length(), is_whole), []).append(piece)
     found = []
-    for members in by_size.values():
+    for (_, whole), members in by_size.items():
         query_lengths = torch.tensor([size for _, size, _ in members])
         starts = torch.tensor([start for start, *_ in members])
         offsets = torch.arange(int(query_lengths.max()))
         queries = torch.where(offsets < query_lengths[:, None], starts[:, None] + offsets, -1)
         keys = torch.nn.utils.rnn.pad_sequence([index for *_, index in members], batch_first=True, padding_value=-1)
         found.append(Bucket(queries, keys, torch.tensor([len(index) for *_, index in members]), query_lengths, whole))
-    return found
+    return tuple(found)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by an index; gradients of a row that several pieces have as keys are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        found = grad.new_zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32).index_add_(0, index, grad.float())
+        return found.to(grad.dtype), None
 
 
 class PackedAttention(MegatronModule):
@@ -197,7 +233,7 @@ class PackedAttention(MegatronModule):
         if not (query.is_cuda and half and query.shape[2] % 8 == 0):
             return self._padded(query, key, value, packing).flatten(1)
         if packing.key_index is not None:
-            key, value = key.index_select(0, packing.key_index), value.index_select(0, packing.key_index)
+            key, value = (_Gather.apply(tensor, packing.key_index) for tensor in (key, value))
         assert packing.cu_queries is not None and packing.cu_keys is not None
         if flash.takes(query, value):
             ends, most = (packing.cu_queries, packing.cu_keys), (packing.most_queries, packing.most_keys)

@@ -1,0 +1,120 @@
+"""Which samples lie in one micro-batch, and which of their tokens are computed: TokenBatch -> units -> pieces.
+
+The responses to one prompt begin with the same tokens. Where a prefix is shared, its tokens are computed once: each response
+is a piece of its own that attends to the prefix and to itself, from the position at which the prefix ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fivefold.distributed.balance import balance
+from fivefold.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Samples that lie in one micro-batch."""
+
+    samples: list[int]
+    prefix: int = 0
+    """Tokens that all of them begin with and that are computed once; 0 where every sample is computed whole."""
+
+    def computed(self, lengths_N: Sequence[int]) -> list[int]:
+        """Lengths of its pieces."""
+        if not self.prefix:
+            return [lengths_N[sample] for sample in self.samples]
+        return [self.prefix, *(lengths_N[sample] - self.prefix for sample in self.samples)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of a batch that are computed together."""
+
+    begin: int
+    """Among the tokens of the batch."""
+    length: int
+    prefix: int | None = None
+    """Number of the piece that it continues."""
+    copies: tuple[int, ...] = ()
+    """Where the same tokens begin in other samples, which do not compute them again."""
+
+
+def make_units(batch: TokenBatch, budget: int, share: bool) -> list[Unit]:
+    """Samples that are compared with one another, and with `share` those of one prompt, as far as `budget` tokens allow."""
+    size = batch.samples_per_comparison
+    compared = [list(range(first, first + size)) for first in range(0, len(batch.lengths_N), size)]
+    if not share:
+        return [Unit(samples) for samples in compared]
+    prompts = _prompts(batch)
+    by_prompt: dict[bytes, list[list[int]]] = {}
+    units = []
+    for samples in compared:
+        found = {prompts[sample] for sample in samples}
+        if len(found) == 1 and (prompt := found.pop()):
+            by_prompt.setdefault(prompt, []).append(samples)
+        else:
+            units.append(Unit(samples))
+    for prompt, members in by_prompt.items():
+        units += _fitting(members, len(prompt) // batch.token_ids_T.element_size(), batch.lengths_N, budget)
+    return units
+
+
+def _prompts(batch: TokenBatch) -> list[bytes]:
+    """The tokens of each sample before the first that can carry loss; of a sample without such a token nothing."""
+    found, tokens = [], batch.token_ids_T.contiguous().numpy()
+    pieces = zip(batch.lengths_N, batch.loss_mask_T.split(batch.lengths_N), strict=True)
+    start = 0
+    for length, mask_T in pieces:
+        prompt = int(mask_T.int().argmax()) if length and mask_T.any() else 0
+        found.append(tokens[start : start + prompt].tobytes())
+        start += length
+    return found
+
+
+def _fitting(members: list[list[int]], prefix: int, lengths_N: Sequence[int], budget: int) -> list[Unit]:
+    """One unit, or as few of like size as keep to the budget; each computes the prefix."""
+    responses = [sum(lengths_N[sample] - prefix for sample in samples) for samples in members]
+    for count in range(1, len(members) + 1):
+        parts = balance(responses, count)
+        if count == len(members) or all(prefix + sum(responses[i] for i in part) <= budget for part in parts):
+            break
+    chosen = [sorted(sample for i in part for sample in members[i]) for part in parts]
+    return [Unit(samples, prefix if len(samples) > 1 else 0) for samples in chosen]
+
+
+def make_pieces(lengths_N: Sequence[int], units: Sequence[Unit]) -> list[Piece]:
+    """What is computed of the samples of these units, which lie end to end in this order with these lengths.
+
+    Example: a prompt of 5 tokens with responses of 3 and 4, `lengths_N = [8, 9]`:
+    `[Piece(0, 5, copies=(8,)), Piece(5, 3, prefix=0), Piece(13, 4, prefix=0)]`.
+    """
+    found: list[Piece] = []
+    number = start = 0
+    for unit in units:
+        first, own = len(found), []
+        for _ in unit.samples:
+            own.append((start, lengths_N[number]))
+            start, number = start + lengths_N[number], number + 1
+        if not unit.prefix:
+            found += [Piece(begin, length) for begin, length in own]
+            continue
+        found.append(Piece(own[0][0], unit.prefix, copies=tuple(begin for begin, _ in own[1:])))
+        found += [Piece(begin + unit.prefix, length - unit.prefix, prefix=first) for begin, length in own]
+    return found
+
+
+def prefixes_of(pieces: Sequence[Piece], starts: Sequence[int]) -> list[tuple[int, int]]:
+    """(begin, length) of the tokens that each piece continues, among those that are computed; `starts` has where each piece
+    begins there."""
+    return [(0, 0) if piece.prefix is None else (starts[piece.prefix], pieces[piece.prefix].length) for piece in pieces]
+
+
+def place_copies(place_T: Tensor, pieces: Sequence[Piece]) -> None:
+    """Give the tokens of the batch that are not computed again the places of those that are."""
+    for piece in pieces:
+        for begin in piece.copies:
+            place_T[begin : begin + piece.length] = place_T[piece.begin : piece.begin + piece.length]
