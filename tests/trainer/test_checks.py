@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def compared(mesh, gap: float, versions: list[int], version: int) -> tuple[list[
         version_T=torch.tensor([0, *versions]),
     )
     try:
-        gate.check(batch, None, version)
+        gate.check(batch, SimpleNamespace(skipped_N=None), version)
     except RuntimeError as error:
         return sorted(gate.needs), said, str(error)
     return sorted(gate.needs), said, ""
