@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from fivefold.algo import make_objective
 from fivefold.config.methods import KLConfig
 from fivefold.observability.run_logger import RunLogger
-from fivefold.trainer.update_metrics import peak_bytes, throughput
+from fivefold.trainer.update_metrics import throughput
 from fivefold.types import TokenBatch
 from tests.support.objectives import Alone
 
@@ -40,15 +39,6 @@ def test_tokens_of_a_step_count_once_and_trained_ones_in_each_epoch():
     assert found["throughput/samples_per_second"] == 2 / 4
     assert found["throughput/train_tokens_per_second"] == 3 * 18 / 2
     assert found["throughput/tflops_per_gpu"] == 8 / 2 / 2
-
-
-def test_the_peak_is_that_since_it_was_last_asked():
-    peak_bytes()
-    block = np.ones(1 << 26)
-    assert block.nbytes == 1 << 29
-    del block
-    high, low = peak_bytes(), peak_bytes()
-    assert high - low > 0.9 * (1 << 29)
 
 
 def test_a_step_without_an_update_leaves_the_kl_coefficient_as_it_is():

@@ -21,12 +21,13 @@ from fivefold.checkpoint.saving import Saving, Writer
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import BufferedSource, RolloutSource
+from fivefold.observability.peak_memory import peak_memory
 from fivefold.observability.profiler import profiled
 from fivefold.observability.run_logger import RunLogger, sample_rows
 from fivefold.rollout.stats import rollout_metrics
 from fivefold.trainer.evaluation import Evaluation
 from fivefold.trainer.models import Models
-from fivefold.trainer.update_metrics import peak_bytes, throughput, update_metrics
+from fivefold.trainer.update_metrics import throughput, update_metrics
 from fivefold.types import Group, RolloutStats, StepReport
 
 
@@ -186,7 +187,7 @@ class Trainer:
             record(update_metrics(done.critic_reports, "critic"))
         tokens, sequences = (sum(getattr(r, name) for r in done.policy_reports) for name in ("tokens", "sequences"))
         tflop = self.flops(tokens, tokens / max(1, sequences)) / 1e12
-        record({"memory/peak_gb": self.ranks.all_reduce_max(peak_bytes()) / 2**30})
+        record({"memory/peak_gb": self.ranks.all_reduce_max(float(peak_memory.take())) / 2**30})
         record(throughput(done.stats, done.policy_reports, self.logger.times, tflop, self.ranks.layout.world_size))
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:

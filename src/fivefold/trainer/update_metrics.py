@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-
-import torch
 
 from fivefold.types import RolloutStats, StepReport
 
@@ -52,16 +49,3 @@ def throughput(
         "throughput/train_tokens_per_second": trained / times["train"],
         "throughput/tflops_per_gpu": tflop / times["train"] / world_size,
     }
-
-
-def peak_bytes() -> float:
-    """Largest memory that this rank has held since this was last asked: on the GPU where there is one."""
-    if torch.cuda.is_available():
-        peak = float(torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-    status = Path("/proc/self/status").read_text()
-    peak = 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
-    # proc(5): 5 sets the peak to what is held now.
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak

@@ -23,6 +23,7 @@ from fivefold.engines.weight_sync import crossed_off, not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec, parameters_of
+from fivefold.observability.peak_memory import peak_memory
 from fivefold.types import Completion, Request, Sampling
 
 
@@ -133,16 +134,19 @@ class VLLMEngine:
             self._llm.sleep(level=2)
             self._is_asleep = self._is_cache_asleep = True
             self.version = -1
+            peak_memory.away(_bytes_of("weights", "kv_cache"))
 
     def wake(self) -> None:
         if self._is_asleep:
             self._wake("weights")
             self._is_asleep = False
+            peak_memory.away(_bytes_of("kv_cache"))
 
     def _wake_cache(self) -> None:
         if self._is_cache_asleep:
             self._wake("kv_cache")
             self._is_cache_asleep = False
+            peak_memory.away(0)
 
     def _wake(self, part: str) -> None:
         # vLLM takes memory from the driver: what the trainer has freed must be back there, not in torch's cache.
@@ -176,6 +180,14 @@ class VLLMEngine:
 
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 """One process: the engine shares this rank's."""
+
+
+def _bytes_of(*tags: str) -> int:
+    """Of what vLLM's allocator has on this device under these tags, asleep or not: torch counts all of it."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    held = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(int(each.handle[1]) for each in held if each.tag in tags)
 
 
 @contextmanager
