@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.rollout.asynchronous import AsyncRollouts
-from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -83,7 +83,7 @@ def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
     everyone = children_of(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: gone(everyone))
+    wait_for(lambda: gone(everyone) and is_free(root / f"runs/killed-{layout}"))
     found = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
     assert_same(without(found, *WHEN), without(ahead, *WHEN))
     assert (root / f"runs/killed-{layout}/checkpoints/step-000003/rollouts/groups-00000.safetensors").is_file()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
-from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.tiny_models import make_classifier
 from tests.support.whole_runs import REWARD, TIMES, assert_same, make_judge, make_model, make_pairs
 from tests.support.zygote import THREADS
@@ -93,7 +93,7 @@ def resumed(root):
     wait_for((root / "runs/resumed/checkpoints/step-000002").exists, killed)
     everyone = children_of(killed.pid)
     killed.kill()
-    wait_for(lambda: gone(everyone))
+    wait_for(lambda: gone(everyone) and is_free(root / "runs/resumed"))
     found, told = train(root, "resumed", *on_layouts("t2", "p2", "d2"))
     assert "resumed" in told and "step-000002" in told
     return found

@@ -22,7 +22,7 @@ import pytest
 from fivefold.distributed.ports import free_port
 from fivefold.launch.lock import locked
 from fivefold.launch.watch import PAUSE
-from tests.support.commands import LONGEST, fivefold, gone, wait_for
+from tests.support.commands import LONGEST, fivefold, gone, is_free, wait_for
 from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -324,15 +324,6 @@ def test_a_second_interrupt_of_a_person_ends_ranks_that_are_busy(two_nodes):
     assert driver.poll() is None and not any(gone([pid]) for pid in pids(ranks))
     driver.process.send_signal(signal.SIGINT)
     ends(driver, ranks, 130)
-
-
-def is_free(run_dir: Path) -> bool:
-    """Ray's worker that holds it for the ranks ends a moment after them."""
-    try:
-        with locked(run_dir):
-            return True
-    except ValueError:
-        return False
 
 
 def test_a_driver_that_is_killed_leaves_no_rank_and_the_directory_free(two_nodes):

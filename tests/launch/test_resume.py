@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -82,7 +82,7 @@ def test_two_runs_do_not_meet_in_a_directory(root):
     everyone = children_of(first.pid)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    wait_for(lambda: gone(everyone))
+    wait_for(lambda: gone(everyone) and is_free(root / "runs/shared"))
     third = fivefold("train", "run.yaml", "trainer.run_dir=runs/shared", "trainer.steps=1")
     assert third.returncode == 0, third.stderr
     assert len(list(root.glob("runs/shared/superseded-1/metrics.jsonl"))) == 1, "rows of a run without a checkpoint are kept"

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import Command, children_of, gone, wait_for
+from tests.support.commands import Command, children_of, gone, is_free, wait_for
 from tests.support.whole_runs import REWARD, assert_same, left_in, make_model, metrics
 from tests.support.zygote import THREADS
 
@@ -103,7 +103,7 @@ def test_a_killed_server_and_a_killed_trainer_lose_no_prompt_use_none_twice_and_
     everyone = children_of(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: gone(everyone))
+    wait_for(lambda: gone(everyone) and is_free(root / "runs/killed"))
     left = left_in(temporary)
     finished(root, command(root, "killed", "rollout.max_staleness=2"), "killed")
     check_ages_and_prompts(root, "killed", 2)

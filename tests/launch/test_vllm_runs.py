@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import Command, children_of, fivefold, gone, wait_for
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.engines import named_blocks
 from tests.support.whole_runs import REWARD, assert_same, left_in, make_model, metrics
 from tests.support.zygote import THREADS
@@ -74,7 +74,7 @@ def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind
     blocks = named_blocks(everyone)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks))
+    wait_for(lambda: gone(everyone) and not any(block.exists() for block in blocks) and is_free(root / "runs/killed"))
     left = left_in(temporary)
     done = train(root, "killed")
     assert done.returncode == 0, done.stderr

@@ -12,11 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
 import psutil
 
+from fivefold.launch.lock import locked
 from tests.support.zygote import THREADS, close_all_but, fork, zygote
 
 LONGEST = 1500.0
@@ -181,6 +183,15 @@ def children_of(pid: int) -> list[int]:
 
 def gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def is_free(run_dir: Path) -> bool:
+    """No process holds the directory of a run that was killed: what a rank has forked to write, or Ray's worker, ends later."""
+    try:
+        with locked(run_dir):
+            return True
+    except ValueError:
+        return False
 
 
 def with_cpu_seconds(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.commands import Command, children_of, gone, wait_for
+from tests.support.commands import Command, children_of, gone, is_free, wait_for
 from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
 from tests.support.zygote import THREADS, zygote
 
@@ -154,23 +154,13 @@ def _abused(root: Path, name: str, choice: str, draw: random.Random, done: Count
             process.wait(120)
             is_exact = is_exact and "were taken and stay" not in "".join(process.communicate())
             wait_for(lambda pids=everyone: gone(pids))
-            wait_for(lambda: _is_free(run))
+            wait_for(lambda: is_free(run))
             if draw.random() < 0.2 and flip_a_byte(run, draw):
                 done["a byte of the newest checkpoint flipped"] += 1
             continue
         ended = process.finish()
         assert ended.returncode == 0, (overrides, ended)
         return is_exact
-
-
-def _is_free(run: Path) -> bool:
-    from fivefold.launch.lock import locked
-
-    try:
-        with locked(run):
-            return True
-    except ValueError:
-        return False
 
 
 if __name__ == "__main__":
