@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,18 @@ from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import spec_from_config
 from fivefold.models.spec import ModelSpec
-from fivefold.plan.efficiency import Efficiencies, load_rates
+from fivefold.plan.efficiency import Efficiencies, Rate, load_rates
 from fivefold.plan.estimate import Lengths, step_estimate
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.measured import MEASURED
 from fivefold.plan.memory import Sharded, estimate_memory
 from fivefold.plan.rollout_time import Requests, Sampler, rollout_time
 from fivefold.plan.search import Space
-from fivefold.plan.step_time import Batch, forward_time, update_time
+from fivefold.plan.step_time import Batch, update_time
 from tests.support.public_shapes import SHAPES
 
 GPU, BUDGET = "h200-141g", 16384
 STEP_BOUND, MEMORY_BOUND = 0.15, 0.08
-X1, X2, X4 = (f"results/h200-x{name}.txt" for name in ("1", "2", "4-experts"))
-METHODS, ENGINES = "results/h200-x4-methods.txt", "results/h200-x4-engines.txt"
-NOTES = "notes of commit 1013577"
-"""Measured before results were kept here; how many micro-batches they had was not noted."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "0.6B": SHAPES["Qwen3-0.6B"],
@@ -50,53 +46,54 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step that was timed, with random lengths around their mean."""
+    """One optimizer step that was timed, with random lengths around their mean (benchmarks/results/h200-step.txt)."""
 
     model: str
     layout: str
     tokens: int
     samples: int
-    seconds: float | None
-    gib: float | None
+    seconds: float
+    gib: float
     """Peak of the fullest rank."""
-    source: str
-    micro_batches: int | None = None
+    micro_batches: int
     recompute: str = "none"
     predicted: float = 0.75
     """Share of the tokens that are in a response."""
     pipeline: tuple[tuple[str, int], ...] = ()
-    value_head: bool = False
-    backward: bool = True
     budget: int = BUDGET
     """`tokens_per_micro_batch`."""
     spread: float = 0.5
     """Share of the mean by which lengths differ from it at most."""
+    has_flash: bool = True
+    """Attention is that of flash-attn-4."""
 
+
+ROWS: dict[str, Any] = {"budget": 32768, "spread": 0}
+"""Tokens of a micro-batch and sequences of one length, as benchmarks/training_speed.py has them in `rows`."""
 
 UPDATES = [
-    Update("0.6B", "d1", 67543, 64, 1.154, 31.88, X1, 5),
-    Update("0.6B", "t2", 67543, 64, 1.156, 16.56, X2, 5),
-    Update("0.6B", "p2", 67543, 64, 1.140, 26.77, X2, 5),
-    Update("0.6B", "d2", 67543, 64, 0.719, 25.22, X2, 3),
-    Update("30B-A3B, 8 layers", "d2t2e4", 135114, 64, 1.037, 35.84, X4, 5),
-    Update("30B-A3B, 8 layers", "d4e4", 135114, 64, 1.018, 44.16, X4, 3),
-    Update("30B-A3B, 8 layers", "t4e4", 135114, 64, 1.210, 30.37, X4, 9),
-    Update("30B-A3B, 8 layers", "c2t2e4", 135114, 64, 1.326, 32.70, X4, 9),
-    Update("1.7B", "d1", 67500, 32, 2.202, None, METHODS),
-    Update("1.7B", "d1", 67500, 32, 1.671, None, METHODS, value_head=True),
-    Update("1.7B", "d1", 67500, 32, 0.676, None, METHODS, backward=False),
-    Update("1.7B", "d1", 67500, 32, 0.541, None, METHODS, value_head=True, backward=False),
-    Update("1.7B", "d1", 32768, 8, 1.143, 67.0, NOTES, spread=0),
-    Update("1.7B", "d1", 65536, 64, 2.070, None, NOTES, spread=0),
-    Update("1.7B", "d1", 32768, 8, 1.380, None, NOTES, recompute="full", spread=0),
-    Update("8B", "t4", 131072, 32, 4.250, 59.0, NOTES, spread=0),
-    Update("8B", "d2t2", 131072, 32, 3.850, 93.0, NOTES, spread=0),
+    Update("0.6B", "d1", 67543, 64, 0.656, 31.16, 5),
+    Update("0.6B", "t2", 67543, 64, 0.627, 16.65, 5),
+    Update("0.6B", "p2", 67543, 64, 0.465, 23.65, 5),
+    Update("0.6B", "d2", 67543, 64, 0.349, 25.02, 3),
+    Update("30B-A3B, 8 layers", "d2t2e4", 135114, 64, 0.716, 34.35, 5),
+    Update("30B-A3B, 8 layers", "d4e4", 135114, 64, 0.639, 41.33, 3),
+    Update("30B-A3B, 8 layers", "t4e4", 135114, 64, 0.875, 29.44, 9),
+    Update("30B-A3B, 8 layers", "c2t2e4", 135114, 64, 0.931, 30.16, 9),
+    Update("1.7B", "d1", 32768, 8, 0.7167, 101.67, 1, **ROWS),
+    Update("1.7B", "d1", 32768, 8, 0.8086, 105.14, 1, **ROWS, has_flash=False),
+    Update("1.7B", "d1", 65536, 64, 1.2943, 101.77, 2, **ROWS),
+    Update("1.7B", "d1", 65536, 64, 1.3594, 105.27, 2, **ROWS, has_flash=False),
+    Update("1.7B", "d1", 32768, 8, 0.9005, 42.13, 1, **ROWS, recompute="full"),
+    Update("1.7B", "d1", 32768, 8, 1.0312, 42.13, 1, **ROWS, recompute="full", has_flash=False),
+    Update("8B", "d2t2", 131072, 32, 3.2003, 88.25, 4, spread=0),
+    Update("8B", "d1t4", 131072, 32, 3.6015, 56.58, 8, spread=0),
 ]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """256 requests, 8 to a prompt, that vLLM answered."""
+    """256 requests, 8 to a prompt, that vLLM answered (benchmarks/results/h200-x4-engines.txt)."""
 
     model: str
     tp: int
@@ -105,7 +102,6 @@ class Rollout:
     longest: int
     tokens_per_second: int
     is_server: bool = False
-    source: str = ENGINES
 
 
 TAIL = 541.8
@@ -123,6 +119,18 @@ ROLLOUTS = [
     Rollout("8B", 2, 128, 256, 256, 28284, True),
     Rollout("8B", 2, 512, 1024, 1024, 22977, True),
 ]
+
+
+STEPS: list[tuple[str, str, str, float, str, dict[str, float]]] = [
+    # Its training was of older kernels.
+    ("1.7B", "d1", "d1", 0.5, "none", {"rollout": 8.181, "weight sync, state to the host": 0.926}),
+    (
+        "8B", "t2", "d1t2", 0.6, "full",
+        {"rollout": 12.148, "training, state back from the host": 16.09, "weight sync, state to the host": 1.6,
+         "step": 30.154},
+    ),
+]  # fmt: skip
+"""Model, layout, the engine's, its share of the memory, recomputation, seconds (h200-x4-engines.txt, h200-x2-runs.txt)."""
 
 
 class Tally:
@@ -143,42 +151,32 @@ class Tally:
         print(f"{self._what}: {within} of {len(self.errors)} within {self._bound:.0%}, {mean:.1%} away on average")
 
 
-def spec_of(model: str, value_head: bool = False) -> ModelSpec:
-    spec = spec_from_config(MODELS[model])
-    return replace(spec, value_head=True, tied=False) if value_head else spec
+def spec_of(model: str) -> ModelSpec:
+    return spec_from_config(MODELS[model])
 
 
 def sharded(row: Update) -> tuple[Sharded, Batch, Cluster]:
     layout = ParallelLayout.parse(f"megatron:{row.layout}")
     mean = row.tokens / row.samples
-    model = Sharded(
-        spec_of(row.model, row.value_head), layout, PipelineSplit.of(dict(row.pipeline)), row.recompute, row.budget
-    )
+    model = Sharded(spec_of(row.model), layout, PipelineSplit.of(dict(row.pipeline)), row.recompute, row.budget)
     return model, Batch(row.tokens, mean, mean * (1 + row.spread**2 / 3), row.predicted), Cluster(GPU, layout.world_size)
 
 
-def updates(rates: Efficiencies) -> Iterator[Tally]:
+def updates(rows: Sequence[Rate]) -> Iterator[Tally]:
     times, sizes = Tally("step time", STEP_BOUND), Tally("memory", MEMORY_BOUND)
-    print(f"{'update':<42}{'seconds':>9}{'predicted':>11}{'':>9}{'GiB':>8}{'predicted':>11}{'':>9}  source")
+    print(f"{'update':<48}{'seconds':>9}{'predicted':>11}{'':>9}{'GiB':>8}{'predicted':>11}")
     for row in UPDATES:
         model, batch, cluster = sharded(row)
-        ask = update_time if row.backward else forward_time
-        found = ask(model, batch, cluster, rates, 1.0)
-        if row.micro_batches not in (None, found.micro_batches):
+        found = update_time(model, batch, cluster, Efficiencies(rows, GPU, row.has_flash), 1.0)
+        if row.micro_batches != found.micro_batches:
             print(f"    {row.micro_batches} micro-batches were recorded, {found.micro_batches} are expected")
         what = f"{row.model} {row.layout}" + (" full recomputation" if row.recompute == "full" else "")
-        what += (", critic" if row.value_head else "") + ("" if row.backward else ", forward")
-        line = f"{what:<42}"
-        if row.seconds is not None:
-            line += f"{row.seconds:>9.3f}{found.total:>11.3f}{times.compare(found.total, row.seconds):>9}"
-        if row.gib is not None:
-            # What the micro-batches really held, which is less than the budget.
-            held = replace(model, tokens_per_micro_batch=int(found.micro_batch_tokens))
-            gib = estimate_memory(held, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=1).total / 2**30
-            line += f"{row.gib:>8.2f}{gib:>11.2f}{sizes.compare(gib, row.gib):>9}"
-        else:
-            line += " " * 28
-        print(f"{line}  {row.source}")
+        what += "" if row.has_flash else ", torch's attention"
+        # What the micro-batches really held, which is less than the budget.
+        held = replace(model, tokens_per_micro_batch=int(found.micro_batch_tokens))
+        gib = estimate_memory(held, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=1).total / 2**30
+        line = f"{what:<48}{row.seconds:>9.3f}{found.total:>11.3f}{times.compare(found.total, row.seconds):>9}"
+        print(f"{line}{row.gib:>8.2f}{gib:>11.2f}{sizes.compare(gib, row.gib):>9}")
     yield from (times, sizes)
 
 
@@ -197,31 +195,31 @@ def rollouts(rates: Efficiencies) -> Iterator[Tally]:
     yield tally
 
 
-def whole_step(rates: Efficiencies) -> Iterator[Tally]:
-    """A GRPO step from the command line: 256 responses of 1024 tokens, everything offloaded (h200-x4-engines.txt)."""
+def whole_steps(rates: Efficiencies) -> Iterator[Tally]:
+    """GRPO steps from the command line: 256 responses of 1024 tokens, everything offloaded; the fastest after the first."""
     tally = Tally("parts of a whole step", STEP_BOUND)
-    config = RunConfig.of(
-        model={"path": "here"},
-        policy={"tokens_per_micro_batch": BUDGET, "offload": {"parameters": True, "gradients": True, "optimizer": True}},
-        engine={"backend": "vllm:d1", "memory_fraction": 0.5},
-        algorithm={"group_size": 8, "kl": {"coef": 0}},
-        data={"train": ["x"], "prompts_per_step": 32, "max_prompt_tokens": 64, "max_response_tokens": 1024},
-        launch={"gpu": GPU},
-    )
-    found = step_estimate(config, spec_of("1.7B"), Cluster(GPU, 1), rates, Lengths(7, 1024))
-    parts = {"rollout": found.parts["rollout"]}
-    moved = found.parts["offload"]
-    parts["training, state back from the host"] = (
-        sum(seconds for name, seconds in found.parts.items() if name not in ("rollout", "weight sync", "offload"))
-        + moved / 2
-    )
-    parts["weight sync, state to the host"] = found.parts["weight sync"] + moved / 2
-    parts["step"] = found.seconds
-    print(f"\n{'whole GRPO step, 1.7B, one GPU':<42}{'seconds':>9}{'predicted':>11}")
-    measured = {"rollout": 8.181, "training, state back from the host": 9.612, "step": 18.904}
-    measured["weight sync, state to the host"] = 0.926
-    for name, seconds in parts.items():
-        print(f"{name:<42}{measured[name]:>9.3f}{seconds:>11.3f}{tally.compare(seconds, measured[name]):>9}")
+    print(f"\n{'whole GRPO step':<42}{'seconds':>9}{'predicted':>11}")
+    for model, layout, engine, fraction, recompute, measured in STEPS:
+        policy = {"backend": f"megatron:{layout}", "tokens_per_micro_batch": BUDGET, "recompute": recompute}
+        config = RunConfig.of(
+            model={"path": "here"},
+            policy={**policy, "offload": {"parameters": True, "gradients": True, "optimizer": True}},
+            engine={"backend": f"vllm:{engine}", "memory_fraction": fraction},
+            algorithm={"group_size": 8, "kl": {"coef": 0}},
+            data={"train": ["x"], "prompts_per_step": 32, "max_prompt_tokens": 64, "max_response_tokens": 1024},
+            launch={"gpu": GPU},
+        )
+        found = step_estimate(config, spec_of(model), Cluster(GPU, config.layout.world_size), rates, Lengths(7, 1024))
+        rollout, moved, sync = (found.parts[name] for name in ("rollout", "offload", "weight sync"))
+        parts = {
+            "rollout": rollout,
+            "training, state back from the host": found.seconds - rollout - sync - moved / 2,
+            "weight sync, state to the host": sync + moved / 2,
+            "step": found.seconds,
+        }
+        for name, seconds in measured.items():
+            what = f"{model} {layout}, {name}"
+            print(f"{what:<42}{seconds:>9.3f}{parts[name]:>11.3f}{tally.compare(parts[name], seconds):>9}")
     yield tally
 
 
@@ -230,13 +228,13 @@ def ranks(rates: Efficiencies) -> None:
     print("\nlayouts by predicted time, the measured best first")
     groups: dict[tuple[str, int], list[Update]] = {}
     for row in UPDATES:
-        if row.seconds is not None and row.backward and not row.value_head and row.recompute == "none":
+        if row.recompute == "none" and row.has_flash:
             world = ParallelLayout.parse(f"megatron:{row.layout}").world_size
             groups.setdefault((row.model, world), []).append(row)
     for (name, world), rows in groups.items():
         if world == 1 or len(rows) < 2:
             continue
-        best = min(rows, key=lambda row: row.seconds or 0.0)
+        best = min(rows, key=lambda row: row.seconds)
         model, batch, cluster = sharded(best)
         data = {"train": ["x"], "prompts_per_step": best.samples // 2}
         base = RunConfig.of(model={"path": "here"}, data=data, algorithm={"group_size": 2})
@@ -259,8 +257,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calibration", type=Path, help="rates of `fivefold plan --calibrate` instead of those that came")
     calibration = parser.parse_args().calibration
-    rates = Efficiencies(MEASURED if calibration is None else load_rates(calibration), GPU)
-    tallies = [*updates(rates), *rollouts(rates), *whole_step(rates)]
+    rows = MEASURED if calibration is None else load_rates(calibration)
+    rates = Efficiencies(rows, GPU)
+    tallies = [*updates(rows), *rollouts(rates), *whole_steps(rates)]
     ranks(rates)
     print()
     for tally in tallies:

@@ -38,6 +38,18 @@ def test_another_gpu_has_the_measured_one_s_share_of_its_data_sheet_and_the_same
     assert here.measured_here and not there.measured_here
 
 
+def test_attention_is_torch_s_own_where_flash_attn_4_is_not_installed_or_not_written_for_the_gpu():
+    with_flash, without = (Efficiencies(MEASURED, H200, has_flash) for has_flash in (True, False))
+    older = Efficiencies(MEASURED, "a100-80g")
+    for kind in ("attention_forward", "attention_backward"):
+        assert with_flash.rate(kind, 4096) > 1.5 * without.rate(kind, 4096)
+        assert without.rate(kind, 4096) == with_flash.rate(f"torch_{kind}", 4096)
+        assert older.rate(kind, 4096) == older.rate(f"torch_{kind}", 4096)
+    # What is not used need not be measured.
+    own = [Rate(row.kind, row.size, row.rate, "a100-80g", "") for row in MEASURED if not row.kind.startswith("attention")]
+    assert Efficiencies([*MEASURED, *own], "a100-80g").measured_here
+
+
 def test_a_calibration_replaces_its_kinds_of_its_hardware_only(tmp_path, monkeypatch):
     path = tmp_path / "rates.json"
     write_calibration(path, [Rate("gemm", 2048, 100.0, H200, "here")], "today")

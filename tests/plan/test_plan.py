@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -58,6 +60,23 @@ def test_each_dimension_divides_what_it_shards(models):
     )
     assert (parts.dense, parts.experts) == (whole.dense, whole.experts // 2)
     assert estimate(spec, "d1", recompute="full").activations < one.activations
+
+
+def test_the_head_s_chunks_are_those_of_the_layer(models):
+    """Two of them where there are many tokens, in plain PyTorch three; with full recomputation nothing else is there then."""
+    from fivefold.megatron.layers.lm_head import CHUNK_ELEMENTS, KERNEL_CHUNK_ELEMENTS
+
+    spec, layout = load_spec(models("qwen3")), ParallelLayout()
+    tokens = 10**8
+    for kernels, chunks in ((True, 2 * KERNEL_CHUNK_ELEMENTS), (False, 3 * CHUNK_ELEMENTS)):
+        with_head, without = (
+            Sharded(replace(spec, value_head=value_head), layout, tokens_per_micro_batch=tokens, kernels=kernels).held(2)[0]
+            for value_head in (False, True)
+        )
+        around = 4 * tokens * 2 * spec.hidden if kernels else 0
+        assert with_head.activations - without.activations == 4 * chunks + around
+    plain = Sharded(spec, layout, tokens_per_micro_batch=1024, kernels=False).held(2)[0]
+    assert plain.activations > Sharded(spec, layout, tokens_per_micro_batch=1024).held(2)[0].activations
 
 
 def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):

@@ -38,6 +38,7 @@ def test_it_prints_times_memory_limit_cost_and_yaml(tmp_path, capsys):
     said = plan(capsys, "--model", model, "--gpus", 32, "--gpu", "h100-80g", "--price", 2, "--top", 2,
                 "data.prompts_per_step=64", "data.max_response_tokens=4096", "--response-tokens", 1500,
                 "policy.optimizer.lr=1e-5", "data.train=[x]")  # fmt: skip
+    assert "attention of flash-attn-4 (pip install" in said
     assert "qwen3_moe, 30.53 billion parameters" in said and "cluster  32 x h100-80g, 4 nodes" in said
     assert "responses of 1500 tokens on average" in said and "\n2. megatron:" in said and "\n3. " not in said
     for word in ("time     ", "rollout ", "backward ", "memory   training ", "sampling ", "limit    ", "a million tokens"):
@@ -155,6 +156,25 @@ def test_recomputation_that_is_not_needed_is_named(tmp_path):
     model = write_shape(tmp_path, "Qwen3-1.7B")
     config = run_of(model, policy={"backend": "megatron:d8", "recompute": "full"}, algorithm={"name": "sft"})
     assert describe_step(config, load_spec(model))[2].startswith("what gains most: policy.recompute: none, about ")
+
+
+def test_check_looks_for_flash_attn_4_without_importing_it(tmp_path, monkeypatch):
+    """FlashAttention 2 has a package of the same name, without `cute`; what is older than Hopper uses neither."""
+    model, package = write_shape(tmp_path, "Qwen3-8B"), tmp_path / "flash_attn"
+    (package / "cute").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def said(gpu: str) -> str:
+        return describe_step(run_of(model, policy={"backend": "megatron:d2t4"}, launch={"gpu": gpu}), load_spec(model))[1]
+
+    installed = [said(gpu) for gpu in ("h200-141g", "a100-80g")]
+    (package / "cute").rmdir()
+    without, old = (said(gpu) for gpu in ("h200-141g", "a100-80g"))
+    assert "flash" not in installed[0] and 'without flash-attn-4 (pip install "fivefold[flash]"): ' in without
+    shorter, longer = (float(text.split("about ")[1].split(" s ")[0]) for text in (installed[0], without))
+    assert shorter < longer < 1.2 * shorter
+    assert old == installed[1] and "flash" not in old
 
 
 def test_a_calibration_that_cannot_be_read_keeps_no_run_from_starting(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from fivefold.plan.hardware import Cluster
 from fivefold.plan.measured import MEASURED
 from fivefold.plan.memory import Sharded
 from fivefold.plan.rollout_time import Requests, Sampler, rollout_time
-from fivefold.plan.step_time import Batch, forward_time, update_time
+from fivefold.plan.step_time import Batch, update_time
 from tests.support.public_shapes import SHAPES
 
 H200 = "h200-141g"
@@ -158,13 +158,14 @@ def test_an_engine_apart_samples_while_the_trainer_trains_only_within_a_bound_of
 
 
 def test_the_model_keeps_to_what_was_recorded():
-    """The bounds of benchmarks/plan_accuracy.py: all but one or two of the rows, and every rollout."""
+    """The bounds of benchmarks/plan_accuracy.py: time of all but one or two of the rows, all memory, every rollout."""
     errors = []
     for row in UPDATES:
         model, batch, cluster = sharded(row)
-        if row.seconds is not None:
-            ask = update_time if row.backward else forward_time
-            errors.append(ask(model, batch, cluster, RATES, 1.0).total / row.seconds - 1)
+        found = update_time(model, batch, cluster, Efficiencies(MEASURED, H200, row.has_flash), 1.0)
+        errors.append(found.total / row.seconds - 1)
+        held = replace(model, tokens_per_micro_batch=int(found.micro_batch_tokens))
+        assert max(sum(vars(stage).values()) for stage in held.held(2)) / 2**30 == pytest.approx(row.gib, rel=0.08), row
     assert sum(abs(error) <= 0.15 for error in errors) >= max(12, len(errors) - 2)
     for row in ROLLOUTS:
         spec = spec_of(row.model)

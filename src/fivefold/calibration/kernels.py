@@ -76,7 +76,7 @@ def optimizer(clock: Clock) -> Iterator[tuple[str, float, float]]:
     weight = torch.nn.Parameter(torch.zeros(count, device=clock.device))
     weight.grad = torch.ones_like(weight)
     half = torch.zeros(count, device=clock.device, dtype=torch.bfloat16)
-    adam = torch.optim.AdamW([weight], foreach=True)
+    adam = torch.optim.AdamW([weight], fused=clock.is_large)
 
     def update() -> None:
         adam.step()

@@ -35,6 +35,7 @@ from fivefold.types import LossOutput, TokenBatch
 Found = tuple[str, float, float]
 _MINUTES = 10.0
 _ONE = ParallelLayout()
+_TRAFFIC = ("elementwise", "heads", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,18 @@ class _Layers:
             return forward, max(0.0, high[1] - low[1] - added) / 2 - forward
 
         tiny = sum(layer(16, 16))
-        yield "layer_host", 0, tiny * 1e6
+        if tiny > 0:
+            yield "layer_host", 0, tiny * 1e6
         base, spec = layer(sizes.short, sizes.tokens), few.spec
         work = [layer_work(spec, _ONE, Tokens(sizes.tokens, sizes.short), False)[way] for way in (0, 1)]
-        moved = sum(one.amount for way in work for one in way if one.kind == "elementwise")
-        left = sum(base) - sum(self._known(way, "elementwise") for way in work)
+        left = sum(base) - sum(self._known(way, *_TRAFFIC) for way in work)
         if left > 0:
-            yield "elementwise", 0, moved / left / 1e9
+            # Passes over memory are measured together: each has its own share of the rates that are known.
+            known = self._rates()
+            moved = [one for way in work for one in way if one.kind in _TRAFFIC]
+            share = sum(one.seconds(known) for one in moved) / left
+            for kind, size in dict.fromkeys((one.kind, one.size) for one in moved):
+                yield kind, size, share * known.rate(kind, size) / 1e9
         for length in sizes.lengths:
             if self._clock.left <= 0:
                 return
@@ -117,7 +123,7 @@ class _Layers:
                     for each in (length, sizes.short)
                 ]
                 if there[way] > base[way]:
-                    yield name, length, (flops[0] - flops[1]) / (there[way] - base[way]) / 1e12
+                    yield self._rates().in_use(name), length, (flops[0] - flops[1]) / (there[way] - base[way]) / 1e12
         if self._clock.left > 0:
             yield from self._head(few)
         if self._clock.left > 0:
@@ -130,13 +136,13 @@ class _Layers:
         ahead = with_head[0] - bare[0]
         added = self._update_seconds(model) - self._update_seconds(without)
         behind = with_head[1] - bare[1] - ahead - added
-        for name, work, seconds, size in (
-            ("head_forward", forward, ahead, 0),
-            ("head_backward", backward, behind, sizes.hidden),
+        for name, work, seconds in (
+            ("head_forward", forward, ahead),
+            ("head_backward", backward, behind),
         ):
             left = seconds - self._known(work, name)
             if left > 0:
-                yield name, size, _amount(work, name) / left / 1e9
+                yield name, 0, _amount(work, name) / left / 1e9
 
     def _experts(self) -> Iterator[Found]:
         sizes = self._sizes
@@ -150,9 +156,9 @@ class _Layers:
             each = sizes.tokens * sizes.top_k / sizes.experts
             yield "grouped_gemm", each, _amount(work, "grouped_gemm") / left / 1e12
 
-    def _known(self, work: list[Work], unknown: str) -> float:
+    def _known(self, work: list[Work], *unknown: str) -> float:
         rates = self._rates()
-        return sum(one.seconds(rates) for one in work if one.kind != unknown)
+        return sum(one.seconds(rates) for one in work if one.kind not in unknown)
 
     def _update_seconds(self, model: MegatronModel) -> float:
         """Of the optimizer's kernels, by the rates that are known."""

@@ -12,6 +12,7 @@ import torch
 from fivefold.calibration.kernels import Clock, copies, optimizer, products
 from fivefold.calibration.layers import layers
 from fivefold.calibration.links import links
+from fivefold.config.packages import has_flash_attention
 from fivefold.plan.devices import local_gpu_kind
 from fivefold.plan.efficiency import CALIBRATION, Efficiencies, Rate, load_rates, write_calibration
 
@@ -34,10 +35,10 @@ def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[
     about = f"{datetime.date.today()}, torch {torch.__version__}, {hardware}"
     source = f"fivefold plan --calibrate, {about}"
     clock = Clock(device, time.monotonic() + seconds)
-    rows: list[Rate] = []
-    for kind, size, rate in _everything(clock, lambda: Efficiencies([*load_rates(), *rows], hardware)):
+    rows, has_flash = list[Rate](), has_flash_attention()
+    for kind, size, rate in _everything(clock, lambda: Efficiencies([*load_rates(), *rows], hardware, has_flash)):
         rows.append(Rate(kind, size, float(f"{rate:.4g}"), hardware, source))
-        tell(f"{kind:<20}{size:>14,.0f}{rate:>14,.4g}")
+        tell(f"{kind:<26}{size:>14,.0f}{rate:>14,.4g}")
     path = (path or CALIBRATION).expanduser()
     write_calibration(path, rows, about)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
 TRANSFORMER_IMPL = {"torch": (), "auto": (), "transformer_engine": ("transformer_engine",)}
 LAUNCHERS = {"auto": (), "local": (), "ray": ("ray",)}
@@ -46,3 +47,10 @@ def missing_packages(names: tuple[str, ...]) -> list[str]:
             return False
 
     return [name for name in names if not installed(name)]
+
+
+def has_flash_attention() -> bool:
+    """flash-attn-4 is installed. It is not imported: FlashAttention 2, which has the same name, imports torch."""
+    found = importlib.util.find_spec("flash_attn")
+    places = (found.submodule_search_locations or ()) if found is not None else ()
+    return any((Path(place) / "cute").is_dir() for place in places)

@@ -11,8 +11,8 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 
-ADAM_BYTES = 30
-"""A parameter's moments and float32 copy read and written, its gradient read, itself written."""
+ADAM_BYTES = 34
+"""A parameter's moments and float32 copy read and written, its gradient read; the copy read again, itself written."""
 GRADIENT_BYTES = 16
 """A float32 gradient set to zero, read for the norm, read and written for clipping."""
 
@@ -51,8 +51,8 @@ def layer_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_expe
         products, grouped, moved = _experts(spec, layout, tokens, local)
     else:
         products, grouped, moved = _mlp(spec, layout, tokens, local, spec.ffn)
-    forward = [*attention[0], *norms[0], *products, *grouped, moved[0]]
-    backward = [*attention[1], *norms[1], *_twice([*products, *grouped]), moved[1]]
+    forward = [*attention[0], *norms[0], *products, *grouped, *moved[0]]
+    backward = [*attention[1], *norms[1], *_twice([*products, *grouped]), *moved[1]]
     return forward, backward
 
 
@@ -105,49 +105,51 @@ def _attention(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: f
 
 
 def _traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: float) -> tuple[list[Work], list[Work]]:
-    """Norms, residuals and rotations: what must be read and written once."""
-    heads = (spec.heads + spec.kv_heads) * spec.head_dim
-    if spec.mla is not None:
-        heads = 2 * spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope)
+    """Norms and residuals; heads apart, normed and rotated: what must be read and written once."""
     # Norm: read, write; backward read twice, write. Residual: read twice, write; backward the same.
     shared = local / layout.tp * spec.hidden * 2
-    rotated = local * heads / layout.tp * (2 if spec.qk_norm else 1)
-    forward, backward = 5 * shared + 2 * rotated, 6 * shared + 2.5 * rotated
+    forward, backward = 5 * shared, 6 * shared
+    rows = (spec.heads + 2 * spec.kv_heads) / layout.tp
+    heads = local * rows * spec.head_dim * tokens.number_bytes
+    if spec.mla is not None:
+        # In plain PyTorch, which no run of ours measured: each pass twice.
+        turned, heads = local * spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope) / layout.tp, 0.0
+        forward, backward = forward + 8 * turned, backward + 10 * turned
     if layout.cp > 1:
         # Of the gathered keys and values each of a rank's two chunks of queries has those before it, in their order.
         copied = 2 * tokens.count * (1 + 0.5 / layout.cp) * cached_numbers(spec) / layout.tp
         forward, backward = forward + copied, backward + copied
     return (
-        [Work("elementwise", 0, forward * tokens.number_bytes)],
-        [Work("elementwise", 0, backward * tokens.number_bytes)],
+        [Work("elementwise", 0, forward * tokens.number_bytes), Work("heads", rows, 2 * heads)],
+        [Work("elementwise", 0, backward * tokens.number_bytes), Work("heads", rows, 3 * heads)],
     )
 
 
 def _mlp(
     spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: float, ffn: float
-) -> tuple[list[Work], list[Work], tuple[Work, Work]]:
+) -> tuple[list[Work], list[Work], tuple[list[Work], list[Work]]]:
     own = ffn / layout.tp
     products = [_product(local, spec.hidden, 2 * own), _product(local, own, spec.hidden)]
     size = local * own * tokens.number_bytes
-    return products, [], (Work("elementwise", 0, 3 * size), Work("elementwise", 0, 5 * size))
+    return products, [], ([Work("swiglu", 0, 3 * size)], [Work("swiglu", 0, 5 * size)])
 
 
 def _experts(
     spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: float
-) -> tuple[list[Work], list[Work], tuple[Work, Work]]:
+) -> tuple[list[Work], list[Work], tuple[list[Work], list[Work]]]:
     part = spec.moe
     assert part is not None
     own = local / layout.tp
     routed = own * part.top_k
     each = routed * layout.ep * layout.etp / part.num_experts
     grouped = [Work("grouped_gemm", each, 6 * routed * spec.hidden * part.ffn)]
-    products, shared = [_product(own, spec.hidden, part.num_experts)], (Work("elementwise", 0, 0.0),) * 2
+    # Copies of a token are written in the order of experts and summed again: twice read and written, each way.
+    copied = Work("elementwise", 0, 4 * routed * spec.hidden * tokens.number_bytes)
+    products, moved = [_product(own, spec.hidden, part.num_experts)], ([copied], [copied])
     if part.shared_ffn:
         more, _, shared = _mlp(spec, layout, tokens, local, part.shared_ffn)
-        products += more
-    # Copies of a token are written in the order of experts and summed again: twice read and written, each way.
-    copied = 4 * routed * spec.hidden * tokens.number_bytes
-    return products, grouped, tuple(Work("elementwise", 0, copied + one.amount) for one in shared)  # type: ignore[return-value]
+        products, moved = products + more, (moved[0] + shared[0], moved[1] + shared[1])
+    return products, grouped, moved
 
 
 def head_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> tuple[list[Work], list[Work]]:
@@ -157,9 +159,10 @@ def head_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> tuple[
         read = Work("elementwise", 0, rows * spec.hidden * tokens.number_bytes)
         return [read], [read, read]
     product = Work("gemm", min(rows, spec.hidden), 2 * rows * spec.hidden * spec.vocab / layout.tp)
-    logits = 4 * rows * spec.vocab / layout.tp
+    logits = rows * spec.vocab / layout.tp
     again = Work(product.kind, product.size, 3 * product.amount)
-    return [product, Work("head_forward", 0, logits)], [again, Work("head_backward", spec.hidden, logits)]
+    # float32 logits are read; in backward their gradient is written in two bytes a number.
+    return [product, Work("head_forward", 0, 4 * logits)], [again, Work("head_backward", 0, 6 * logits)]
 
 
 def embedding_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> tuple[list[Work], list[Work]]:

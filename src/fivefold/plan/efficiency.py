@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from fivefold.config.gpus import GPUS
+from fivefold.config.gpus import FLASH_CAPABILITY, GPUS
 from fivefold.errors import shown
 from fivefold.files import read_json
 
@@ -42,12 +42,16 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "gemm": Kind("TFLOP/s", "arithmetic", "smallest of the product's three dimensions", "2 per multiplication"),
     "grouped_gemm": Kind("TFLOP/s", "arithmetic", "tokens of an expert", "2 per multiplication, activation included"),
-    "attention_forward": Kind("TFLOP/s", "arithmetic", "length", "causal: half of the square"),
-    "attention_backward": Kind("TFLOP/s", "arithmetic", "length", "2.5 times the forward"),
-    "elementwise": Kind("GB/s", "memory", "", "what fused norms, rotations, activations, residuals read and write"),
+    "attention_forward": Kind("TFLOP/s", "arithmetic", "length", "flash-attn-4, causal: half of the square"),
+    "attention_backward": Kind("TFLOP/s", "arithmetic", "length", "flash-attn-4, 2.5 times the forward"),
+    "torch_attention_forward": Kind("TFLOP/s", "arithmetic", "length", "torch's own, causal: half of the square"),
+    "torch_attention_backward": Kind("TFLOP/s", "arithmetic", "length", "torch's own, 2.5 times the forward"),
+    "elementwise": Kind("GB/s", "memory", "", "what norms, residuals and copies read and write"),
+    "heads": Kind("GB/s", "memory", "heads of a rank", "queries, keys and values apart, normed, rotated: read and written"),
+    "swiglu": Kind("GB/s", "memory", "", "what activations read and write"),
     "head_forward": Kind("GB/s", "memory", "", "4 bytes a logit"),
-    "head_backward": Kind("GB/s", "memory", "hidden size", "4 bytes a logit"),
-    "adam": Kind("GB/s", "memory", "", "30 bytes a parameter"),
+    "head_backward": Kind("GB/s", "memory", "", "6 bytes a logit"),
+    "adam": Kind("GB/s", "memory", "", "34 bytes a parameter"),
     "gradients": Kind("GB/s", "memory", "", "float32 gradients set to zero, measured, scaled: 16 bytes each"),
     "node_link": Kind("GB/s", "link", "bytes of a message", "bus bandwidth of all-gather and reduce-scatter in a node"),
     "node_exchange": Kind("GB/s", "link", "bytes of a message", "what leaves a rank in an all-to-all or send in a node"),
@@ -65,6 +69,8 @@ KINDS: dict[str, Kind] = {
     "decode_reduce": Kind("us", "host", "", "an all-reduce of a decoding step"),
     "wake": Kind("us", "host", "", "an engine waking with weights and cache, and its hand-over"),
 }
+
+_FLASH = ("attention_forward", "attention_backward")
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,10 @@ class Rate:
 class Efficiencies:
     """Rates on one kind of GPU: those measured on it, or those of the measured one scaled by the data sheets."""
 
-    def __init__(self, rows: Iterable[Rate], gpu: str) -> None:
+    def __init__(self, rows: Iterable[Rate], gpu: str, has_flash: bool = True) -> None:
+        """`has_flash`: flash-attn-4 is installed, which GPUs from Hopper on use."""
         self.gpu, self._rows = gpu, tuple(rows)
+        self._has_flash = has_flash and flash_runs_on(gpu)
         self._tables = {kind: self._table(kind) for kind in KINDS}
 
     @cached_property
@@ -97,7 +105,13 @@ class Efficiencies:
     @cached_property
     def measured_here(self) -> bool:
         """Every kind of kernel that computes was measured on this GPU itself."""
-        return all(self.sources[kind] == self.gpu for kind in KINDS if KINDS[kind].bound in ("arithmetic", "memory"))
+        used = {self.in_use(kind) for kind in KINDS if KINDS[kind].bound in ("arithmetic", "memory")}
+        used -= {f"torch_{kind}" for kind in _FLASH if self._has_flash}
+        return all(self.sources[kind] == self.gpu for kind in used)
+
+    def in_use(self, kind: str) -> str:
+        """The kind of kernel that does this one's work here: without flash-attn-4 torch's own attention."""
+        return f"torch_{kind}" if kind in _FLASH and not self._has_flash else kind
 
     def _of(self, kind: str) -> list[Rate]:
         rows = [row for row in self._rows if row.kind == kind]
@@ -116,7 +130,7 @@ class Efficiencies:
 
     def rate(self, kind: str, size: float = 0.0) -> float:
         """FLOP/s, bytes/s or seconds; between sizes by their logarithm, beyond them that of the nearest."""
-        table = self._tables[kind]
+        table = self._tables[self.in_use(kind)]
         if len(table) == 1 or size <= 1:
             return table[0][1]
         place = math.log(size)
@@ -126,6 +140,11 @@ class Efficiencies:
             if place <= high:
                 return slow + (fast - slow) * (place - low) / (high - low)
         return table[-1][1]
+
+
+def flash_runs_on(gpu: str) -> bool:
+    """Whether flash-attn-4 is written for it."""
+    return gpu in GPUS and GPUS[gpu].capability >= FLASH_CAPABILITY
 
 
 def _scale(bound: Bound, measured: str, wanted: str) -> float:

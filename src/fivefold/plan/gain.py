@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fivefold.config import RunConfig
+from fivefold.config.packages import has_flash_attention
 from fivefold.config.schema import OffloadConfig
 from fivefold.config.validate import validate
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.devices import gpu_kind, on_gpus
-from fivefold.plan.efficiency import Efficiencies, load_rates
+from fivefold.plan.efficiency import Efficiencies, flash_runs_on, load_rates
 from fivefold.plan.estimate import Lengths, StepEstimate, describe_parts, step_estimate
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.search import HEADROOM
@@ -28,18 +29,21 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     if kind is None:
         return []
     try:
-        cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind)
+        has_flash = has_flash_attention()
+        cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind, has_flash)
     except ValueError as error:
         # A run does not need to know how long it takes.
         return [f"no time is estimated: {error}"]
     lengths = Lengths.of(config)
     estimate = step_estimate(config, spec, cluster, rates, lengths)
-    assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens"
+    assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens on average"
+    if flash_runs_on(kind) and not has_flash:
+        assumed += ' and without flash-attn-4 (pip install "fivefold[flash]")'
     held = estimate.memory.total
     fits = "fits" if held <= cluster.bytes else "may not fit"
     lines = [
         f"it {fits} {kind}: about {held / 2**30:.1f} of {cluster.bytes / 2**30:.1f} GiB on the fullest rank",
-        f"a step takes about {estimate.seconds:.1f} s on {kind} with {assumed} on average: {describe_parts(estimate, 0.02)}",
+        f"a step takes about {estimate.seconds:.1f} s on {kind} with {assumed}: {describe_parts(estimate, 0.02)}",
     ]
     best = best_change(config, spec, cluster, rates, lengths, estimate)
     if best is not None:

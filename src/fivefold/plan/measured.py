@@ -5,7 +5,10 @@ from __future__ import annotations
 from fivefold.plan.efficiency import Rate
 
 _H200 = "h200-141g"
-_KERNELS = "kernels timed one by one, torch 2.11"
+_STEP = "benchmarks/results/h200-step.txt"
+_FULL = f"{_STEP}, 8 x 4096: full recomputation less none is the forward"
+_ALONE = f"as the kernel alone goes with the length, {_STEP}"
+_HOST = f"their sum set by 0.6B t2, divided as before, {_STEP}"
 _STEPS = "set by whole steps of benchmarks/results"
 _ASSUMED = "assumed, whole steps agree"
 _ENGINES = "set by benchmarks/results/h200-x4-engines.txt"
@@ -18,26 +21,37 @@ def _rows(kind: str, source: str, rates: dict[float, float], hardware: str = _H2
 MEASURED: tuple[Rate, ...] = (
     *_rows("gemm", _ASSUMED, {128: 150, 512: 430}),
     *_rows("gemm", _STEPS, {1024: 600}),
-    *_rows("gemm", _KERNELS, {2048: 720, 4096: 750, 8192: 789}),
+    *_rows("gemm", f"{_STEP}, products of 1.7B on 8 x 4096 and 64 x 1024", {2048: 715}),
+    *_rows("gemm", f"{_STEP}, products of 8B on d2t2 and d1t4 (alone 775)", {4096: 680, 8192: 680}),
     *_rows("grouped_gemm", _ASSUMED, {16: 60, 128: 220}),
     *_rows("grouped_gemm", "benchmarks/results/h200-x4-options.txt", {512: 355}),
-    *_rows("attention_forward", _KERNELS, {1024: 208, 4096: 301, 8192: 318}),
-    *_rows("attention_backward", _KERNELS, {1024: 167, 4096: 254, 8192: 282}),
-    *_rows("elementwise", _KERNELS + " (SwiGLU)", {0: 930}),
-    *_rows("head_forward", _KERNELS, {0: 282}),
-    *_rows("head_backward", "policy less critic, benchmarks/results/h200-x4-methods.txt", {2048: 124}),
-    *_rows("head_backward", "that of 2048, less or more of the sum of its weight's gradient", {1024: 163, 4096: 84}),
-    *_rows("adam", _STEPS, {0: 1000}),
-    *_rows("gradients", _ASSUMED, {0: 2500}),
+    *_rows("attention_forward", _FULL, {4096: 529}),
+    *_rows("attention_forward", _ALONE, {1024: 327, 8192: 574}),
+    *_rows("attention_backward", _FULL, {4096: 458}),
+    *_rows("attention_backward", _ALONE, {1024: 266, 8192: 541}),
+    *_rows("torch_attention_forward", f"{_FULL}, copies around it included", {4096: 225}),
+    *_rows("torch_attention_forward", f"{_STEP}, 64 x 1024: divided as the kernel alone", {1024: 114}),
+    *_rows("torch_attention_forward", _ALONE, {8192: 256}),
+    *_rows("torch_attention_backward", f"{_FULL}, copies around it included", {4096: 238}),
+    *_rows("torch_attention_backward", f"{_STEP}, 64 x 1024: divided as the kernel alone", {1024: 164}),
+    *_rows("torch_attention_backward", _ALONE, {8192: 259}),
+    *_rows("elementwise", f"{_STEP}, norms, copies and others of 1.7B and 8B", {0: 2000}),
+    *_rows("heads", f"{_STEP}, heads of 8B on d1t4 and d2t2", {12: 1620, 24: 1620}),
+    *_rows("heads", f"{_STEP}, heads of 1.7B", {32: 2720}),
+    *_rows("swiglu", f"{_STEP}, swiglu of 1.7B and 8B", {0: 4200}),
+    *_rows("head_forward", f"{_STEP}, sums of block 2048, 8 warps; with the next the logits of 1.7B and 8B", {0: 3270}),
+    *_rows("head_backward", f"{_STEP}, grad of block 2048, 8 warps", {0: 3950}),
+    *_rows("adam", f"{_STEP}, optimizer of 1.7B: AdamW, norm and scaling together", {0: 4190}),
+    *_rows("gradients", f"{_STEP}, optimizer of 1.7B", {0: 4190}),
     *_rows("node_link", "NCCL, four GPUs, messages of gigabytes", {1e9: 335}),
     *_rows("node_link", _ASSUMED, {1e6: 40, 1e8: 250}),
     *_rows("node_exchange", _ASSUMED, {1e6: 30, 1e8: 150}),
     *_rows("host_copy", "benchmarks/results/h200-x4-options.txt", {0: 50}),
-    *_rows("layer_host", _STEPS, {0: 4900}),
-    *_rows("tensor_host", _STEPS, {0: 3300}),
-    *_rows("context_host", _STEPS, {0: 6000}),
-    *_rows("expert_host", _STEPS, {0: 3000}),
-    *_rows("update_host", _ASSUMED, {0: 20000}),
+    *_rows("layer_host", _HOST, {0: 2550}),
+    *_rows("tensor_host", _HOST, {0: 1730}),
+    *_rows("context_host", f"set by whole steps before, c2t2e4 agrees, {_STEP}", {0: 6000}),
+    *_rows("expert_host", f"set by four layouts of 30B-A3B, {_STEP}", {0: 2000}),
+    *_rows("update_host", f"{_STEP}, seconds less kernels of 1.7B, mean of six rows", {0: 25000}),
     *_rows("decode_memory", _ENGINES, {0: 4000}),
     *_rows("decode_host", _ENGINES, {0: 2900}),
     *_rows("sequence_host", _ENGINES, {0: 14.5}),

@@ -14,8 +14,10 @@ CPU_CACHE = 1 << 30
 """Bytes of vLLM's cache on a CPU, where its share of the memory would be that of the whole machine."""
 ENGINE_GRAPHS = 2 << 30
 """Bytes that vLLM takes beside weights and cache: CUDA graphs (0.4 to 0.6 GiB seen), workspaces, its largest prefill."""
-LOGITS_BYTES = 3 * 256 * 2**20
-"""Chunks of float32 logits that exist at once in the head's backward."""
+LOGITS_BYTES = 2 * 2 * 2**30
+"""Chunks of float32 logits that exist at once in the head's backward on a GPU: one, and the gradient of the one before."""
+PLAIN_LOGITS_BYTES = 3 * 256 * 2**20
+"""The same in plain PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -125,30 +127,25 @@ def rank_parameters(
     return tuple(found)
 
 
-def activation_bytes_per_token(
-    spec: ModelSpec, layout: ParallelLayout, dtype_bytes: int, recompute: str, layers: list[int]
-) -> int:
-    """Kept for backward by one rank for each token of a micro-batch in flight, for these of its layers together."""
+def kept_numbers(spec: ModelSpec, layer: int, kernels: bool) -> int:
+    """What a layer keeps of a token for its backward; `kernels`: those of GPUs, which keep their inputs only."""
+    heads, groups = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     if spec.mla is not None:
         part = spec.mla
         attention = 3 * spec.heads * (part.qk_nope + part.qk_rope) + 3 * spec.heads * part.v_dim
         attention += 2 * (part.kv_rank + part.qk_rope) + 2 * (part.q_rank or 0)
+    elif kernels:
+        # Queries, keys and values before and after norm and rotation, and what attention gives.
+        attention = 2 * (heads + 2 * groups) + heads
     else:
-        attention = 3 * spec.heads * spec.head_dim + 3 * spec.kv_heads * spec.head_dim
-
-    def kept(layer: int) -> int:
-        if spec.moe is None or not spec.moe.layers[layer]:
-            return 6 * spec.hidden + attention + 4 * spec.ffn
-        part = spec.moe
-        # Each token is sent to its experts and back: as many copies of it, twice, and their own inner width.
-        routed = part.top_k * (3 * spec.hidden + 4 * part.ffn)
-        return 6 * spec.hidden + attention + routed + 4 * part.shared_ffn
-
-    ranks = layout.tp * layout.cp
-    if recompute == "full":
-        # The input of each layer, and one layer made again at a time.
-        return (len(layers) * spec.hidden + max(map(kept, layers), default=0)) * dtype_bytes // ranks
-    return sum(map(kept, layers)) * dtype_bytes // ranks
+        attention = 3 * heads + 3 * groups
+    # Two norms, their inputs and outputs; gate, up and what the activation makes of them.
+    widths, copies, inner = (4, 1, 3) if kernels else (6, 3, 4)
+    if spec.moe is None or not spec.moe.layers[layer]:
+        return widths * spec.hidden + attention + inner * spec.ffn
+    # As many copies of a token as it has experts, and their own inner width.
+    routed = spec.moe.top_k * (copies * spec.hidden + inner * spec.moe.ffn)
+    return widths * spec.hidden + attention + routed + inner * spec.moe.shared_ffn
 
 
 @dataclass(frozen=True)
@@ -161,11 +158,19 @@ class Sharded:
     recompute: str = "none"
     tokens_per_micro_batch: int = 0
     """Of whole sequences, of which context-parallel ranks hold a part each; 0 where the model only computes."""
+    kernels: bool = True
+    """It runs on GPUs."""
 
     def held(self, size: int) -> list[Held]:
         """By a rank of each pipeline stage, in bytes; `size` is that of a number."""
-        layout, tokens, found = self.layout, self.tokens_per_micro_batch, []
-        logits = min(LOGITS_BYTES, 3 * 4 * tokens * self.spec.padded_vocab // (layout.tp * layout.cp))
+        spec, layout, found = self.spec, self.layout, list[Held]()
+        tokens = self.tokens_per_micro_batch / (layout.tp * layout.cp)
+        logits = 4 * tokens * spec.padded_vocab
+        if self.kernels:
+            # The last norm, its input and output; what every rank of a tensor-parallel group has whole, and its gradient.
+            logits = min(LOGITS_BYTES, logits) + tokens * size * spec.hidden * (2 + 2 * layout.tp)
+        else:
+            logits = min(PLAIN_LOGITS_BYTES, 3 * logits)
         parts = rank_parameters(self.spec, layout, self.stages)
         for stage, (own, chunks) in enumerate(zip(parts, self.stages.split_layers(self.spec.layers, layout), strict=True)):
             # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
@@ -173,9 +178,13 @@ class Sharded:
             if len(chunks) > 1:
                 in_flight += (layout.pp - 1) / len(chunks)
             layers = [layer for chunk in chunks for layer in chunk]
-            each = activation_bytes_per_token(self.spec, layout, size, self.recompute, layers)
-            has_logits = stage == layout.pp - 1 and not self.spec.value_head
-            activations = int(tokens * in_flight * each) + (logits if has_logits else 0)
+            kept, again = [kept_numbers(spec, layer, self.kernels) for layer in layers], 0
+            if self.recompute == "full":
+                # The input of each layer, and one layer made again at a time.
+                kept, again = [spec.hidden] * len(layers), max(kept, default=0)
+            last = logits if stage == layout.pp - 1 and not spec.value_head else 0
+            # The logits are gone before a layer is made again.
+            activations = int(tokens * size * in_flight * sum(kept) + max(last, tokens * size * again))
             found.append(Held(own.total * size, own.total * 4, _optimizer(own, layout, size), activations))
         return found
 

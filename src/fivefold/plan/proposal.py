@@ -15,7 +15,7 @@ from fivefold.hub import model_snapshot
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.devices import local_gpu_kind
-from fivefold.plan.efficiency import Efficiencies, load_rates
+from fivefold.plan.efficiency import Efficiencies, flash_runs_on, load_rates
 from fivefold.plan.estimate import Lengths, describe_parts
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.search import Candidate, Space
@@ -193,10 +193,12 @@ def describe(proposal: Proposal) -> str:
 def _origin(proposal: Proposal) -> str:
     """Where the rates come from."""
     gpu, rates = proposal.cluster.gpu, proposal.rates
+    attention = ', attention of flash-attn-4 (pip install "fivefold[flash]")' if flash_runs_on(gpu) else ""
     if rates.measured_here:
-        return f"measured on {gpu}"
+        return f"measured on {gpu}{attention}"
     others = sorted({hardware for hardware in rates.sources.values() if hardware != gpu})
-    return f"measured on {', '.join(others)}, scaled by the data sheets: `fivefold plan --calibrate` on {gpu} replaces them"
+    scaled = f"measured on {', '.join(others)}, scaled by the data sheets{attention}"
+    return f"{scaled}: `fivefold plan --calibrate` on {gpu} replaces them"
 
 
 def _describe(proposal: Proposal, number: int, candidate: Candidate) -> list[str]:

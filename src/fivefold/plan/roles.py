@@ -41,6 +41,7 @@ class Role:
             settings.megatron.pipeline_split,
             settings.recompute,
             min(settings.tokens_per_micro_batch, most) if trains else 0,
+            on_gpus(config),
         )
 
 

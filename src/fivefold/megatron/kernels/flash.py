@@ -6,20 +6,19 @@ It is twice as fast on an H200 as the FlashAttention 2 that comes with PyTorch (
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-PACKAGE = "flash_attn"
+from fivefold.config.gpus import FLASH_CAPABILITY
+from fivefold.config.packages import has_flash_attention
 
 
 @cache
 def _available(device: torch.device) -> bool:
     """Whether it is installed, on a GPU for which it is written."""
-    if find_spec(PACKAGE) is None or find_spec(f"{PACKAGE}.cute") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    major, minor = torch.cuda.get_device_capability(device)
+    return has_flash_attention() and major + minor / 10 >= FLASH_CAPABILITY
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
