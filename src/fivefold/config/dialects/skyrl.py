@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
@@ -613,7 +614,8 @@ SECTIONS = (
         ),
         fixed(_ALGORITHM + "dynamic_sampling.min_replace_ratio", "read with type=replace only"),
         used(
-            f"{_ALGORITHM}overlong_buffer_len {_ALGORITHM}overlong_buffer_penalty_factor {_ALGORITHM}overlong_buffer.*",
+            f"{_ALGORITHM}overlong_buffer_len {_ALGORITHM}overlong_buffer_penalty_factor {_ALGORITHM}overlong_buffer.len "
+            f"{_ALGORITHM}overlong_buffer.penalty_factor",
             "algorithm.overlong_buffer algorithm.overlong_penalty",
             "In the recipe DAPO, whose program applies it.",
         ),
@@ -684,6 +686,7 @@ SECTIONS = (
         used(
             f"{_MEGATRON}transformer_config_kwargs.*",
             "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
+            takes_any=True,
         ),
         used(f"{_MEGATRON}optimizer_config_kwargs.*", "policy.megatron.optimizer"),
         fixed(
@@ -959,6 +962,7 @@ TABLE = Table(
     DERIVED,
     DEFAULTS,
     versions=VERSIONS,
+    known=known("skyrl"),
     command=(
         "`fivefold train --from skyrl KEY=VALUE ...`: the arguments of `python -m "
         "skyrl.train.entrypoints.main_base` as they are, or the "

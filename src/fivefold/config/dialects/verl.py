@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects import shared, verl_sft
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Table
@@ -234,12 +235,14 @@ def memory(source: Source) -> dict[str, Any]:
         for key in optimizer.keys(""):
             if optimizer.value(key) is None:
                 continue
-            if key in (
+            if key not in (
                 "optimizer_cpu_offload",
                 "optimizer_offload_fraction",
                 "overlap_cpu_optimizer_d2h_h2d",
                 "use_precision_aware_optimizer",
             ):
+                optimizer.lacks(key, "another setting of Megatron's optimizer: policy.megatron.optimizer has its fields")
+            else:
                 value = optimizer.value(key)
                 if value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | (key.startswith("use_")):
                     found[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
@@ -333,6 +336,9 @@ def loss(source: Source) -> dict[str, Any]:
         found["ratio_cap"] = actor.number("clip_ratio_c")
     if surrogate == "sapo":
         found |= {"temperature_positive": actor.number("tau_pos"), "temperature_negative": actor.number("tau_neg")}
+        for key in ("tau_pos", "tau_neg"):
+            if actor.has(f"policy_loss.{key}") and actor.number(f"policy_loss.{key}") != actor.number(key):
+                actor.lacks(f"policy_loss.{key}", f"verl's loss reads actor.{key}: say it there")
     if surrogate == "clip_cov":
         section = actor.under("policy_loss.clip_cov_")
         found |= {"cov_fraction": section.number("ratio"), "cov_low": section.number("lb"), "cov_high": section.number("ub")}
@@ -717,6 +723,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    known=known("verl"),
     command=(
         "`fivefold train --from verl KEY=VALUE ...`: the arguments of `python3 -m verl.trainer.main_ppo` as "
         "they are, `--config-name` "
