@@ -810,6 +810,29 @@ def test_the_models_and_the_column_that_roll_names_elsewhere_are_read():
     assert (plain.model.path, plain.reference.path, plain.data.prompt_key) == ("m", None, "prompt")
 
 
+@pytest.mark.parametrize(("metric", "by"), [("acc", "reward"), ("score", "reward"), ("seq_reward", "shaped_reward")])
+def test_groups_are_compared_by_the_metric_that_verl_names(metric, by):
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
+    dapo = ["algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}"]
+    penalty = [f"{buffer}enable=True", f"{buffer}len=256", f"{buffer}penalty_factor=1.0"]
+    assert config("verl", *GRPO_VERL, *dapo, *penalty).algorithm.resolved.dynamic_sampling_by == by
+    assert config("verl", *GRPO_VERL, *dapo).algorithm.resolved.dynamic_sampling_by == "reward", "nothing else is in it"
+
+
+def test_groups_compared_with_their_kl_are_refused():
+    words = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_final_reward"]
+    words += ["algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=False"]
+    assert any("rewards with their KL" in each for each in translated("verl", *GRPO_VERL, *words).refusals)
+
+
+def test_evaluation_by_the_keys_of_rllms_verl():
+    said = ["actor_rollout_ref.rollout.n_val=16", "actor_rollout_ref.rollout.val_temperature=0.7"]
+    both, one = config("verl", *VERL, *said).eval, config("verl", *VERL, *said[:1]).eval
+    assert (both.samples, both.temperature, both.top_p) == (16, 0.7, 0.95)
+    assert (one.samples, one.temperature) == (16, 0.6)
+    assert config("verl", *VERL, "actor_rollout_ref.rollout.val_temperature=0").eval.samples == 0, "greedy"
+
+
 def test_bounds_of_verls_rejection_are_turned_round():
     """verl keeps log(lower) <= -log(trainer / engine) <= log(upper): 0.5 and 4 of it are 1/4 and 2 of trainer / engine."""
     rejection = [

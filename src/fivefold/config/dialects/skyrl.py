@@ -418,7 +418,10 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     if kind is None:
         return {"algorithm.dynamic_sampling": False}
     rounds = said.whole("max_sample_batches") or -1
-    return {"algorithm.dynamic_sampling": True, "algorithm.sampling_rounds": rounds if rounds > 0 else 1000}
+    found: dict[str, Any] = {"algorithm.dynamic_sampling": True, "algorithm.sampling_rounds": rounds if rounds > 0 else 1000}
+    if shaping(source)["algorithm.overlong_buffer"]:
+        found["algorithm.dynamic_sampling_by"] = "shaped_reward"
+    return found
 
 
 def optimizer(source: Source, role: str = _POLICY, ours: str = "policy.optimizer") -> dict[str, Any]:
@@ -609,8 +612,8 @@ SECTIONS = (
         lacks(f"{_ALGORITHM}off_policy_correction.*", "masks of outlying tokens"),
         used(
             f"{_ALGORITHM}dynamic_sampling.type {_ALGORITHM}dynamic_sampling.max_sample_batches",
-            "algorithm.dynamic_sampling algorithm.sampling_rounds",
-            "With DAPO's penalty SkyRL compares rewards behind it, here before it.",
+            "algorithm.dynamic_sampling algorithm.dynamic_sampling_by algorithm.sampling_rounds",
+            "With DAPO's penalty rewards are compared behind it.",
         ),
         fixed(_ALGORITHM + "dynamic_sampling.min_replace_ratio", "read with type=replace only"),
         used(

@@ -483,9 +483,12 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     # 0 is no bound there.
     found["algorithm.sampling_rounds"] = rounds if rounds > 0 else 1000
     found["algorithm.prompts_per_round"] = source.whole("data.gen_batch_size")
-    # Here rewards are compared before the penalty of long responses, which is what acc and score are there.
-    if (said.text("metric") or "").startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
-        said.lacks("metric", "groups are compared before the penalty of long responses: say metric=acc")
+    # acc and score are without the penalty of long responses, seq_reward is with it, seq_final_reward with the KL too.
+    metric = said.text("metric") or ""
+    if metric == "seq_final_reward" and source.flag("algorithm.use_kl_in_reward"):
+        said.lacks("metric", "groups compared by rewards with their KL: say metric=seq_reward")
+    if metric.startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
+        found["algorithm.dynamic_sampling_by"] = "shaped_reward"
     return found
 
 
@@ -611,6 +614,16 @@ def engine(source: Source) -> dict[str, Any]:
 
 def evaluation(source: Source) -> dict[str, Any]:
     said = source.under(_R + "val_kwargs.")
+    if source.has(_R + "n_val") or source.has(_R + "val_temperature"):
+        # rLLM's verl, which knows no val_kwargs: its top_p is a number of the code.
+        temperature = source.number(_R + "val_temperature") if source.has(_R + "val_temperature") else 0.6
+        if not temperature:
+            return {"eval.samples": 0}
+        return {
+            "eval.samples": source.count(_R + "n_val") if source.has(_R + "n_val") else 8,
+            "eval.temperature": temperature,
+            "eval.top_p": 0.95,
+        }
     if not said.flag("do_sample"):
         return {"eval.samples": 0}
     if (said.whole("top_k") or 0) > 0:

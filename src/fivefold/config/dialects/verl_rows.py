@@ -113,7 +113,7 @@ SECTIONS = (
         lacks("algorithm.rollout_is*", "an older form of algorithm.rollout_correction: write that", [False]),
         used(
             ("algorithm.filter_groups.enable algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches"),
-            "algorithm.dynamic_sampling algorithm.sampling_rounds",
+            "algorithm.dynamic_sampling algorithm.dynamic_sampling_by algorithm.sampling_rounds",
             "Groups whose responses all have the same reward. After the last round verl ends the run, here "
             "what is missing is "
             "filled up with such groups.",
@@ -495,7 +495,11 @@ SECTIONS = (
             "eval.samples eval.temperature eval.top_p",
             "A greedy evaluation is always made too.",
         ),
-        lacks(f"{_R}n_val {_R}val_temperature", "a recipe's own key: rollout.val_kwargs"),
+        used(
+            f"{_R}n_val {_R}val_temperature",
+            "eval.samples eval.temperature eval.top_p",
+            "Of rLLM's verl of 2025-05: 8 and 0.6 when one of them is left out, top_p 0.95 (vllm_rollout.py:200).",
+        ),
         lacks(_R + "ignore_eos", "responses that go on behind their end", [False]),
         lacks(_R + "do_sample", "training on greedy responses", [True]),
         fixed(f"{_R}prompt_length {_R}response_length", "data.max_prompt_length and data.max_response_length say it"),
