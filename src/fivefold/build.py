@@ -279,6 +279,8 @@ def build_rollouts(
         return DatasetRollouts(prompts, ranks, config.data.prompts_per_step)
     assert generator is not None
     is_dynamic = bool(algorithm.resolved.dynamic_sampling)
+    shapes = algorithm.resolved.dynamic_sampling_by == "shaped_reward"
+    shape = partial(objective.shape_rewards, max_response_tokens=config.data.max_response_tokens) if shapes else None
     per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     if rollout.max_staleness is not None:
         engine = config.engine
@@ -294,6 +296,7 @@ def build_rollouts(
             tail=rollout.tail,
             capacity=engine.max_num_seqs * replicas,
             most_prompts=per_call * algorithm.sampling_rounds if is_dynamic else 0,
+            shape=shape,
         )
     rollouts = EngineRollouts(
         generator,
@@ -308,7 +311,12 @@ def build_rollouts(
     if not is_dynamic:
         return rollouts
     return DynamicSampling(
-        rollouts, ranks, logger, groups_per_step=config.data.prompts_per_step, max_rounds=algorithm.sampling_rounds
+        rollouts,
+        ranks,
+        logger,
+        groups_per_step=config.data.prompts_per_step,
+        max_rounds=algorithm.sampling_rounds,
+        shape=shape,
     )
 
 

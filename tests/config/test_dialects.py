@@ -13,6 +13,7 @@ import pytest
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, find_dialect, writer
 from fivefold.config.dialects.command import translate_words
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import known_keys
@@ -752,6 +753,54 @@ def test_a_key_that_no_row_names_is_not_taken_for_one_without_effect(system, tre
     assert refused == key
 
 
+@pytest.mark.parametrize(("system", "word", "says"), [
+    ("verl", "actor_rollout_ref.actor.fsdp_config.reshard_after_forwrd=True", "actor_rollout_ref.actor.fsdp_config.reshard_after_forward"),
+    ("verl", "actor_rollout_ref.rollout.val_kwargs.temprature=0.6", "actor_rollout_ref.rollout.val_kwargs.temperature"),
+    ("verl", "actor_rollout_ref.actr.optim.optimizer=AdamW", "actor_rollout_ref.actor.optim.optimizer"),
+    ("verl", "critic.megatron.tensor_model_paralel_size=2", "critic.megatron.tensor_model_parallel_size"),
+    ("siirl", "actor_rollout_ref.actor.fsdp_config.ofload_policy=True", "actor_rollout_ref.actor.fsdp_config.offload_policy"),
+    ("areal", "actor.fsdp.offload_parms=true", "actor.fsdp.offload_params"),
+    ("skyrl", "trainer.policy.fsdp_config.cpu_ofload=true", "trainer.policy.fsdp_config.cpu_offload"),
+    ("trinity", "trainer.trainer_config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpus=2", "trainer.trainer_config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+    ("roll", "reference.strategy_args.strategy_config.tensor_model_paralel_size=2", "reference.strategy_args.strategy_config.tensor_model_parallel_size"),
+])  # fmt: skip
+def test_a_row_with_a_wildcard_takes_no_misspelt_key(system, word, says):
+    found = outcome(translated(system, word), word.partition("=")[0])
+    assert found.kind == "unknown" and found.is_refused
+    assert found.reason.endswith(f"did you mean {says}?"), found.reason
+    right = outcome(translated(system, f"{says}=2"), says)
+    assert right.kind != "unknown", "the key that is meant is read"
+
+
+def test_a_name_that_anyone_may_give_stands_for_any():
+    keys = (
+        "rewards.mine.world_size",
+        "rewards.mine.wrld_size",
+        "actor_train.system_envs.MINE",
+        "actor_train.sytem_envs.MINE",
+    )
+    assert [key in known("roll") for key in keys] == [True, False, True, False]
+
+
+def test_a_key_without_effect_is_not_counted_as_translated():
+    """Without a critic nothing reads its warm-up; the program is the one that is taken anyway."""
+    found = translated("verl", *GRPO_VERL, "trainer.critic_warmup=5", "-m=verl.trainer.main_ppo")
+    warmup, program = outcome(found, "trainer.critic_warmup"), outcome(found, "-m")
+    assert (warmup.kind, program.kind) == ("fixed", "fixed")
+    assert "does not read it" in warmup.reason and "asks for nothing that is not so here anyway" in program.reason
+    gae = outcome(translated("verl", *VERL, "trainer.critic_warmup=5"), "trainer.critic_warmup")
+    assert (gae.kind, gae.ours) == ("translated", ("critic.warmup_steps",))
+
+
+@pytest.mark.parametrize(("word", "says"), [
+    ("actor_rollout_ref.actor.optim.override_optimizer_config.adam_beta2=0.95", "another setting of Megatron's optimizer"),
+    ("actor_rollout_ref.actor.policy_loss.tau_pos=2.0", "verl's loss reads actor.tau_pos"),
+])  # fmt: skip
+def test_what_nothing_reads_is_said(word, says):
+    words = [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.policy_loss.loss_mode=sapo"]
+    assert any(says in each for each in translated("verl", *words, word).refusals)
+
+
 def test_the_models_and_the_column_that_roll_names_elsewhere_are_read():
     tree = GSM8K_ROLL.replace("actor_train:\n", "actor_train:\n  model_args: {model_name_or_path: mine}\n")
     tree = tree.replace("pretrain: m\n", "pretrain: m\nreference: {model_args: {model_name_or_path: theirs}}\n")
@@ -759,6 +808,29 @@ def test_the_models_and_the_column_that_roll_names_elsewhere_are_read():
     assert (found.model.path, found.reference.path, found.data.prompt_key) == ("mine", "theirs", "conversation")
     plain = config("roll", tree=GSM8K_ROLL)
     assert (plain.model.path, plain.reference.path, plain.data.prompt_key) == ("m", None, "prompt")
+
+
+@pytest.mark.parametrize(("metric", "by"), [("acc", "reward"), ("score", "reward"), ("seq_reward", "shaped_reward")])
+def test_groups_are_compared_by_the_metric_that_verl_names(metric, by):
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
+    dapo = ["algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}"]
+    penalty = [f"{buffer}enable=True", f"{buffer}len=256", f"{buffer}penalty_factor=1.0"]
+    assert config("verl", *GRPO_VERL, *dapo, *penalty).algorithm.resolved.dynamic_sampling_by == by
+    assert config("verl", *GRPO_VERL, *dapo).algorithm.resolved.dynamic_sampling_by == "reward", "nothing else is in it"
+
+
+def test_groups_compared_with_their_kl_are_refused():
+    words = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_final_reward"]
+    words += ["algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=False"]
+    assert any("rewards with their KL" in each for each in translated("verl", *GRPO_VERL, *words).refusals)
+
+
+def test_evaluation_by_the_keys_of_rllms_verl():
+    said = ["actor_rollout_ref.rollout.n_val=16", "actor_rollout_ref.rollout.val_temperature=0.7"]
+    both, one = config("verl", *VERL, *said).eval, config("verl", *VERL, *said[:1]).eval
+    assert (both.samples, both.temperature, both.top_p) == (16, 0.7, 0.95)
+    assert (one.samples, one.temperature) == (16, 0.6)
+    assert config("verl", *VERL, "actor_rollout_ref.rollout.val_temperature=0").eval.samples == 0, "greedy"
 
 
 def test_bounds_of_verls_rejection_are_turned_round():
@@ -1022,7 +1094,7 @@ def test_trinitys_steps_are_counted_in_its_syncs():
 
 
 OWN_REFERENCE = (
-    "reference: {{strategy_args: {{strategy_name: {}, strategy_config: {}}}, device_mapping: list(range(8,24))}}\n"
+    "reference: {{strategy_args: {{strategy_name: {}, strategy_config: {}}}, device_mapping: 'list(range(8,24))'}}\n"
 )
 
 

@@ -165,6 +165,16 @@ def test_a_run_ahead_does_not_go_on_as_a_synchronous_one_without_the_prompts_tha
     assert done.stderr.count(says) == 1, done.stderr
 
 
+@pytest.mark.parametrize("ahead_by", ["1", "null"])
+def test_groups_are_compared_by_the_reward_that_the_method_makes(root, ahead_by):
+    """No response is right: what differs is the penalty of their lengths, also where a step samples for itself."""
+    (root / "never.py").write_text("def never(response):\n    return 0.0\n")
+    given = [f"rollout.max_staleness={ahead_by}", f"reward.functions={{'{root}/never.py:never': 1.0}}", "trainer.steps=1",
+             "algorithm={name: dapo, group_size: 4, overlong_buffer: 0.9, dynamic_sampling_by: shaped_reward}"]  # fmt: skip
+    (row,) = [row for row in train(root, f"shaped-{ahead_by}", *given) if "dynamic_sampling/prompts" in row]
+    assert row["reward/frac_reward_zero_std"] == 1 and row["dynamic_sampling/zero_variance_used"] == 0
+
+
 def test_groups_without_reward_variance_make_room_for_others(root):
     """Rewards that only long responses with few digits tell apart: most groups are left out."""
     (root / "seldom.py").write_text("def seldom(response):\n    return float(response.count('7') > 1)\n")

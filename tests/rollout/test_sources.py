@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DynamicSampling
 from fivefold.rollout.staleness import Admission, staleness
-from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
+from fivefold.rollout.stats import BatchPlan, differ, gather_stats, rollout_metrics
 from fivefold.types import Group, Prompt, Sample, Sampling
 from tests.support.tiny_models import VOCAB as MODEL_VOCAB
 from tests.support.toy import CHOICES, LENGTH, ToyModel, ToyTokenizer, target, toy_parts, toy_prompts, toy_run
@@ -135,6 +136,20 @@ def test_dynamic_sampling_reports_what_was_sampled_and_what_it_trains_on(cluster
     replicas = found if layout == "d2" else found[:1]
     tokens = [token for _, replica in replicas for token in replica]
     assert len(tokens) == 16 + 12 * 4 + 4 * 2, "only the samples of those groups are packed, each behind its prompt"
+
+
+def test_groups_may_be_compared_by_the_reward_that_the_method_makes():
+    """Two right responses of 10 and 20 tokens, of 20 at most: DAPO's penalty over the last 8 of them tells them apart."""
+    objective = make_objective("dapo", overlong_buffer=8.0, overlong_penalty=1.0)
+    shape = partial(objective.shape_rewards, max_response_tokens=20)
+    long, short, wrong = (
+        Sample([0] * tokens, [0.0] * tokens, "", True, 0, reward=reward)
+        for tokens, reward in ((20, 1.0), (10, 1.0), (10, 0.0))
+    )
+    assert not differ([long, short]) and differ([long, short], shape)
+    assert differ([long, wrong]) and not differ([long, wrong], shape), "1 - 1 is 0"
+    assert not differ([short, short], shape)
+    assert not differ([short, replace(wrong, reward_failed=True)], shape)
 
 
 def twice(mesh, run_dir: Path):

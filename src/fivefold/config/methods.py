@@ -154,6 +154,8 @@ class Choices:
     denominators; off when left out."""
     dynamic_sampling: bool | None = None
     """Sample further prompts in the place of those whose responses all have the same reward."""
+    dynamic_sampling_by: Literal["reward", "shaped_reward"] | None = None
+    """What it compares: the reward, or what the method makes of it (`overlong_buffer`, `reward_clip`)."""
 
 
 LearnsFrom = Literal["rollouts", "responses", "pairs"]
@@ -394,6 +396,7 @@ USUAL = Choices(
     overlong_penalty=1.0,
     overlong_filter=False,
     dynamic_sampling=False,
+    dynamic_sampling_by="reward",
 )  # fmt: skip
 """What a row does not name."""
 

@@ -16,7 +16,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
-from fivefold.rollout.stats import scored
+from fivefold.rollout.stats import Shape, differ
 from fivefold.types import Group, Prompt, Sample, Sampling
 
 
@@ -120,10 +120,18 @@ class DynamicSampling:
     """
 
     def __init__(
-        self, source: RolloutSource, ranks: Ranks, log: RunLogger, *, groups_per_step: int, max_rounds: int
+        self,
+        source: RolloutSource,
+        ranks: Ranks,
+        log: RunLogger,
+        *,
+        groups_per_step: int,
+        max_rounds: int,
+        shape: Shape | None = None,
     ) -> None:
+        """`shape` makes of rewards what is compared; when left out they are compared as they are."""
         self._source, self._ranks, self._log = source, ranks, log
-        self._needed, self._max_rounds = groups_per_step, max_rounds
+        self._needed, self._max_rounds, self._shape = groups_per_step, max_rounds, shape
 
     def next(self, step: int) -> list[Group]:
         """This rank's groups of all rounds, the chosen ones first."""
@@ -133,7 +141,7 @@ class DynamicSampling:
         rounds = begin = 0
         while len(informative) < self._needed and rounds < self._max_rounds:
             groups = self._source.next(step)
-            mine = [[begin + group.index, len({sample.reward for sample in scored([group])}) > 1] for group in groups]
+            mine = [[begin + group.index, differ(group.samples, self._shape)] for group in groups]
             own |= {begin + group.index: group for group in groups}
             gathered = torch.cat(self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2)))
             for index, is_informative in sorted(gathered.tolist()):

@@ -5,7 +5,7 @@ A sample whose reward failed ends here: nothing behind compares with it, learns 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,6 +121,19 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
 def scored(groups: list[Group]) -> list[Sample]:
     """The samples whose reward is known, in their order."""
     return [sample for group in groups for sample in group.samples if not sample.reward_failed]
+
+
+Shape = Callable[[Tensor, Tensor], Tensor]
+"""rewards_N, response_lengths_N -> rewards_N as a method takes them."""
+
+
+def differ(samples: Iterable[Sample], shape: Shape | None = None) -> bool:
+    """Whether the rewards of these samples differ, as far as they are known; after `shape`, where there is one."""
+    known = [sample for sample in samples if not sample.reward_failed]
+    rewards_N = torch.tensor([sample.reward for sample in known], dtype=torch.double)
+    if shape is not None:
+        rewards_N = shape(rewards_N, torch.tensor([sample.loss_tokens for sample in known]))
+    return len(rewards_N.unique()) > 1
 
 
 def _rows(group: Group) -> list[list[float]]:

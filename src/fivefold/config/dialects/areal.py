@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
@@ -757,7 +758,12 @@ SECTIONS = (
             "mem_per_* cache_clear_freq shuffle_dataset flush_request_timeout",
             _BEFORE,
         ),
-        fixed("wandb.** tensorboard.** ray_temp_path torch_cache_mysophobia recover_* metric_discovery_port", SHOWN),
+        fixed(
+            "wandb.mode wandb.entity wandb.project wandb.name wandb.job_type wandb.group wandb.notes wandb.tags "
+            "wandb.config tensorboard.path ray_temp_path torch_cache_mysophobia recover_mode recover_retries recover_after "
+            "metric_discovery_port",
+            SHOWN,
+        ),
     ),
 )
 
@@ -789,6 +795,7 @@ TABLE = Table(
     DERIVED,
     DEFAULTS,
     versions={"2025-11": {"gconfig.max_tokens": 65536}},
+    known=known("areal"),
     command=(
         "`fivefold train --from areal --config run.yaml KEY=VALUE ...`, as `python3 "
         "examples/math/gsm8k_rl.py --config run.yaml`; layout "

@@ -9,6 +9,7 @@ from typing import Any
 
 from fivefold.config.device_mapping import parse_devices
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, to, used
@@ -519,6 +520,16 @@ def _of(roles: str, names: str) -> str:
     return " ".join(f"{role}.{name}" for role in roles.split() for name in names.split())
 
 
+_STRATEGY = "".join(
+    f"**.strategy_args.strategy_config.{name} "
+    for name in (
+        *("fsdp_size", "efsdp_size", "ep_size", "param_dtype", "reduce_dtype", "offload_policy", "reshard_after_forward"),
+        *("apply_expert_patch", "apply_tiled_mlp", "tiled_num_shards", "moe_use_grouped_mm", "use_batched_model_update"),
+        "bf16",
+    )
+)
+"""Of strategies other than Megatron's."""
+
 SECTIONS = (
     Section.of(
         "Run",
@@ -535,10 +546,11 @@ SECTIONS = (
         used("tracker_kwargs.project tracker_kwargs.tags tracker_kwargs.group", "tracking"),
         fixed("tracker_kwargs.api_key", "the tracker's own variable has the key: none stands in our files"),
         fixed(
-            "tracker_kwargs.** logging_dir logging_steps checkpoint_config.** hydra.** "
+            "tracker_kwargs.** logging_dir logging_steps checkpoint_config.** "
             "system_envs.** rpc_* profiler_* defaults --config-name --config-path",
             SHOWN,
         ),
+        fixed("hydra.**", "how the program is started", takes_any=True),
         fixed(
             "num_gpus_per_node num_nodes offload_nccl **.offload_nccl **.backend_timeout **.world_size "
             "**.num_gpus_per_worker model_update_buffer_size_mb is_num_return_sequences_expand",
@@ -705,7 +717,7 @@ SECTIONS = (
             _of("actor_train sft_train", "model_args.dtype"), "training in another type: policy.dtype", ["bf16", "bfloat16"]
         ),
         lacks("**.model_args.lora_rank lora_rank", "low-rank adapters: all weights are trained", [0]),
-        fixed("**.model_args.lora_* lora_*", "read with a rank of adapters only"),
+        fixed("**.model_args.lora_* lora_* lora_target lora_alpha", "read with a rank of adapters only"),
         lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
         lacks("**.model_args.moe_aux_loss_coef", "balancing of experts by loss", [0, 0.0]),
@@ -805,7 +817,12 @@ SECTIONS = (
         lacks("actor_infer.generating_args.*", "another way of sampling"),
         lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
         fixed("actor_infer.**", KERNELS),
-        fixed("**.strategy_args.strategy_config.** **.strategy_args.** validation.**", SPREAD),
+        fixed(
+            "**.strategy_args.strategy_config.additional_configs.** **.strategy_args.strategy_config.wrap_policy.*",
+            SPREAD,
+            takes_any=True,
+        ),
+        fixed(_STRATEGY + "**.strategy_args.strategy_config.** **.strategy_args.** validation.**", SPREAD),
     ),
 )
 
@@ -831,6 +848,7 @@ TABLE = Table(
         "keys of every section that are checked: ROLL drops unknown ones",
         "a token mean that counts response tokens only",
     ),
+    known=known("roll"),
 )
 
 translate = dialect(TABLE)

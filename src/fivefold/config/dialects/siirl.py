@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config.dialects import shared, verl
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
 from fivefold.config.dialects.translator import dialect
@@ -146,6 +147,7 @@ TABLE = Table(
     (*SECTIONS, _OWN),
     tuple(_REPLACED.get(function, function) for function in verl.DERIVED),
     DEFAULTS,
+    known=known("verl", "siirl"),
     command=(
         "`fivefold train --from siirl run_qwen3-8b-megatron.sh`, or the arguments of `python3 -m "
         "siirl.main_dag` as they are."

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
@@ -417,7 +418,10 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     if kind is None:
         return {"algorithm.dynamic_sampling": False}
     rounds = said.whole("max_sample_batches") or -1
-    return {"algorithm.dynamic_sampling": True, "algorithm.sampling_rounds": rounds if rounds > 0 else 1000}
+    found: dict[str, Any] = {"algorithm.dynamic_sampling": True, "algorithm.sampling_rounds": rounds if rounds > 0 else 1000}
+    if shaping(source)["algorithm.overlong_buffer"]:
+        found["algorithm.dynamic_sampling_by"] = "shaped_reward"
+    return found
 
 
 def optimizer(source: Source, role: str = _POLICY, ours: str = "policy.optimizer") -> dict[str, Any]:
@@ -608,12 +612,13 @@ SECTIONS = (
         lacks(f"{_ALGORITHM}off_policy_correction.*", "masks of outlying tokens"),
         used(
             f"{_ALGORITHM}dynamic_sampling.type {_ALGORITHM}dynamic_sampling.max_sample_batches",
-            "algorithm.dynamic_sampling algorithm.sampling_rounds",
-            "With DAPO's penalty SkyRL compares rewards behind it, here before it.",
+            "algorithm.dynamic_sampling algorithm.dynamic_sampling_by algorithm.sampling_rounds",
+            "With DAPO's penalty rewards are compared behind it.",
         ),
         fixed(_ALGORITHM + "dynamic_sampling.min_replace_ratio", "read with type=replace only"),
         used(
-            f"{_ALGORITHM}overlong_buffer_len {_ALGORITHM}overlong_buffer_penalty_factor {_ALGORITHM}overlong_buffer.*",
+            f"{_ALGORITHM}overlong_buffer_len {_ALGORITHM}overlong_buffer_penalty_factor {_ALGORITHM}overlong_buffer.len "
+            f"{_ALGORITHM}overlong_buffer.penalty_factor",
             "algorithm.overlong_buffer algorithm.overlong_penalty",
             "In the recipe DAPO, whose program applies it.",
         ),
@@ -684,6 +689,7 @@ SECTIONS = (
         used(
             f"{_MEGATRON}transformer_config_kwargs.*",
             "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
+            takes_any=True,
         ),
         used(f"{_MEGATRON}optimizer_config_kwargs.*", "policy.megatron.optimizer"),
         fixed(
@@ -959,6 +965,7 @@ TABLE = Table(
     DERIVED,
     DEFAULTS,
     versions=VERSIONS,
+    known=known("skyrl"),
     command=(
         "`fivefold train --from skyrl KEY=VALUE ...`: the arguments of `python -m "
         "skyrl.train.entrypoints.main_base` as they are, or the "

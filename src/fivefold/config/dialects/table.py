@@ -5,17 +5,20 @@
     fixed("trainer.balance_batch", "samples are always ...")    whatever it says, the numbers of the run are the same
     lacks("actor.use_x", "...", off=[False])                    not supported, where it is not switched off
 
-Several keys may stand in one text. In a key `*` stands for one of its parts and `**` for any number of them.
+Several keys may stand in one text. In a key `*` stands for one of its parts and `**` for any number of them, where the
+system knows the key (known/): another one is unknown, as it is without the row.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from fivefold.config.dialects.known import NONE, KnownKeys, sections
 from fivefold.config.dialects.source import Source
 
 Convert = Callable[[Source, str], Any]
@@ -37,6 +40,8 @@ class Row:
     off: tuple[Any, ...] = ()
     """Values at which what we lack is not asked for; None is always one of them."""
     changes_result: bool = True
+    takes_any: bool = False
+    """Of a row with a wildcard: whatever it fits is taken, known or not, because there is no list of those names."""
 
     @property
     def is_pattern(self) -> bool:
@@ -48,14 +53,14 @@ def to(key: str, ours: str, convert: Convert | None = None, note: str = "") -> R
     return Row(key, "to", (ours,), note, convert or Source.value)
 
 
-def used(keys: str | Sequence[str], ours: str | Sequence[str], note: str = "") -> list[Row]:
+def used(keys: str | Sequence[str], ours: str | Sequence[str], note: str = "", *, takes_any: bool = False) -> list[Row]:
     """A function of the table reads these keys for ours; where it does not, they say nothing."""
-    return [Row(key, "used", _several(ours), note) for key in _several(keys)]
+    return [Row(key, "used", _several(ours), note, takes_any=takes_any) for key in _several(keys)]
 
 
-def fixed(keys: str | Sequence[str], reason: str) -> list[Row]:
+def fixed(keys: str | Sequence[str], reason: str, *, takes_any: bool = False) -> list[Row]:
     """These keys change nothing of the numbers here."""
-    return [Row(key, "fixed", note=reason) for key in _several(keys)]
+    return [Row(key, "fixed", note=reason, takes_any=takes_any) for key in _several(keys)]
 
 
 def lacks(keys: str | Sequence[str], reason: str, off: Sequence[Any] = (), *, changes_result: bool = True) -> list[Row]:
@@ -103,6 +108,8 @@ class Table:
     """Key -> what it is when a configuration leaves it out, as far as a row or function asks for it."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Month of an older release -> defaults that were others then."""
+    known: KnownKeys = NONE
+    """Keys that rows with a wildcard take."""
     command: str = ""
     """How its users start a run, in our command."""
     loses: tuple[str, ...] = ()
@@ -119,8 +126,25 @@ class Table:
         return [(_pattern(row.key), row) for row in found]
 
     def row(self, key: str) -> Row | None:
-        """The row of a key: its own, or the first pattern that fits."""
-        return self.exact.get(key) or next((row for pattern, row in self.patterns if pattern.fullmatch(key)), None)
+        """The row of a key: its own, or the first with a wildcard that fits and takes it."""
+        if key in self.exact:
+            return self.exact[key]
+        return next((row for pattern, row in self.patterns if pattern.fullmatch(key) and self._takes(row, key)), None)
+
+    def _takes(self, row: Row, key: str) -> bool:
+        """What the system knows; where the row has the last name itself, the section must be one of the system's."""
+        if row.takes_any or key in self.known:
+            return True
+        if "*" in row.key.rpartition(".")[2]:
+            # A row that refuses may take what is misspelt too.
+            return row.form == "lacks"
+        section = key.rpartition(".")[0]
+        return not section or section in self._places or section in self.known.sections
+
+    @cached_property
+    def _places(self) -> frozenset[str]:
+        """Sections of keys with a row of their own."""
+        return frozenset(itertools.chain.from_iterable(map(sections, self.exact)))
 
 
 def _pattern(key: str) -> re.Pattern[str]:

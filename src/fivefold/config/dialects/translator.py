@@ -132,17 +132,24 @@ def _outcome(
     if ours:
         return Outcome(key, value, "translated", row.note, ours)
     if key in source.read:
-        return Outcome(key, value, "translated", row.note or "as ours is without it", row.ours)
+        return Outcome(key, value, "fixed", f"it asks for nothing that is not so here anyway{row.note and ': '}{row.note}")
     return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
 
 
 def _suggestion(table: Table, key: str) -> str:
-    known = [*table.exact, *table.defaults]
+    known = [*table.exact, *table.defaults, *sorted(_filled(name, key) for name in table.known.names)]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not close:
         last = key.rpartition(".")[2]
         close = [name for name in known if name.rpartition(".")[2] == last][:1]
     return f"no key of {table.name} that is known here" + (f": did you mean {close[0]}?" if close else "")
+
+
+def _filled(name: str, key: str) -> str:
+    """A name with the key's own parts in the place of `*`."""
+    parts = key.split(".")
+    pieces = enumerate(name.split("."))
+    return ".".join(parts[place] if piece == "*" and place < len(parts) else piece for place, piece in pieces)
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Table
@@ -641,6 +642,7 @@ TABLE = Table(
         "a choice: GPUs of its own for sampling, or all GPUs for sampling and for training in turn",
         "every layout with the same numbers",
     ),
+    known=known("trinity"),
 )
 
 

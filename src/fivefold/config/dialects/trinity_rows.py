@@ -68,6 +68,7 @@ SECTIONS = (
             "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam "
             "algorithm.baseline_shift algorithm.baseline_temperature",
             "mix and mix_chord learn from samples of another source too, multi_step_grpo from several turns: refused.",
+            takes_any=True,
         ),
         used("algorithm.repeat_times", "algorithm.group_size"),
         used(
@@ -78,9 +79,11 @@ SECTIONS = (
             "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative",
             "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py). opmd, topr, sppo and "
             "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε.",
+            takes_any=True,
         ),
         used(
-            "algorithm.kl_penalty_fn algorithm.kl_penalty_fn_args.* algorithm.kl_loss_fn algorithm.kl_loss_fn_args.*",
+            "algorithm.kl_penalty_fn algorithm.kl_penalty_fn_args.kl_coef algorithm.kl_penalty_fn_args.adaptive "
+            "algorithm.kl_loss_fn algorithm.kl_loss_fn_args.kl_coef algorithm.kl_loss_fn_args.adaptive",
             "algorithm.kl algorithm.beta",
             "k2 with 0.001 in the loss when left out (algorithm.py, kl_fn.py). With dpo its kl_coef is β.",
         ),
@@ -179,7 +182,7 @@ SECTIONS = (
             f"{TASKSET}name {TASKSET}storage_type {TASKSET}split {TASKSET}subset_name "
             f"{TASKSET}enable_progress_bar {TASKSET}max_retry_* {TASKSET}index {TASKSET}is_eval {TASKSET}ray_namespace "
             f"{TASKSET}format {TASKSET}format.prompt_type {TASKSET}rollout_args {TASKSET}workflow_args "
-            f"{TASKSET}reward_fn_args buffer.max_retry_* buffer.tokenizer_path "
+            f"{TASKSET}reward_fn_args buffer.max_retry_times buffer.max_retry_interval buffer.tokenizer_path "
             f"buffer.cache_dir buffer.explorer_output",
             "how data are read",
         ),
@@ -274,7 +277,7 @@ SECTIONS = (
         ),
         used(
             f"{ACTOR}megatron.param_offload {ACTOR}megatron.grad_offload {ACTOR}megatron.optimizer_offload "
-            f"{ACTOR}fsdp_config.param_offload {ACTOR}fsdp_config.optimizer_offload",
+            f"{ACTOR}fsdp_config.param_offload {ACTOR}fsdp_config.grad_offload {ACTOR}fsdp_config.optimizer_offload",
             "policy.offload",
         ),
         used(f"{ACTOR}optim.lr", "policy.optimizer.lr"),

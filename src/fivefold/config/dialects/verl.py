@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects import shared, verl_sft
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Table
@@ -234,12 +235,14 @@ def memory(source: Source) -> dict[str, Any]:
         for key in optimizer.keys(""):
             if optimizer.value(key) is None:
                 continue
-            if key in (
+            if key not in (
                 "optimizer_cpu_offload",
                 "optimizer_offload_fraction",
                 "overlap_cpu_optimizer_d2h_h2d",
                 "use_precision_aware_optimizer",
             ):
+                optimizer.lacks(key, "another setting of Megatron's optimizer: policy.megatron.optimizer has its fields")
+            else:
                 value = optimizer.value(key)
                 if value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | (key.startswith("use_")):
                     found[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
@@ -333,6 +336,9 @@ def loss(source: Source) -> dict[str, Any]:
         found["ratio_cap"] = actor.number("clip_ratio_c")
     if surrogate == "sapo":
         found |= {"temperature_positive": actor.number("tau_pos"), "temperature_negative": actor.number("tau_neg")}
+        for key in ("tau_pos", "tau_neg"):
+            if actor.has(f"policy_loss.{key}") and actor.number(f"policy_loss.{key}") != actor.number(key):
+                actor.lacks(f"policy_loss.{key}", f"verl's loss reads actor.{key}: say it there")
     if surrogate == "clip_cov":
         section = actor.under("policy_loss.clip_cov_")
         found |= {"cov_fraction": section.number("ratio"), "cov_low": section.number("lb"), "cov_high": section.number("ub")}
@@ -477,9 +483,12 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     # 0 is no bound there.
     found["algorithm.sampling_rounds"] = rounds if rounds > 0 else 1000
     found["algorithm.prompts_per_round"] = source.whole("data.gen_batch_size")
-    # Here rewards are compared before the penalty of long responses, which is what acc and score are there.
-    if (said.text("metric") or "").startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
-        said.lacks("metric", "groups are compared before the penalty of long responses: say metric=acc")
+    # acc and score are without the penalty of long responses, seq_reward is with it, seq_final_reward with the KL too.
+    metric = said.text("metric") or ""
+    if metric == "seq_final_reward" and source.flag("algorithm.use_kl_in_reward"):
+        said.lacks("metric", "groups compared by rewards with their KL: say metric=seq_reward")
+    if metric.startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
+        found["algorithm.dynamic_sampling_by"] = "shaped_reward"
     return found
 
 
@@ -605,6 +614,16 @@ def engine(source: Source) -> dict[str, Any]:
 
 def evaluation(source: Source) -> dict[str, Any]:
     said = source.under(_R + "val_kwargs.")
+    if source.has(_R + "n_val") or source.has(_R + "val_temperature"):
+        # rLLM's verl, which knows no val_kwargs: its top_p is a number of the code.
+        temperature = source.number(_R + "val_temperature") if source.has(_R + "val_temperature") else 0.6
+        if not temperature:
+            return {"eval.samples": 0}
+        return {
+            "eval.samples": source.count(_R + "n_val") if source.has(_R + "n_val") else 8,
+            "eval.temperature": temperature,
+            "eval.top_p": 0.95,
+        }
     if not said.flag("do_sample"):
         return {"eval.samples": 0}
     if (said.whole("top_k") or 0) > 0:
@@ -717,6 +736,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    known=known("verl"),
     command=(
         "`fivefold train --from verl KEY=VALUE ...`: the arguments of `python3 -m verl.trainer.main_ppo` as "
         "they are, `--config-name` "

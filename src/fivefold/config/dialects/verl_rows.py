@@ -59,6 +59,11 @@ SECTIONS = (
             "algorithm.cov_fraction algorithm.cov_low algorithm.cov_high algorithm.cov_kl_coef",
         ),
         used(
+            f"{_A}policy_loss.tau_pos {_A}policy_loss.tau_neg",
+            "algorithm.temperature_positive algorithm.temperature_negative",
+            "Read nowhere in verl: accepted where actor.tau_pos and actor.tau_neg say the same.",
+        ),
+        used(
             f"{_A}clip_ratio {_A}clip_ratio_low {_A}clip_ratio_high",
             "algorithm.clip_low algorithm.clip_high",
             "clip_ratio alone changes nothing while clip_ratio_low and _high have their defaults of 0.2. A clip_ratio_low "
@@ -108,7 +113,7 @@ SECTIONS = (
         lacks("algorithm.rollout_is*", "an older form of algorithm.rollout_correction: write that", [False]),
         used(
             ("algorithm.filter_groups.enable algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches"),
-            "algorithm.dynamic_sampling algorithm.sampling_rounds",
+            "algorithm.dynamic_sampling algorithm.dynamic_sampling_by algorithm.sampling_rounds",
             "Groups whose responses all have the same reward. After the last round verl ends the run, here "
             "what is missing is "
             "filled up with such groups.",
@@ -159,7 +164,9 @@ SECTIONS = (
         ),
         fixed("data.return_raw_chat", "the chat template is applied here"),
         lacks("data.train_max_samples data.val_max_samples", "only the first rows of the data", [-1]),
-        used("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
+        used(
+            "data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "data.chat_template_kwargs", takes_any=True
+        ),
         lacks(
             "data.custom_cls.path data.datagen.path data.sampler.class_path",
             "a data set of one's own code: write its rows as parquet",
@@ -214,7 +221,7 @@ SECTIONS = (
         slower(_M + "enable_activation_offload", "activations stay on the GPU: use policy.recompute", [False]),
         lacks(f"{_M}lora_rank {_M}lora.rank {_M}lora_adapter_path {_M}lora.adapter_path", _LORA, [0]),
         fixed(
-            f"{_M}lora_alpha {_M}lora.** {_M}target_modules {_M}exclude_modules",
+            f"{_M}lora_alpha {_M}lora.fully_sharded_loras {_M}lora.** {_M}target_modules {_M}exclude_modules",
             "read with a rank of adapters only",
         ),
         lacks(_M + "custom_chat_template", "a chat template in the configuration: put it into the tokenizer's files"),
@@ -264,7 +271,7 @@ SECTIONS = (
         ),
         used(_A + "megatron.virtual_pipeline_model_parallel_size", "policy.megatron.pipeline"),
         used(_A + "megatron.sequence_parallel", "policy.sequence_parallel"),
-        used(_A + "megatron.override_transformer_config.*", "policy.megatron.transformer policy.recompute"),
+        used(_A + "megatron.override_transformer_config.*", "policy.megatron.transformer policy.recompute", takes_any=True),
         fixed(
             (
                 f"{_A}megatron.override_transformer_config {_A}megatron.override_ddp_config "
@@ -322,7 +329,7 @@ SECTIONS = (
             "**.optim.optimizer_impl **.optim.use_checkpoint_opt_param_scheduler **.optim.zero_indexed_step",
             "AdamW is AdamW, and a resumed run goes on with its schedule",
         ),
-        used(_A + "optim.override_optimizer_config.*", "policy.megatron.optimizer"),
+        used(_A + "optim.override_optimizer_config.*", "policy.megatron.optimizer", takes_any=True),
         fixed(f"{_A}optim.override_optimizer_config critic.optim.override_optimizer_config", "empty"),
         slower("critic.optim.override_optimizer_config.*", "the critic's optimizer stays on its GPU", [False, 0, 1]),
         fixed(
@@ -390,7 +397,8 @@ SECTIONS = (
         lacks(f"{_A}megatron.dtype {_A}fsdp_config.dtype", "training in float16", ["bfloat16", "bf16"]),
         lacks(f"{_A}fsdp_config.mixed_precision.param_dtype", "training in float16", ["bfloat16", "bf16"]),
         fixed(
-            f"{_A}fsdp_config.mixed_precision.* {_A}fsdp_config.model_dtype",
+            f"{_A}fsdp_config.mixed_precision.reduce_dtype {_A}fsdp_config.mixed_precision.buffer_dtype "
+            f"{_A}fsdp_config.model_dtype",
             "parameters in bfloat16 with a float32 copy in the optimizer, gradients summed in float32",
         ),
         fixed(
@@ -406,7 +414,7 @@ SECTIONS = (
             "how the same number is computed",
         ),
         fixed(_A + "use_rollout_log_probs", "read by asynchronous training only"),
-        fixed("**._target_", "Hydra's name of a class"),
+        fixed("**._target_", "Hydra's name of a class", takes_any=True),
         used(_A + "optim.eps", "policy.optimizer.eps"),
         fixed(
             "**.optim.use_precision_aware_optimizer **.optim.main_grads_dtype **.optim.exp_avg_dtype "
@@ -462,6 +470,11 @@ SECTIONS = (
             "the reference has the policy's layout, and only computes: no cut changes its numbers. verl and siiRL lay it "
             "out as the actor too, whatever ref.megatron says (megatron_workers.py:284; siiRL's: 882)",
         ),
+        fixed(
+            "actor_rollout_ref.ref.megatron.override_transformer_config.* critic.megatron.override_transformer_config.*",
+            _OF_POLICY,
+            takes_any=True,
+        ),
         lacks("actor_rollout_ref.ref.model.**", "a reference of other weights: reference.path here"),
     ),
     Section.of(
@@ -482,7 +495,11 @@ SECTIONS = (
             "eval.samples eval.temperature eval.top_p",
             "A greedy evaluation is always made too.",
         ),
-        lacks(f"{_R}n_val {_R}val_temperature", "a recipe's own key: rollout.val_kwargs"),
+        used(
+            f"{_R}n_val {_R}val_temperature",
+            "eval.samples eval.temperature eval.top_p",
+            "Of rLLM's verl of 2025-05: 8 and 0.6 when one of them is left out, top_p 0.95 (vllm_rollout.py:200).",
+        ),
         lacks(_R + "ignore_eos", "responses that go on behind their end", [False]),
         lacks(_R + "do_sample", "training on greedy responses", [True]),
         fixed(f"{_R}prompt_length {_R}response_length", "data.max_prompt_length and data.max_response_length say it"),
@@ -546,13 +563,20 @@ SECTIONS = (
         used(
             (
                 "reward_model.overlong_buffer.enable reward_model.overlong_buffer.len "
-                "reward_model.overlong_buffer.penalty_factor reward_model.reward_kwargs.overlong_buffer_cfg.* "
-                "reward.reward_kwargs.overlong_buffer_cfg.*"
+                "reward_model.overlong_buffer.penalty_factor reward_model.reward_kwargs.overlong_buffer_cfg.enable "
+                "reward_model.reward_kwargs.overlong_buffer_cfg.len "
+                "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor "
+                "reward.reward_kwargs.overlong_buffer_cfg.enable reward.reward_kwargs.overlong_buffer_cfg.len "
+                "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor"
             ),
             "algorithm.overlong_buffer algorithm.overlong_penalty",
             "The formula is the same (workers/reward_manager/dapo.py:112).",
         ),
-        fixed("reward_model.overlong_buffer.log reward_model.reward_kwargs.overlong_buffer_cfg", SHOWN),
+        fixed(
+            "reward_model.overlong_buffer.log reward_model.reward_kwargs.overlong_buffer_cfg "
+            "reward_model.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.overlong_buffer_cfg.log",
+            SHOWN,
+        ),
         fixed(
             "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len",
             "data.max_response_length says it",
@@ -568,6 +592,7 @@ SECTIONS = (
         ),
         fixed(
             (
+                "reward_model.model.type reward_model.model.fused_kernel_options.impl_backend "
                 "reward_model.** reward.reward_model.** reward.num_workers reward.reward_manager.** "
                 "reward_manager.** reward.sandbox_fusion.** sandbox_fusion.**"
             ),
@@ -604,7 +629,10 @@ SECTIONS = (
         to("trainer.seed", "trainer.seed", shared.whole),
         fixed("trainer.max_critic_ckpt_to_keep trainer.max_ckpt_to_keep", "policy and critic are in one checkpoint"),
         fixed("trainer.balance_batch", "tokens are always balanced over replicas: the numbers are the same"),
-        fixed("**.checkpoint.**", "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form"),
+        fixed(
+            "**.checkpoint.contents **.checkpoint.**",
+            "a checkpoint has the whole state; `fivefold export` writes Hugging Face's form",
+        ),
         fixed(
             (
                 "trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir "
@@ -628,11 +656,20 @@ SECTIONS = (
             "trainer.profile.steps",
             "The torch profiler's steps.",
         ),
-        fixed("**.profiler.** global_profiler.** profiler.* trainer.profile_* trainer.npu_profile.**", SHOWN),
         fixed(
-            "ray_kwargs.** ray_init.** hydra.** hydra transfer_queue.** --config-path",
-            "how processes are started",
+            "**.profiler.tool_config.torch.step_start **.profiler.tool_config.torch.step_end "
+            "global_profiler.global_tool_config.npu.discrete global_profiler.global_tool_config.npu.contents "
+            "global_profiler.global_tool_config.npu.level "
+            "global_profiler.global_tool_config.npu.analysis **.profiler.** global_profiler.** profiler.* "
+            "trainer.profile_* trainer.npu_profile.**",
+            SHOWN,
         ),
+        fixed(
+            "ray_kwargs.** ray_init.** hydra.** hydra --config-path",
+            "how processes are started",
+            takes_any=True,
+        ),
+        fixed("transfer_queue.**", "how processes are started"),
         lacks("transfer_queue.enable", "rollouts in a store of their own", [False], changes_result=False),
         lacks("distillation.enabled", "learning from a teacher", [False]),
         fixed("distillation.**", "read with distillation.enabled only"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
@@ -248,7 +249,7 @@ TABLE = Table(
                 "policy.backend",
                 "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
             ),
-            used("engine.override_transformer_config.*", "policy.megatron.transformer policy.recompute"),
+            used("engine.override_transformer_config.*", "policy.megatron.transformer policy.recompute", takes_any=True),
             used("model.enable_gradient_checkpointing", "policy.recompute"),
             slower(
                 (
@@ -258,7 +259,7 @@ TABLE = Table(
                 "another engine's layout: data parallelism instead",
                 [1],
             ),
-            fixed("engine.**", SPREAD),
+            fixed("engine.distributed_strategy engine.**", SPREAD),
             lacks("model.lora_rank model.lora.rank", "low-rank adapters: all weights are trained", [0]),
             fixed("model.lora_alpha model.lora.** model.target_modules", "read with a rank of adapters only"),
             fixed(
@@ -314,9 +315,11 @@ TABLE = Table(
             fixed(
                 "hydra.** defaults --config-name --config-path -m **._target_ ray_kwargs.**",
                 "how processes are started",
+                takes_any=True,
             ),
         ),
     ),
     (method, model, columns, lengths, layout, memory, micro_batch, optimizer, length_of_run, intervals, run, tracked),
     DEFAULTS,
+    known=known("verl"),
 )

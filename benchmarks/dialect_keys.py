@@ -1,0 +1,116 @@
+"""Write which keys other systems know: `python benchmarks/dialect_keys.py DIRECTORY`.
+
+DIRECTORY has the systems' defaults, `SYSTEM*.json`: a `tree` as it is composed, or `classes` by name with the type of each
+field. Of their keys those that a row with a wildcard stands for go into src/fivefold/config/dialects/known/SYSTEM.txt: such
+a row takes these and no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+sys.path.insert(0, str(SOURCE))
+
+from fivefold.config.dialects import SYSTEMS  # noqa: E402
+
+ROOTS = {
+    "siirl": {"SiiRLArguments": ""},
+    "trinity": {"Config": "", "veRLConfig": "trainer.trainer_config."},
+    "roll": dict.fromkeys(("RLVRConfig", "AgenticConfig", "SFTConfig", "DPOConfig", "DistillConfig"), ""),
+    "areal": dict.fromkeys(("GRPOConfig", "PPOConfig", "SFTConfig", "RWConfig", "DPOConfig"), ""),
+    "skyrl": {"SkyRLTrainConfig": "", "SFTConfig": ""},
+}
+"""Classes that are whole configurations, and where they stand."""
+PLACES = {"trinity_trainer_config": "trainer.trainer_config."}
+"""Trees that are a section."""
+TRAINED = ("actor_train.", "sft_train.", "critic.", "reference.")
+"""Of ROLL: whose strategy_config goes to Megatron, whose names are known."""
+TOLD_ELSEWHERE = ("trainer_config",)
+"""Mappings whose keys other classes name."""
+_DEPTH = 8
+
+
+def of_tree(tree: Mapping[str, Any], start: str) -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{start}{name}"
+        if isinstance(value, Mapping):
+            yield from of_tree(value, f"{start}{name}.")
+            if not value and name not in TOLD_ELSEWHERE:
+                yield f"{start}{name}.**"
+
+
+def of_class(classes: Mapping[str, Any], name: str, start: str, depth: int = 0) -> Iterator[str]:
+    for field, said in classes[name].items():
+        kind = said["type"]
+        yield f"{start}{field}"
+        inner = [each for each in re.findall(r"\w+", kind) if each in classes]
+        if inner and depth < _DEPTH:
+            below = f"{start}{field}.*." if re.search(r"[Dd]ict\[", kind) else f"{start}{field}."
+            yield from of_class(classes, inner[0], below, depth + 1)
+        elif field in TOLD_ELSEWHERE or (field == "strategy_config" and start.startswith(TRAINED)):
+            continue
+        elif "ict" in kind.split("[")[0] or "Dict" in kind or kind == "Any":
+            yield f"{start}{field}.**"
+
+
+def of_system(directory: Path, system: str) -> set[str]:
+    found: set[str] = set()
+    for path in sorted(directory.glob(f"{system}*.json")):
+        content = json.loads(path.read_text())
+        if "tree" in content:
+            found.update(of_tree(content["tree"], PLACES.get(path.stem, "")))
+        for name, start in ROOTS.get(system, {}).items():
+            if name in content.get("classes", {}):
+                found.update(of_class(content["classes"], name, start))
+        if path.stem == "roll_strategy_config_classes":
+            for fields in content["classes"].values():
+                found.update(f"*.strategy_args.strategy_config.{field}" for field in fields)
+    return found
+
+
+def behind_wildcards(system: str, keys: set[str]) -> set[str]:
+    """Those that have no row of their own."""
+    module = importlib.import_module(f"fivefold.config.dialects.{system}")
+    tables = [module.TABLE, *getattr(module, "OTHER_TABLES", ())]
+
+    def is_behind(key: str) -> bool:
+        plain = key.replace(".**", ".x").replace(".*", ".x")
+        return any(
+            plain not in table.exact and any(pattern.fullmatch(plain) for pattern, _ in table.patterns) for table in tables
+        )
+
+    return {key for key in keys if is_behind(key)}
+
+
+def write(path: Path, keys: set[str]) -> None:
+    sections: dict[str, list[str]] = defaultdict(list)
+    for key in sorted(keys):
+        # What is below `a.**` needs no line of its own.
+        parts = key.split(".")
+        if not any(".".join([*parts[:count], "**"]) in keys for count in range(1, len(parts) - (parts[-1] == "**"))):
+            section, _, name = key.rpartition(".")
+            sections[section].append(name)
+    path.write_text("".join(f"{section}: {' '.join(names)}\n" for section, names in sorted(sections.items())))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    for system in SYSTEMS:
+        keys = behind_wildcards(system, of_system(options.directory, system))
+        write(SOURCE / f"fivefold/config/dialects/known/{system}.txt", keys)
+        print(f"{system}: {len(keys)} keys")
+
+
+if __name__ == "__main__":
+    main()

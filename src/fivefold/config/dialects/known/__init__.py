@@ -1,0 +1,59 @@
+"""Keys that other systems know and that rows with a wildcard stand for: so that such a row takes no misspelt key.
+
+A file for each system, written by benchmarks/dialect_keys.py from its own defaults. A line is a section and the keys in it,
+`a.b: c d`; `*` stands for any name, and `**` for whatever stands below, where the system takes any mapping.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """The keys of one or several systems."""
+
+    names: frozenset[str]
+    open: frozenset[str]
+    """Sections below which everything is known."""
+
+    def __contains__(self, key: str) -> bool:
+        return any(form in self.names or not self.open.isdisjoint(sections(form)) for form in _forms(key))
+
+    @cached_property
+    def sections(self) -> KnownKeys:
+        """Where keys stand."""
+        return KnownKeys(frozenset(itertools.chain.from_iterable(map(sections, self.names))) | self.open, self.open)
+
+
+def sections(key: str) -> Iterator[str]:
+    """`a` and `a.b` of `a.b.c`."""
+    parts = key.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _forms(key: str) -> Iterator[str]:
+    """The key, and the key with `*` in one of its places: there anyone may give a name."""
+    yield key
+    parts = key.split(".")
+    for place in range(len(parts)):
+        yield ".".join([*parts[:place], "*", *parts[place + 1 :]])
+
+
+NONE = KnownKeys(frozenset(), frozenset())
+
+
+@cache
+def known(*systems: str) -> KnownKeys:
+    """What these systems know of."""
+    keys: set[str] = set()
+    for system in systems:
+        for line in files(__name__).joinpath(f"{system}.txt").read_text().splitlines():
+            section, _, names = line.partition(":")
+            keys.update(f"{section}.{name}".lstrip(".") for name in names.split())
+    opened = frozenset(key.removesuffix(".**") for key in keys if key.endswith(".**"))
+    return KnownKeys(frozenset(key for key in keys if not key.endswith(".**")), opened)
