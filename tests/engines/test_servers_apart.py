@@ -24,7 +24,8 @@ from tests.support.servers import (
 )
 from tests.support.tiny_models import load_tensors, make_model
 
-pytestmark = pytest.mark.vllm
+# Minutes with two servers and two ranks on two cores; test_servers.py has the same transfers without vLLM.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,6 @@ def changed_midway(mesh, directory: Path, logs: Path):
     return found, done[done.index("tensor 0", 1) :]
 
 
-@pytest.mark.slow
 def test_staged_weights_pause_the_servers_when_all_of_them_are_gathered(cluster, model, tmp_path):
     (((completions, under), done),) = cluster.run(changed_midway, "megatron:d1", model, tmp_path)
     check_what_was_sampled_midway(completions, under)
