@@ -90,7 +90,7 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
         row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())])
         rows.append(row.clone() if mesh.ranks.rank == 0 else None)
         assert found.micro_batches == count
-        losses.append(found.loss)
+        losses.append(step.loss_and_metrics(found, mesh)[0])
     return (torch.stack(rows), losses) if mesh.ranks.rank == 0 else None
 
 

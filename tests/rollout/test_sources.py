@@ -263,7 +263,8 @@ def gradients(mesh, directory: Path, dealings: int, step_groups: Callable[[], li
             with mesh.active():
                 done = step.forward_backward(model._models, model._finalize, mini.batch, objective.loss, model._batching, [])
             row = torch.cat([tensor.flatten() for _, tensor in sorted(stream())]).clone()
-            found.append((stats.owner_N.tolist(), done.loss, row if mesh.ranks.is_main else None))
+            loss, _ = step.loss_and_metrics(done, mesh)
+            found.append((stats.owner_N.tolist(), loss, row if mesh.ranks.is_main else None))
     return found
 
 

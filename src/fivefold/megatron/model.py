@@ -152,10 +152,11 @@ class MegatronModel:
         gradients = step.forward_backward(
             self._models, self._finalize, batch, loss_fn, self._batching, list(self._routers.values())
         )
-        metrics = gradients.metrics | self._expert_metrics(gradients.tokens)
         updater.optimizer.prepare_grads()
+        # The first to wait for the device: what the host has to prepare for it is behind the gradients by now.
         grad_norm = float(updater.optimizer.get_grad_norm())
-        skipped = not (math.isfinite(gradients.loss) and math.isfinite(grad_norm))
+        loss, metrics = step.loss_and_metrics(gradients, self._mesh)
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         lr = 0.0
         if skipped:
             for router, bias in zip(self._routers.values(), biases, strict=True):
@@ -166,10 +167,10 @@ class MegatronModel:
             lr = max(group["lr"] for group in updater.optimizer.param_groups)
             self._update(grad_norm)
         return StepReport(
-            loss=gradients.loss,
+            loss=loss,
             grad_norm=grad_norm,
             lr=float(lr),
-            metrics=metrics,
+            metrics=metrics | self._expert_metrics(gradients.tokens),
             micro_batches=gradients.micro_batches,
             tokens=gradients.tokens,
             sequences=gradients.sequences,

@@ -4,12 +4,11 @@ The only file where a factor of dp, cp, tp, pp or the number of micro-batches co
 
 - the loss of an update is Σ over all tokens of weight · per-token loss, so micro-batches and replicas add up;
 - with `calculate_per_token_loss`, Megatron-Core sums gradients over micro-batches, data- and context-parallel ranks and
-  `finalize_model_grads` divides them by the sum of the token counts that the loss function returned;
-- therefore the loss function returns (share of the loss · tokens of the update, its own tokens): the division by the
-  tokens of the update undoes the factor;
+  leaves the division to `finalize_model_grads`, which divides by nothing here: the weights are shares already, and a
+  division would read and write all gradients once more;
 - context-parallel ranks compute the same loss of whole sequences, from log-probs that were summed over the ranks; each
   passes back the gradient of its own tokens only, so the sum over the ranks is the gradient of one loss;
-- what routers add (balance, z-loss) is a share of the update's tokens times the tokens of the update as well.
+- what routers add (balance, z-loss) is a share of the update's tokens as well.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ class MicroBatch:
     """Those successors; of a value head the tokens themselves, which it does not look at."""
     output_index_S: Tensor
     """Where among the tokens of `batch` the numbers belong."""
-    response_tokens: int
-    """Response tokens behind local ones: each counts on one rank."""
     batch: TokenBatch
     """The samples of this micro-batch, whole."""
     token_index_T: Tensor
@@ -182,7 +179,6 @@ class MicroBatches:
             source_index_S=moved(place[source]),
             targets_S=moved(batch.token_ids_T[output]),
             output_index_S=moved(output),
-            response_tokens=len(predicted),
             batch=batch.to(mesh.device),
             token_index_T=self._batch.token_index(samples),
         )
@@ -199,9 +195,9 @@ class FinalizeOnce:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, models: list[Any], tokens: Tensor | None = None, **kwargs: Any) -> None:
         self.calls += 1
-        finalize_model_grads(*args, **kwargs)
+        finalize_model_grads(models, None, **kwargs)
 
 
 def _whole(values_2S: Tensor, micro: MicroBatch, mesh: Mesh) -> Tensor:
@@ -269,12 +265,41 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
 class Gradients:
     """What a forward-backward over the whole batch left behind, besides the gradients."""
 
-    loss: float
-    metrics: dict[str, float]
+    totals: Totals | None
+    """Of this replica, on the last stage."""
     micro_batches: int
     tokens: int
     """That were computed."""
     sequences: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Loss and metrics of a replica's micro-batches, still on the device: whoever reads them waits for it."""
+
+    names: list[str]
+    sums: Tensor
+    """float64: the loss, then what is summed."""
+    highest: list[str]
+    maxima: Tensor
+
+    @classmethod
+    def of(cls, outputs: list[LossOutput]) -> Totals:
+        """Over micro-batches."""
+        names, highest = sorted(outputs[0].sums), sorted(outputs[0].maxima)
+        rows = [torch.stack([output.loss] + [output.sums[name] for name in names]) for output in outputs]
+        sums = torch.stack(rows).double().sum(0)
+        maxima = [torch.stack([output.maxima[name] for output in outputs]).double().amax() for name in highest]
+        return cls(names, sums, highest, torch.stack(maxima) if highest else sums[:0])
+
+    def reduce(self, replicas: dist.ProcessGroup) -> tuple[float, dict[str, float]]:
+        """Over replicas: two collectives whatever their number."""
+        sums, maxima = self.sums.cpu(), self.maxima.cpu()
+        dist.all_reduce(sums, group=replicas)
+        if self.highest:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=replicas)
+        metrics = zip(self.names + self.highest, sums[1:].tolist() + maxima.tolist(), strict=True)
+        return float(sums[0]), dict(metrics)
 
 
 def forward_backward(
@@ -291,7 +316,7 @@ def forward_backward(
     dist.all_reduce(counts, group=mesh.ranks.dp)
     tokens, sequences, update_micro_batches = counts.tolist()
     for router in routers:
-        router.update_scale = batch.update_tokens / max(1, tokens)
+        router.update_scale = 1 / max(1, tokens) if batch.update_tokens else 0.0
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro, output = _forward(iterator, model, batching)
@@ -299,8 +324,9 @@ def forward_backward(
         def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
             output_T, entropy_T = _whole(output, micro, mesh)
             share = loss_fn(output_T, entropy_T, replace(micro.batch, update_micro_batches=update_micro_batches))
-            own_tokens = torch.tensor(micro.response_tokens, dtype=torch.int, device=mesh.device)
-            return share.loss * batch.update_tokens, own_tokens, LossOutput(share.loss.detach(), share.sums, share.maxima)
+            # Megatron-Core counts tokens for a division that does not take place.
+            none = torch.zeros((), dtype=torch.int, device=mesh.device)
+            return share.loss, none, LossOutput(share.loss.detach(), share.sums, share.maxima)
 
         return output, loss
 
@@ -316,25 +342,15 @@ def forward_backward(
     )
     assert finalize.calls == calls + 1, f"gradients must be finalized once an update, were {finalize.calls - calls} times"
     mesh.ranks.heartbeat.check_items(micro_batches.count)
-    loss, metrics = _reduce(outputs, mesh)
-    return Gradients(loss, metrics, micro_batches.count, tokens, sequences)
+    totals = Totals.of(outputs) if mesh.is_last_stage else None
+    return Gradients(totals, micro_batches.count, tokens, sequences)
 
 
-def _reduce(outputs: list[LossOutput], mesh: Mesh) -> tuple[float, dict[str, float]]:
-    """Loss and metrics over micro-batches and replicas, on every rank: two collectives whatever their number."""
+def loss_and_metrics(gradients: Gradients, mesh: Mesh) -> tuple[float, dict[str, float]]:
+    """Of the whole update, on every rank; waits for the device."""
     report: list[Any] = [None]
-    if mesh.is_last_stage:
-        names, highest = sorted(outputs[0].sums), sorted(outputs[0].maxima)
-        rows = [torch.stack([output.loss] + [output.sums[name] for name in names]) for output in outputs]
-        sums = torch.stack(rows).double().sum(0).cpu()
-        dist.all_reduce(sums, group=mesh.ranks.dp)
-        metrics = dict(zip(names, sums[1:].tolist(), strict=True))
-        if highest:
-            maxima = torch.stack([torch.stack([output.maxima[name] for name in highest]) for output in outputs])
-            maxima = maxima.double().amax(0).cpu()
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=mesh.ranks.dp)
-            metrics.update(zip(highest, maxima.tolist(), strict=True))
-        report = [(float(sums[0]), metrics)]
+    if gradients.totals is not None:
+        report = [gradients.totals.reduce(mesh.ranks.dp)]
     if mesh.layout.pp > 1:
         dist.broadcast_object_list(report, mesh.stage_ranks[-1], group=mesh.ranks.pp)
     loss, metrics = report[0]

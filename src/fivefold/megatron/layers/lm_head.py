@@ -184,6 +184,8 @@ class _LogProbs(torch.autograd.Function):
             )
             torch.mm(grad, weight, out=grad_hidden[chunk])
             add_product(grad_weight[:valid], grad, hidden)
+            # Its memory is that of the next chunk's logits.
+            del grad
         given = grad_weight.to(weight_VD.dtype) if into is None else taken_by_buffer(weight_VD)
         return grad_hidden, given, None, None, None, None, None, None
 
