@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from fivefold.interfaces import Engine, Model
@@ -13,10 +14,18 @@ from fivefold.interfaces import Engine, Model
 def weight_sync(policy: Model, engine: Engine | None) -> None:
     """Give the engine the policy's weights, unless it has them already or there is none. Collective."""
     while engine is not None and engine.version != policy.version:
+        if engine.version < 0:
+            # Before parameters are on their way: it waits for the device.
+            give_back_memory()
         # Parameters that were away come back while the engine takes its memory.
         weights = policy.weights()
         engine.wake()
         engine.update_weights(weights, policy.version)
+
+
+def give_back_memory() -> None:
+    """Let the driver have what torch keeps for later: an engine that wakes asks the driver. Waits for the device."""
+    torch.cuda.empty_cache()
 
 
 def crossed_off(weights: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:

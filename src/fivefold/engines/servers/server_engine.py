@@ -17,7 +17,7 @@ from fivefold.engines.servers.server import Server, ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.servers.weight_sender import Sender, WeightSender
 from fivefold.engines.servers.wire_sender import WireSender
-from fivefold.engines.weight_sync import not_come
+from fivefold.engines.weight_sync import give_back_memory, not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.types import Completion, Request
@@ -56,7 +56,7 @@ class ServerEngine:
         `stall_seconds`: as in RequestRouter; `interrupt`: what becomes of requests in flight when weights come; `is_staged`:
         servers on other devices get nothing before all weights are gathered.
         """
-        self._ranks, self._device, self._connect, self._log = ranks, device, connect, log
+        self._ranks, self._connect, self._log = ranks, connect, log
         self._processes = dict(processes or {})
         self._verify_every, self._can_sleep = verify_every, can_sleep
         self._given = list(addresses)
@@ -201,14 +201,12 @@ class ServerEngine:
 
     def _wake_cache(self) -> None:
         if self._is_cache_asleep:
+            give_back_memory()
             self._each("wake", "kv_cache")
             self._is_cache_asleep = False
 
     def _each(self, name: str, *arguments: Any) -> None:
         """Ask every server, each by the rank that speaks with it; return on all ranks when all have answered."""
-        if self._device.type == "cuda":
-            # A server takes memory from the driver: what the trainer has freed must be back there, not in torch's cache.
-            torch.cuda.empty_cache()
         self._ranks.barrier()
         lost = set()
         for number, server in self._own.items():

@@ -19,7 +19,7 @@ from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
-from fivefold.engines.weight_sync import crossed_off, not_come
+from fivefold.engines.weight_sync import crossed_off, give_back_memory, not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec, parameters_of
@@ -138,20 +138,16 @@ class VLLMEngine:
 
     def wake(self) -> None:
         if self._is_asleep:
-            self._wake("weights")
+            self._llm.wake_up(["weights"])
             self._is_asleep = False
             peak_memory.away(_bytes_of("kv_cache"))
 
     def _wake_cache(self) -> None:
         if self._is_cache_asleep:
-            self._wake("kv_cache")
+            give_back_memory()
+            self._llm.wake_up(["kv_cache"])
             self._is_cache_asleep = False
             peak_memory.away(0)
-
-    def _wake(self, part: str) -> None:
-        # vLLM takes memory from the driver: what the trainer has freed must be back there, not in torch's cache.
-        torch.cuda.empty_cache()
-        self._llm.wake_up([part])
 
     def look_after(self) -> None:
         """Nothing of it can be lost without its rank."""
