@@ -245,6 +245,7 @@ policy:
   backend: megatron:{layout}
   tokens_per_micro_batch: 16384
   recompute: {recompute}
+  skip_zero_advantage: false
   optimizer: {{lr: 1.0e-6}}
   offload: {{parameters: true, gradients: true, optimizer: true}}
 engine:
@@ -256,16 +257,23 @@ trainer: {{run_dir: {root}/{engine}-{mode}, steps: 3, device: {device}, save_eve
 """
 
 
-def whole_run(part: Part, name: str, layout: str, engine: str, mode: str, fraction: float) -> None:
-    """Steps of GRPO from the command line."""
-    root = part.model(name).parent
-    ff = [sys.executable, "-m", "fivefold.cli"]
+FIVEFOLD = [sys.executable, "-m", "fivefold.cli"]
+
+
+def write_data(root: Path) -> None:
+    """Prompts and a tokenizer for runs of the command line, unless they are there."""
     if not (root / "data").exists():
         for command in (
             ["data", "arithmetic", "--out", f"{root}/data", "--limit", "512"],
             ["train-tokenizer", "char", "--data", f"{root}/data/train.parquet", "--out", f"{root}/tokenizer"],
         ):
-            subprocess.run([*ff, *command], check=True, capture_output=True)
+            subprocess.run([*FIVEFOLD, *command], check=True, capture_output=True)
+
+
+def whole_run(part: Part, name: str, layout: str, engine: str, mode: str, fraction: float) -> None:
+    """Steps of GRPO from the command line."""
+    root = part.model(name).parent
+    write_data(root)
     text = RUN.format(
         root=root, model=part.model(name), layout=layout, engine=engine, mode=mode, fraction=fraction,
         recompute="full" if name == "qwen3_8b" else "none",
@@ -274,7 +282,7 @@ def whole_run(part: Part, name: str, layout: str, engine: str, mode: str, fracti
     (root / "run.yaml").write_text(text)
     what, printed = f"{name}, {layout}, {engine} {mode}", 0
     with (root / "out").open("w+") as out:
-        process = subprocess.Popen([*ff, "train", f"{root}/run.yaml"], stdout=out, stderr=out)
+        process = subprocess.Popen([*FIVEFOLD, "train", f"{root}/run.yaml"], stdout=out, stderr=out)
         try:
             while process.poll() is None and part.left > 0:
                 time.sleep(1)

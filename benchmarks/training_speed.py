@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,46 @@ def kernels_of(mesh, step: Callable[[], Any]) -> dict[str, float]:
         kind = next((kind for kind, marks in KINDS.items() if any(mark in name for mark in marks)), None)
         found[kind or "element-wise and others"] += event.self_device_time_total / 1e3
     return {kind: round(spent, 1) for kind, spent in found.items() if spent}
+
+
+def waits_of(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, Any]:
+    """Where the GPU waits for the host in one step, and what makes the host wait for the GPU."""
+    import warnings
+
+    from torch.profiler import ProfilerActivity, profile
+
+    model = build(mesh, directory, "bfloat16", tokens)
+    mine = random_batch(samples, length, model.spec.vocab, spread=0.0)
+    for _ in range(3):
+        timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
+    if not is_large(mesh):
+        return {}
+    begin = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        timed(mesh, lambda: model.train_step(mine, OBJECTIVE.loss))
+    seconds = time.perf_counter() - begin
+    on_device = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in on_device)
+    gaps, until, last = [], spans[0][0], "the beginning"
+    for start, end, name in spans:
+        if start > until + 50:
+            gaps.append((round((start - until) / 1e3, 2), last[:60], name[:60]))
+        if end > until:
+            until, last = end, name
+    small = sum(max(0.0, later[0] - earlier[1]) for earlier, later in pairwise(spans)) / 1e3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        model.train_step(mine, OBJECTIVE.loss)
+        torch.cuda.set_sync_debug_mode("default")
+    places = sorted({f"{Path(warning.filename).name}:{warning.lineno}" for warning in caught})
+    return {
+        "profiled_seconds": round(seconds, 3),
+        "gaps_ms": round(sum(gap for gap, _, _ in gaps), 2),
+        "all_gaps_ms": round(small, 2),
+        "largest": sorted(gaps, reverse=True)[:12],
+        "host_waits_at": places,
+    }
 
 
 def transformers_step(mesh, directory: Path, samples: int, length: int, spread: float = 0.5) -> dict[str, float]:
@@ -311,6 +352,14 @@ def rows(part: Part) -> None:
             part.say(name, found)
 
 
+def waits(part: Part) -> None:
+    """Qwen3-1.7B's shape on one GPU, 8 x 4096 tokens: milliseconds in which the GPU has nothing to do."""
+    samples, length, tokens = (8, 4096, 32768) if part.large else (8, 64, 256)
+    found = part.measure("waits", "d1", waits_of, part.model("qwen3_1.7b"), tokens, samples, length)
+    for what, value in (found or {}).items():
+        part.say(what, value)
+
+
 def rows_of_four(part: Part) -> None:
     """Qwen3-8B's shape on four GPUs, 32 sequences of 4096 tokens."""
     if part.large and part.gpus < 4:
@@ -409,7 +458,7 @@ def deterministic(part: Part) -> None:
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
-    "rows": rows, "rows-four": rows_of_four,
+    "rows": rows, "rows-four": rows_of_four, "waits": waits,
     "dense": dense, "transformers": hugging_face, "experts-model": experts_model, "critic": critic,
     "experts": experts, "shared-prefix": shared_prefix, "offload": leaving, "deterministic": deterministic,
 }  # fmt: skip
