@@ -1,7 +1,7 @@
 """Steps in turns beside steps whose samples were drawn ahead, on the same GPUs and the same long-tailed responses.
 
-`python benchmarks/async_speed.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N seconds at
-most. Whole runs of the command line with vLLM; lengths are a log-normal distribution's by each request's own limit, as in
+`python benchmarks/async_speed.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
+seconds at most. Whole runs of the command line with vLLM; lengths are a log-normal distribution's by each request's own limit, as in
 `async_simulation.py`. On a CPU a tiny model on two ranks and two servers, for a look at the script.
 """
 
@@ -38,7 +38,8 @@ policy: {{backend: "megatron:{policy}", tokens_per_micro_batch: 16384, optimizer
 engine: {{backend: "{engine}", memory_fraction: {fraction}, max_logprob_diff: 0.1, sampling: {{ignore_eos: true}}, {placed}}}
 rollout: {rollout}
 algorithm: {{name: grpo, group_size: 8, kl: {{coef: 0}}}}
-data: {{train: [{root}/data/train.parquet], prompts_per_step: {prompts}, max_prompt_tokens: 64, max_response_tokens: {longest}}}
+data:
+  {{train: [{root}/data/train.parquet], prompts_per_step: {prompts}, max_prompt_tokens: 64, max_response_tokens: {longest}}}
 reward: {{functions: {{format: 1.0}}}}
 trainer: {{run_dir: {run_dir}, steps: {steps}, device: {device}, save_every: 0, loggers: [console]}}
 """

@@ -366,8 +366,10 @@ def rows_of_four(part: Part) -> None:
         return part.say("Qwen3-8B", "needs 4 GPUs")
     directory = part.model("qwen3_8b")
     rate = part.measure("product", "d1", gemm)
-    length, tokens = (4096, 16384) if part.large else (64, 256)
-    for layout in ("d2t2", "d1t4", "d2p2", "d4"):
+    length = 4096 if part.large else 64
+    # Micro-batches as large as memory allows.
+    for layout, tokens in {"d2t2": 16384, "d1t4": 32768, "d2p2": 16384, "d4": 16384}.items():
+        tokens = tokens if part.large else 256
         found = part.measure(layout, layout, row, directory, tokens, 32, length, "none", "flash-attn-4")
         if found is not None:
             share = found.get("tflops_per_gpu", 0) / (rate or 1)
