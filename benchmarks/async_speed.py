@@ -1,8 +1,8 @@
 """Steps in turns beside steps whose samples were drawn ahead, on the same GPUs and the same long-tailed responses.
 
 `python benchmarks/async_speed.py [PART ...] [--seconds N]`: every part (`PARTS` below), or those named, each for N
-seconds at most. Whole runs of the command line with vLLM; lengths are a log-normal distribution's by each request's own limit, as in
-`async_simulation.py`. On a CPU a tiny model on two ranks and two servers, for a look at the script.
+seconds at most. Whole runs of the command line with vLLM; lengths are a log-normal distribution's by each request's own
+limit, as in `async_simulation.py`. On a CPU a tiny model on two ranks and two servers, for a look at the script.
 """
 
 from __future__ import annotations

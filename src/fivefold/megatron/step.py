@@ -32,7 +32,7 @@ from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_po
 from fivefold.megatron.layers.moe import Router
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.shared_prefix import make_pieces, make_units, place_copies, prefixes_of
-from fivefold.types import LossFn, LossOutput, TokenBatch
+from fivefold.types import LossFn, LossOutput, TokenBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -166,19 +166,16 @@ class MicroBatches:
             wanted[torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1] = True
             output = source = (wanted & (place >= 0)).nonzero()[:, 0]
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(mesh.device, non_blocking=True)
-
         members = None
         if self._batching.experts:
-            members = moved(owner[None] == torch.arange(max(1, len(pieces)))[:, None])
+            members = to_device(owner[None] == torch.arange(max(1, len(pieces)))[:, None], mesh.device)
         return MicroBatch(
-            token_ids_T=moved(token_ids),
+            token_ids_T=to_device(token_ids, mesh.device),
             packing=packing,
             sequence_mask_ST=members,
-            source_index_S=moved(place[source]),
-            targets_S=moved(batch.token_ids_T[output]),
-            output_index_S=moved(output),
+            source_index_S=to_device(place[source], mesh.device),
+            targets_S=to_device(batch.token_ids_T[output], mesh.device),
+            output_index_S=to_device(output, mesh.device),
             batch=batch.to(mesh.device),
             token_index_T=self._batch.token_index(samples),
         )

@@ -59,7 +59,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # The loss is a sum of shares: step.py divides it.
+        # The loss is a sum of shares, which nothing has to divide any more: step.py.
         "calculate_per_token_loss": True,
         # Weights are loaded, so nothing is drawn; but only initialisation marks a parameter as sharded over
         # the tensor-parallel ranks, and without the mark the gradient norm leaves out all ranks but the first.

@@ -11,7 +11,8 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fivefold.megatron.kernels import flash
+from fivefold.types import to_device
 
 _GROUPED_QUERY = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """This release of torch's varlen_attn takes fewer key/value heads than query heads."""
@@ -44,6 +46,10 @@ class Bucket:
     """The queries of every piece are all of its keys: no mask is needed."""
 
 
+Piece: TypeAlias = tuple[int, int, Tensor]
+"""Where its queries begin among the local tokens, how many they are, and its keys among the gathered tokens."""
+
+
 @dataclass
 class Packing(PackedSeqParams):
     """Where the sequences of a micro-batch lie on this rank.
@@ -56,7 +62,8 @@ class Packing(PackedSeqParams):
     """Of the sequences without the prefixes that they continue, padded to a multiple of the context-parallel chunks."""
     positions_T: Tensor | None = None
     """Position of each local token in its sequence."""
-    buckets: tuple[Bucket, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    """Of which this rank has the queries, in the order of the local tokens."""
     cu_queries: Tensor | None = None
     """[pieces + 1] int32: pieces of queries, in the order of the local tokens."""
     cu_keys: Tensor | None = None
@@ -67,6 +74,12 @@ class Packing(PackedSeqParams):
     most_queries: int = 0
     most_keys: int = 0
     _turns: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The pieces for attention over padded rows, which GPUs do not need."""
+        assert self.positions_T is not None
+        return _buckets(self.pieces, self.positions_T.device)
 
     def turns(self, angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """[T, R] cosines and sines of rotary angles [T, 1, R], times `scale`: computed for the first layer that asks."""
@@ -111,7 +124,7 @@ def make_packing(
         [before + local_positions(length, cp, rank) for length, (_, before) in zip(lengths, prefixes, strict=True)]
     )
     local_tokens = sum(lengths) // cp
-    pieces: list[tuple[int, int, Tensor]] = []
+    pieces: list[Piece] = []
     start = 0
     for length, (begin, before) in zip(lengths, prefixes, strict=True):
         if cp == 1:
@@ -127,16 +140,7 @@ def make_packing(
                 pieces.append((start + half_index * chunk, chunk, place[: index + 1].flatten()))
         start += length // cp
     pieces = [piece for piece in pieces if piece[1]]
-    buckets = _buckets(pieces)
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    cumulative = [
-        moved(_cumulative([size for _, size, _ in pieces])),
-        moved(_cumulative([len(keys) for *_, keys in pieces])),
-    ]
-    whole = moved(_cumulative(lengths)) if fused else None
+    whole = to_device(_cumulative(lengths), device) if fused else None
     longest = max(length + before for length, (_, before) in zip(lengths, prefixes, strict=True))
     return Packing(
         qkv_format="thd",
@@ -145,13 +149,11 @@ def make_packing(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=tuple(lengths),
-        positions_T=moved(positions),
-        buckets=tuple(
-            Bucket(moved(b.queries), moved(b.keys), moved(b.key_lengths), moved(b.query_lengths), b.whole) for b in buckets
-        ),
-        cu_queries=cumulative[0],
-        cu_keys=cumulative[1],
-        key_index=moved(torch.cat([keys for *_, keys in pieces])) if cp > 1 or is_shared else None,
+        positions_T=to_device(positions, device),
+        pieces=tuple(pieces),
+        cu_queries=to_device(_cumulative([size for _, size, _ in pieces]), device),
+        cu_keys=to_device(_cumulative([len(keys) for *_, keys in pieces]), device),
+        key_index=to_device(torch.cat([keys for *_, keys in pieces]), device) if cp > 1 or is_shared else None,
         most_queries=max(size for _, size, _ in pieces),
         most_keys=max(len(keys) for *_, keys in pieces),
     )
@@ -161,8 +163,8 @@ def _cumulative(sizes: list[int]) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
 
 
-def _buckets(pieces: list[tuple[int, int, Tensor]]) -> tuple[Bucket, ...]:
-    by_size: dict[tuple[int, bool], list[tuple[int, int, Tensor]]] = {}
+def _buckets(pieces: Sequence[Piece], device: torch.device) -> tuple[Bucket, ...]:
+    by_size: dict[tuple[int, bool], list[Piece]] = {}
     for piece in pieces:
         is_whole = len(piece[2]) == piece[1]
         by_size.setdefault(((len(piece[2]) - 1).bit_length(), is_whole), []).append(piece)
@@ -173,7 +175,9 @@ def _buckets(pieces: list[tuple[int, int, Tensor]]) -> tuple[Bucket, ...]:
         offsets = torch.arange(int(query_lengths.max()))
         queries = torch.where(offsets < query_lengths[:, None], starts[:, None] + offsets, -1)
         keys = torch.nn.utils.rnn.pad_sequence([index for *_, index in members], batch_first=True, padding_value=-1)
-        found.append(Bucket(queries, keys, torch.tensor([len(index) for *_, index in members]), query_lengths, whole))
+        key_lengths = torch.tensor([len(index) for *_, index in members])
+        rows = [to_device(tensor, device) for tensor in (queries, keys, key_lengths, query_lengths)]
+        found.append(Bucket(rows[0], rows[1], rows[2], rows[3], whole))
     return tuple(found)
 
 

@@ -28,6 +28,7 @@ from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.layers.norm import RMSNorm
+from fivefold.megatron.layers.recompute import LastLinear
 from fivefold.megatron.layers.self_attention import SelfAttention
 
 
@@ -57,6 +58,7 @@ def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerB
 
 def _layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=LastLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared, router=Router)
     # Checkpoints name norms as fused layers do, so that either kind of layer reads the other's.
@@ -70,7 +72,7 @@ def _layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
             self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MoE, submodules=experts) if has_experts else ModuleSpec(module=MLP, submodules=linears),
+            mlp=ModuleSpec(module=MoE, submodules=experts) if has_experts else ModuleSpec(module=MLP, submodules=dense),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={} if config.multi_latent_attention else names,
         ),

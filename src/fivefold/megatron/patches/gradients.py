@@ -48,10 +48,16 @@ def install() -> None:
     clipping: Any = clip_grads
     if clipping.multi_tensor_applier is local_multi_tensor_applier:
         clipping.l2_norm_impl, clipping.multi_tensor_scale_impl = _norm, _scale
+        # No gradient here is a DTensor, and to ask each one takes milliseconds in which the GPU waits.
+        clipping.to_local_if_dtensor = _as_it_is
 
 
 def _accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     add_product(main_grad, grad_output, total_input)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], each: bool) -> tuple[Tensor, None]:
