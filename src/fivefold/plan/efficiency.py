@@ -160,12 +160,15 @@ def load_rates(calibration: Path | None = None) -> tuple[Rate, ...]:
 
     Without a name the file of this machine is taken, where there is one.
     """
+    path = CALIBRATION.expanduser() if calibration is None else calibration
+    return known_rates(() if calibration is None and not path.is_file() else read_calibration(path))
+
+
+def known_rates(own: Iterable[Rate]) -> tuple[Rate, ...]:
+    """`own` rows, and those that came with Fivefold of the kinds that have none on the same hardware."""
     from fivefold.plan.measured import MEASURED
 
-    path = CALIBRATION.expanduser() if calibration is None else calibration
-    if calibration is None and not path.is_file():
-        return MEASURED
-    own = read_calibration(path)
+    own = tuple(own)
     replaced = {(row.kind, row.hardware) for row in own}
     return (*(row for row in MEASURED if (row.kind, row.hardware) not in replaced), *own)
 
