@@ -83,8 +83,8 @@ def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[s
         except (TimeoutError, subprocess.TimeoutExpired):
             yield {"fault": f"stopped, it did not end within {seconds:.0f} seconds"}
         finally:
-            # Its ranks too. Not waited for: a process within a driver's call ends when that returns, if ever.
-            if process.poll() is None:
+            # And what ranks it has left. Not waited for: one within a driver's call ends when that returns, if ever.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
