@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fivefold.config.schema import PolicyConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
+from fivefold.megatron.layers.moe import GroupedExperts
 from fivefold.megatron.mesh import Mesh, build_mesh, destroy, init_process_group
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.families import load_spec, parameters_of
@@ -50,13 +52,14 @@ class _Sizes:
     short: int
     lengths: tuple[int, ...]
     experts: int
-    top_k: int
     expert_ffn: int
+    each: tuple[int, ...]
+    """Tokens of an expert."""
 
 
-_LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, 256, (1024, 4096, 8192), 128, 8, 768)
-_MIDDLE = replace(_LARGE, vocab=32768, tokens=8192, experts=32)
-_SMALL = _Sizes(64, 192, 4, 16, 1024, 512, 16, (512,), 8, 2, 32)
+_LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, 256, (1024, 4096, 8192), 32, 768, (16, 128, 512, 1024, 2048, 4096))
+_MIDDLE = replace(_LARGE, vocab=32768, tokens=8192)
+_SMALL = _Sizes(64, 192, 4, 16, 1024, 512, 16, (512,), 8, 32, (16, 128))
 _LARGE_BYTES = 64 * 2**30
 """Of a GPU that has room for the large sizes, which take 40 GiB."""
 _FEW = 1024
@@ -147,16 +150,21 @@ class _Layers:
                 yield name, 0, _amount(work, name) / left / 1e9
 
     def _experts(self) -> Iterator[Found]:
-        sizes = self._sizes
-        few, more = self._model(1, experts=True), self._model(2, experts=True)
-        low, high = (self._times(one, sizes.short, sizes.tokens) for one in (few, more))
-        added = self._update_seconds(more) - self._update_seconds(few)
-        both = layer_work(few.spec, _ONE, Tokens(sizes.tokens, sizes.short), True)
-        work = [*both[0], *both[1]]
-        left = high[1] - low[1] - added - self._known(work, "grouped_gemm")
-        if left > 0:
-            each = sizes.tokens * sizes.top_k / sizes.experts
-            yield "grouped_gemm", each, _amount(work, "grouped_gemm") / left / 1e12
+        """The experts of a layer alone: what carries tokens to them and back is measured as traffic."""
+        sizes, device = self._sizes, self._mesh.device
+        model = self._model(1, experts=True, learns=False)
+        (experts,) = (part for part in model.modules() if isinstance(part, GroupedExperts))
+        experts.requires_grad_(True)
+        for each in sizes.each:
+            if self._clock.left <= 0:
+                return
+            count = each * sizes.experts
+            tokens_TD = torch.randn(count, sizes.hidden, device=device).to(experts.fc1.dtype).requires_grad_()
+            weights_T = torch.rand(count, device=device).requires_grad_()
+            work = partial(_there_and_back, experts, tokens_TD, weights_T, torch.full((sizes.experts,), each))
+            # Three products, and each twice more in backward.
+            flops = 3 * 3 * 2 * count * sizes.hidden * sizes.expert_ffn
+            yield "grouped_gemm", each, flops / self._clock.seconds(work) / 1e12
 
     def _known(self, work: list[Work], *unknown: str) -> float:
         rates = self._rates()
@@ -175,7 +183,7 @@ class _Layers:
             self._clock.seconds(lambda: model.train_step(batch, _sum)),
         )
 
-    def _model(self, layers: int, value_head: bool = True, experts: bool = False) -> MegatronModel:
+    def _model(self, layers: int, value_head: bool = True, experts: bool = False, learns: bool = True) -> MegatronModel:
         """A model with random weights."""
         # What the models before it had: they are in cycles of references.
         gc.collect()
@@ -191,7 +199,7 @@ class _Layers:
         }  # fmt: skip
         if experts:
             config |= {
-                "num_experts": sizes.experts, "num_experts_per_tok": sizes.top_k,
+                "num_experts": sizes.experts, "num_experts_per_tok": 2,
                 "moe_intermediate_size": sizes.expert_ffn, "norm_topk_prob": True,
             }  # fmt: skip
         directory = self._directory / f"{layers}-{value_head}-{experts}"
@@ -199,9 +207,15 @@ class _Layers:
         (directory / "config.json").write_text(json.dumps(config))
         _write_weights(directory, self._mesh.device, value_head)
         settings = PolicyConfig(tokens_per_micro_batch=sizes.tokens)
-        model = MegatronModel(directory, settings, self._mesh, total_updates=1000, value_head=value_head)
+        model = MegatronModel(directory, settings, self._mesh, total_updates=1000 if learns else None, value_head=value_head)
         shutil.rmtree(directory)
         return model
+
+
+def _there_and_back(experts: GroupedExperts, tokens_TD: Tensor, weights_T: Tensor, counts_E: Tensor) -> None:
+    """Forward and all gradients of experts."""
+    output_TD, _ = experts(tokens_TD, counts_E, weights_T)
+    torch.autograd.grad(output_TD, (tokens_TD, weights_T, experts.fc1, experts.fc2), tokens_TD.detach())
 
 
 def _write_weights(directory: Path, device: torch.device, value_head: bool) -> None:
