@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     "head_forward": Kind("GB/s", "memory", "", "4 bytes a logit"),
     "head_backward": Kind("GB/s", "memory", "", "6 bytes a logit"),
     "adam": Kind("GB/s", "memory", "", "34 bytes a parameter"),
-    "gradients": Kind("GB/s", "memory", "", "float32 gradients set to zero, measured, scaled: 16 bytes each"),
+    "gradients": Kind("GB/s", "memory", "", "float32 gradients added to, set to zero, measured, scaled"),
     "node_link": Kind("GB/s", "link", "bytes of a message", "bus bandwidth of all-gather and reduce-scatter in a node"),
     "node_exchange": Kind("GB/s", "link", "bytes of a message", "what leaves a rank in an all-to-all or send in a node"),
     "host_copy": Kind("GB/s", "host", "", "pinned host memory to the GPU or back"),
