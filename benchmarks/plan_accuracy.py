@@ -124,6 +124,7 @@ ROLLOUTS = [
 STEPS: list[tuple[str, str, str, float, str, dict[str, float]]] = [
     # Its training was of older kernels.
     ("1.7B", "d1", "d1", 0.5, "none", {"rollout": 8.181, "weight sync, state to the host": 0.926}),
+    # Its host was busy, which its rollout shows (docs/plan.md).
     (
         "8B", "t2", "d1t2", 0.6, "full",
         {"rollout": 12.148, "training, state back from the host": 16.09, "weight sync, state to the host": 1.6,
@@ -223,9 +224,24 @@ def whole_steps(rates: Efficiencies) -> Iterator[Tally]:
     yield tally
 
 
-def ranks(rates: Efficiencies) -> None:
-    """The place that is predicted for the layout that was measured best: among those measured, and among all that fit."""
-    print("\nlayouts by predicted time, the measured best first")
+@dataclass(frozen=True)
+class Place:
+    """Where the prediction puts the layout that was measured best."""
+
+    model: str
+    world: int
+    best: Update
+    measured: list[str]
+    """Layouts that were measured, in the predicted order."""
+    fitting: list[str]
+    """All that fit the GPUs, in the predicted order; of most nobody knows what they take."""
+
+    def number(self, order: list[str]) -> int:
+        return order.index(str(ParallelLayout.parse(f"megatron:{self.best.layout}"))) + 1
+
+
+def places(rates: Efficiencies) -> Iterator[Place]:
+    """For each model and number of GPUs of which several layouts were measured, all with the same batch."""
     groups: dict[tuple[str, int], list[Update]] = {}
     for row in UPDATES:
         if row.recompute == "none" and row.has_flash:
@@ -244,12 +260,18 @@ def ranks(rates: Efficiencies) -> None:
             if max(sum(vars(held).values()) for held in other.held(2)) <= cluster.bytes:
                 timed.append((update_time(other, batch, cluster, rates, 1.0).total, str(layout)))
         order = [layout for _, layout in sorted(timed)]
-        among = [layout for layout in order if layout in {f"{sharded(row)[0].layout}" for row in rows}]
-        own = str(model.layout)
-        first = ", ".join(one.removeprefix("megatron:") for one in order[:3])
+        measured = {str(sharded(row)[0].layout) for row in rows}
+        yield Place(name, world, best, [layout for layout in order if layout in measured], order)
+
+
+def ranks(rates: Efficiencies) -> None:
+    print("\nlayouts by predicted time, the measured best first")
+    for place in places(rates):
+        first = ", ".join(one.removeprefix("megatron:") for one in place.fitting[:3])
         print(
-            f"{name}, {world} GPUs: {best.layout} is number {among.index(own) + 1} of the {len(among)} measured and "
-            f"{order.index(own) + 1} of the {len(order)} that fit (first {first})"
+            f"{place.model}, {place.world} GPUs: {place.best.layout} is number {place.number(place.measured)} of the "
+            f"{len(place.measured)} measured and {place.number(place.fitting)} of the {len(place.fitting)} that fit "
+            f"(first {first})"
         )
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -259,7 +260,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     from fivefold.calibration import calibrate
 
-    print(f"rates: {calibrate(options.calibration, options.seconds)}")
+    print(f"rates: {calibrate(options.calibration, options.seconds, partial(print, flush=True))}")
     return 0
 
 

@@ -1,24 +1,86 @@
-"""`fivefold plan --calibrate` on this machine's CPU: a short one, whose file plan reads."""
+"""`fivefold plan --calibrate` on this machine's CPU, whose file plan reads; and what it does when a part of it goes wrong."""
 
 from __future__ import annotations
 
-from fivefold.plan.efficiency import Efficiencies, load_rates, read_calibration
-from tests.support.commands import program
+import json
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+
+from fivefold.calibration import calibrate, machine
+from fivefold.plan.efficiency import Efficiencies, Rate, known_rates, load_rates, read_calibration
+from tests.support.commands import gone, program, wait_for
 
 
-def test_a_short_calibration_measures_layers_as_the_trainer_runs_them(tmp_path):
+def test_a_calibration_measures_layers_as_the_trainer_runs_them(tmp_path):
     path = tmp_path / "own" / "rates.json"
-    done = program("fivefold.cli", "plan", "--calibrate", "--seconds", "19", "--calibration", path,
+    done = program("fivefold.cli", "plan", "--calibrate", "--seconds", "900", "--calibration", path,
                    env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"rates: {path}"
+    said = done.stdout.splitlines()
+    assert said[-1] == f"rates: {path}" and [line for line in said[:-1] if not line.startswith("  ")] == [
+        line for part in machine.PARTS for line in said if line.startswith(f"{part}: at most ")
+    ]
     rows = read_calibration(path)
     assert {row.hardware for row in rows} == {"cpu"}
     # What is left of a layer without its products may be nothing on a busy machine; what stands alone is measured first.
     kinds = {row.kind for row in rows}
-    assert {"gemm", "adam", "gradients", "host_copy"} <= kinds
+    assert {"gemm", "grouped_gemm", "adam", "gradients", "host_copy", "node_link", "node_exchange"} <= kinds
     assert {"layer_host", "heads", "torch_attention_forward", "head_forward"} & kinds and "attention_forward" not in kinds
     assert all("fivefold plan --calibrate, " in row.source for row in rows)
     # What was measured stands in the place of what was measured elsewhere; of the rest that remains.
     rates = Efficiencies(load_rates(path), "cpu")
     assert rates.sources["gemm"] == "cpu" and rates.sources["decode_host"] == "h200-141g"
+
+
+def a_part_that(tmp_path, monkeypatch, body):
+    """Each part is this program, which says a rate first."""
+    row = json.dumps(asdict(Rate("gemm", 512, 430.0, "cpu", "here")))
+    program = tmp_path / "part"
+    program.write_text(f"#!/bin/sh\ncat > /dev/null\necho '{row}'\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(machine, "_GRACE", 0.5)
+
+
+def test_what_hangs_is_ended_with_its_children_and_what_was_measured_is_kept(tmp_path, monkeypatch):
+    a_part_that(tmp_path, monkeypatch, f"trap '' TERM INT; sleep 1000 & echo $! >> {tmp_path}/children; sleep 1000")
+    said, begin = [], time.monotonic()
+    path = calibrate(tmp_path / "rates.json", 3, said.append)
+    assert time.monotonic() - begin < 30
+    assert [row.rate for row in read_calibration(path)] == [430.0]
+    assert (
+        "kernels: stopped, it did not end within 2 seconds" in said and said[-1] == "layers: not measured, the time is over"
+    )
+    children = [int(line) for line in (tmp_path / "children").read_text().split()]
+    wait_for(lambda: gone(children))
+
+
+def test_a_part_that_dies_is_named_and_the_others_are_measured(tmp_path, monkeypatch):
+    a_part_that(tmp_path, monkeypatch, "echo 'NCCL error: unhandled' >&2; kill -SEGV $$")
+    said = []
+    path = calibrate(tmp_path / "rates.json", 60, said.append)
+    assert len(read_calibration(path)) == len(machine.PARTS)
+    assert "links: it ended with -11: 'NCCL error: unhandled'" in said
+
+
+def test_a_machine_that_measures_nothing_keeps_the_file_that_is_there(tmp_path, monkeypatch):
+    a_part_that(tmp_path, monkeypatch, "")
+    (tmp_path / "part").write_text("""#!/bin/sh\necho '{"fault": "OutOfMemoryError: 1 GiB"}'\n""")
+    path = tmp_path / "rates.json"
+    path.write_text("before")
+    with pytest.raises(ValueError, match="kernels: OutOfMemoryError: 1 GiB; links: "):
+        calibrate(path, 60, print)
+    assert path.read_text() == "before"
+
+
+def test_rates_of_this_machine_stand_in_the_place_of_those_that_came():
+    # Also where those were measured on the same kind of GPU: two rates of one size would be one too many.
+    rates = Efficiencies(
+        known_rates([Rate("swiglu", 0, 9000.0, "h200-141g", "here"), Rate("gemm", 512, 900.0, "h200-141g", "here")]),
+        "h200-141g",
+    )
+    assert rates.rate("swiglu") == 9000e9 and rates.rate("gemm", 128) == rates.rate("gemm", 8192) == 900e12
+    assert rates.rate("adam") == Efficiencies(known_rates([]), "h200-141g").rate("adam")

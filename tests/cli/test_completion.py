@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -11,6 +16,7 @@ from fivefold import cli
 from fivefold.commands.completion import keys
 from fivefold.config import ConfigError, load_config
 from fivefold.config.methods import METHODS
+from tests.support.commands import LONGEST
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +24,10 @@ def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("completion") / "fivefold.bash"
     path.write_text(written("bash"))
     return path
+
+
+def needs(shell: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed")
 
 
 def written(shell: str) -> str:
@@ -87,6 +97,98 @@ def test_bash_answers_at_once(script):
         for each in done.stdout.split()
     ]
     assert sum(spent) < 10 * 0.1
+
+
+def zsh(directory, line: str, source: str) -> str:
+    """What is on the command line of an interactive zsh after these keys."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(directory)
+        os.environ |= {"TERM": "dumb", "ZDOTDIR": str(directory)}
+        os.execvp("zsh", ["zsh", "-f", "-i"])
+
+    def read(mark: bytes) -> bytes:
+        said, deadline = b"", time.monotonic() + LONGEST
+        while mark not in said:
+            ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"zsh hangs: {said!r}"
+            said += os.read(terminal, 1 << 16)
+        return said
+
+    try:
+        # What it echoes of this is not the mark itself.
+        show = """show() { print -r -- "shown <$BUFFER>"; }; zle -N show; bindkey '^X' show; unsetopt zle_bracketed_paste"""
+        os.write(terminal, f"PS1=; {source}; {show}; print rea''dy\n".encode())
+        read(b"ready\r\n")
+        os.write(terminal, f"{line}\x18".encode())
+        return read(b">").rpartition(b"shown <")[2].partition(b">")[0].decode()
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(terminal)
+
+
+COMPLETED = [
+    ("fivefold exp\t", "fivefold export "),
+    ("fivefold export run out --mod\tp\t", "fivefold export run out --model policy "),
+    ("fivefold export run out --to meg\t", "fivefold export run out --to megatron "),
+    ("fivefold data gs\t", "fivefold data gsm8k "),
+    # A key is not over where its name is, and has values of its own.
+    ("fivefold train run.yaml algorithm.nam\tgr\t", "fivefold train run.yaml algorithm.name=grpo "),
+    ("fivefold train policy.offload.parameters=t\t", "fivefold train policy.offload.parameters=true "),
+    ("fivefold train my\t", r"fivefold train my\ run.yaml "),
+    ("fivefold train data.train=ro\t", "fivefold train data.train=rows.jsonl "),
+    ("fivefold report algorithm.nam\t", "fivefold report algorithm.nam"),
+]
+
+
+@needs("zsh")
+@pytest.mark.parametrize("line", COMPLETED)
+def test_zsh_completes_what_is_typed(tmp_path, line):
+    (tmp_path / "script").write_text(written("zsh"))
+    (tmp_path / "my run.yaml").touch()
+    (tmp_path / "rows.jsonl").touch()
+    assert zsh(tmp_path, line[0], "source ./script") == line[1]
+
+
+@needs("zsh")
+def test_zsh_loads_the_script_at_the_first_tab(tmp_path):
+    (tmp_path / "_fivefold").write_text(written("zsh"))
+    source = "fpath=($PWD $fpath); autoload -Uz compinit; compinit -u"
+    assert zsh(tmp_path, "fivefold data gs\t", source) == "fivefold data gsm8k "
+
+
+def fish(directory, line: str) -> list[str]:
+    """What fish offers behind a line, without descriptions."""
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", "source script; complete -C $argv[1]", line],
+        capture_output=True, text=True, check=True, cwd=directory, env={**os.environ, "HOME": str(directory)},
+    )  # fmt: skip
+    assert done.stderr == ""
+    return [offered.partition("\t")[0] for offered in done.stdout.splitlines()]
+
+
+@needs("fish")
+def test_fish_completes_what_is_typed(tmp_path):
+    (tmp_path / "script").write_text(written("fish"))
+    (tmp_path / "my run.yaml").touch()
+    (tmp_path / "rows.jsonl").touch()
+    assert {"train", "check", "init", "doctor", "export"} <= set(fish(tmp_path, "fivefold "))
+    assert fish(tmp_path, "fivefold exp") == ["export"]
+    assert fish(tmp_path, "fivefold export run out --mod") == ["--model"]
+    assert sorted(fish(tmp_path, "fivefold export run out --model ")) == ["critic", "policy"]
+    assert fish(tmp_path, "fivefold export run out --to meg") == ["megatron"]
+    assert fish(tmp_path, "fivefold data gs") == ["gsm8k"]
+    assert set(fish(tmp_path, "fivefold check algorithm.name=")) == {f"algorithm.name={name}" for name in METHODS}
+    assert fish(tmp_path, "fivefold train run.yaml engine.mode=i") == ["engine.mode=in_process"]
+    # Where values are known files are none, and where they are not they are.
+    assert sorted(fish(tmp_path, "fivefold train policy.offload.parameters=")) == [
+        "policy.offload.parameters=false",
+        "policy.offload.parameters=true",
+    ]
+    assert fish(tmp_path, "fivefold train my") == ["my run.yaml"]
+    assert fish(tmp_path, "fivefold train data.train=ro") == ["data.train=rows.jsonl"]
+    assert fish(tmp_path, "fivefold report algorithm.nam") == []
 
 
 @pytest.mark.parametrize(("shell", "checked"), [("bash", ["bash", "-n"]), ("zsh", ["zsh", "-n"]), ("fish", ["fish", "-n"])])

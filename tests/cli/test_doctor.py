@@ -11,6 +11,7 @@ import pytest
 from fivefold import cli
 from fivefold.commands.doctor import SECONDS, Report, _judge, describe, run_probes
 from fivefold.commands.probes import topology
+from fivefold.plan.devices import visible_gpus
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -120,6 +121,28 @@ def test_a_fault_is_what_keeps_a_plain_run_from_starting(monkeypatch, changed, f
     assert said.endswith("no run can start here" if faults else "a plain run can start here")
     if "sandbox" in changed:
         assert "rewards code and code_fraction" in said and "it needs Landlock" in said
+
+
+def test_gpus_that_are_not_visible_are_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    report = judged(torch={**WELL["torch"], "gpus": WELL["torch"]["gpus"][:1], "peers": []})
+    assert report.faults == [] and report.notes == ["1 of this machine's 2 GPUs are visible: CUDA_VISIBLE_DEVICES=1"]
+
+
+def test_it_says_what_answered_while_others_are_waited_for(tmp_path, monkeypatch):
+    fake_tool(tmp_path, "sleep 1000")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = []
+    run_probes({"driver": (), "sandbox": ()}, {"driver": 2, "sandbox": 20}, said.append)
+    assert said[0] == "asking driver (at most 2 s), sandbox (at most 20 s)"
+    assert {line.split()[0] for line in said[1:]} == {"driver", "sandbox"}
+    assert any("no answer within 2 seconds" in line for line in said)
+
+
+@pytest.mark.skipif(visible_gpus() > 0, reason="this machine has GPUs")
+def test_a_rank_that_fails_says_why_and_the_others_are_ended():
+    found = run_probes({"collective": ("cuda", "3")}, SECONDS)["collective"]["error"]
+    assert found.startswith("rank ") and found.endswith("must be visible: there are 0")
 
 
 @pytest.mark.slow

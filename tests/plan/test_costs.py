@@ -96,6 +96,16 @@ def test_routed_tokens_cost_a_rank_the_same_on_every_layout_of_experts(text):
     assert sizes == {8192 * 8 / 128 / (4 if parsed.dp == 4 and parsed.ep == 1 else 1)}
 
 
+@pytest.mark.parametrize(("text", "share"), [("d4", 1), ("d4e4", 1 / 4), ("t4e4", 1 / 4), ("(attn:t4|ffn:t2e2)", 1 / 4)])
+def test_each_micro_batch_adds_the_gradients_of_all_experts_of_a_rank(text, share):
+    """However few tokens it has: ten bytes for each of gate, up and down."""
+    spec = spec_from_config(SHAPES["Qwen3-30B-A3B"])
+    for count in (8192, 16384):
+        ahead, back = layer_work(spec, layout(text), Tokens(count, 2048), True)
+        assert flops(ahead, "gradients") == 0
+        assert flops(back, "gradients") == pytest.approx(10 * 3 * 2048 * 768 * 128 * share)
+
+
 def test_a_sliding_window_bounds_what_a_token_sees():
     spec = replace(spec_from_config(SHAPES["Qwen3-8B"]), sliding_window=256)
     near, far = (

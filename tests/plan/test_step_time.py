@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.plan_accuracy import ROLLOUTS, UPDATES, sharded, spec_of
+from benchmarks.plan_accuracy import ROLLOUTS, UPDATES, places, sharded, spec_of
 from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import spec_from_config
@@ -173,3 +173,12 @@ def test_the_model_keeps_to_what_was_recorded():
             sampler(spec, row.tp, is_server=row.is_server), Requests(256, 8, row.prompt, row.response, row.longest), 1, RATES
         )
         assert found.tokens / found.total == pytest.approx(row.tokens_per_second, rel=0.15), row
+
+
+def test_the_measured_best_is_among_the_predicted_first_three():
+    """Of those that were measured it is the first; of all that fit, most of which nobody measured, among three."""
+    found = list(places(RATES))
+    assert len(found) == 3
+    for place in found:
+        assert place.number(place.measured) == 1, place
+        assert place.number(place.fitting) <= 3, place

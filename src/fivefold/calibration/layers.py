@@ -6,12 +6,14 @@ the time of that part.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from fivefold.config.schema import PolicyConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
+from fivefold.megatron.layers.moe import GroupedExperts
 from fivefold.megatron.mesh import Mesh, build_mesh, destroy, init_process_group
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.families import load_spec, parameters_of
@@ -49,49 +52,55 @@ class _Sizes:
     short: int
     lengths: tuple[int, ...]
     experts: int
-    top_k: int
     expert_ffn: int
+    each: tuple[int, ...]
+    """Tokens of an expert."""
 
 
-_LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, 256, (1024, 4096, 8192), 128, 8, 768)
-_SMALL = _Sizes(64, 192, 4, 16, 1024, 512, 16, (512,), 8, 2, 32)
+_LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, 256, (1024, 4096, 8192), 32, 768, (16, 128, 512, 1024, 2048, 4096))
+_MIDDLE = replace(_LARGE, vocab=32768, tokens=8192)
+_SMALL = _Sizes(64, 192, 4, 16, 1024, 512, 16, (512,), 8, 32, (16, 128))
+_LARGE_BYTES = 64 * 2**30
+"""Of a GPU that has room for the large sizes, which take 40 GiB."""
+_FEW = 1024
+"""Words of models whose head is not measured: their embeddings take little time and memory."""
 
 
 def layers(clock: Clock, rates: Callable[[], Efficiencies]) -> Iterator[Found]:
     """Rates of layers on one device, of models that train."""
     if clock.left <= 0:
         return
-    variables = {
-        # As the launcher sets it.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    init_process_group(clock.device, _MINUTES)
     try:
-        init_process_group(clock.device, _MINUTES)
         mesh = build_mesh(Ranks(_ONE, _MINUTES), clock.device, seed=0, timeout_minutes=_MINUTES)
         with tempfile.TemporaryDirectory() as directory:
             yield from _Layers(clock, mesh, Path(directory), rates).measure()
     finally:
         destroy()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
 class _Layers:
     def __init__(self, clock: Clock, mesh: Mesh, directory: Path, rates: Callable[[], Efficiencies]) -> None:
         self._clock, self._mesh, self._directory, self._rates = clock, mesh, directory, rates
-        self._sizes = _LARGE if clock.is_large else _SMALL
+        self._sizes = _SMALL
+        if clock.is_large:
+            room = torch.cuda.get_device_properties(clock.device).total_memory
+            self._sizes = _LARGE if room >= _LARGE_BYTES else _MIDDLE
 
     def measure(self) -> Iterator[Found]:
         """Host, traffic, attention, head, experts: each takes the ones before it as known."""
-        sizes = self._sizes
         few, more = self._model(2), self._model(4)
+        yield from self._bodies(few, more)
+        del more
+        if self._clock.left > 0:
+            yield from self._head(few)
+        del few
+        if self._clock.left > 0:
+            yield from self._experts()
+
+    def _bodies(self, few: MegatronModel, more: MegatronModel) -> Iterator[Found]:
+        sizes = self._sizes
 
         def layer(length: int, tokens: int) -> tuple[float, float]:
             """(forward, backward) of one layer."""
@@ -124,10 +133,6 @@ class _Layers:
                 ]
                 if there[way] > base[way]:
                     yield self._rates().in_use(name), length, (flops[0] - flops[1]) / (there[way] - base[way]) / 1e12
-        if self._clock.left > 0:
-            yield from self._head(few)
-        if self._clock.left > 0:
-            yield from self._experts()
 
     def _head(self, without: MegatronModel) -> Iterator[Found]:
         sizes, model = self._sizes, self._model(2, value_head=False)
@@ -145,16 +150,21 @@ class _Layers:
                 yield name, 0, _amount(work, name) / left / 1e9
 
     def _experts(self) -> Iterator[Found]:
-        sizes = self._sizes
-        few, more = self._model(1, experts=True), self._model(2, experts=True)
-        low, high = (self._times(one, sizes.short, sizes.tokens) for one in (few, more))
-        added = self._update_seconds(more) - self._update_seconds(few)
-        both = layer_work(few.spec, _ONE, Tokens(sizes.tokens, sizes.short), True)
-        work = [*both[0], *both[1]]
-        left = high[1] - low[1] - added - self._known(work, "grouped_gemm")
-        if left > 0:
-            each = sizes.tokens * sizes.top_k / sizes.experts
-            yield "grouped_gemm", each, _amount(work, "grouped_gemm") / left / 1e12
+        """The experts of a layer alone: what carries tokens to them and back is measured as traffic."""
+        sizes, device = self._sizes, self._mesh.device
+        model = self._model(1, experts=True, learns=False)
+        (experts,) = (part for part in model.modules() if isinstance(part, GroupedExperts))
+        experts.requires_grad_(True)
+        for each in sizes.each:
+            if self._clock.left <= 0:
+                return
+            count = each * sizes.experts
+            tokens_TD = torch.randn(count, sizes.hidden, device=device).to(experts.fc1.dtype).requires_grad_()
+            weights_T = torch.rand(count, device=device).requires_grad_()
+            work = partial(_there_and_back, experts, tokens_TD, weights_T, torch.full((sizes.experts,), each))
+            # Three products, and each twice more in backward.
+            flops = 3 * 3 * 2 * count * sizes.hidden * sizes.expert_ffn
+            yield "grouped_gemm", each, flops / self._clock.seconds(work) / 1e12
 
     def _known(self, work: list[Work], *unknown: str) -> float:
         rates = self._rates()
@@ -167,24 +177,29 @@ class _Layers:
 
     def _times(self, model: MegatronModel, length: int, tokens: int) -> tuple[float, float]:
         """Seconds of (forward, a whole update)."""
-        batch = _batch(length, tokens, self._sizes.vocab)
+        batch = _batch(length, tokens, model.spec.vocab)
         return (
             self._clock.seconds(lambda: model.forward(batch)),
             self._clock.seconds(lambda: model.train_step(batch, _sum)),
         )
 
-    def _model(self, layers: int, value_head: bool = True, experts: bool = False) -> MegatronModel:
+    def _model(self, layers: int, value_head: bool = True, experts: bool = False, learns: bool = True) -> MegatronModel:
         """A model with random weights."""
+        # What the models before it had: they are in cycles of references.
+        gc.collect()
+        if self._clock.is_large:
+            torch.cuda.empty_cache()
         sizes = self._sizes
         config: dict[str, Any] = {
             "model_type": "qwen3_moe" if experts else "qwen3", "hidden_size": sizes.hidden, "intermediate_size": sizes.ffn,
             "num_hidden_layers": layers, "num_attention_heads": sizes.heads, "num_key_value_heads": max(1, sizes.heads // 2),
-            "head_dim": sizes.head_dim, "vocab_size": sizes.vocab, "max_position_embeddings": 2 * max(sizes.lengths),
+            "head_dim": sizes.head_dim, "vocab_size": _FEW if value_head else sizes.vocab,
+            "max_position_embeddings": 2 * max(sizes.lengths),
             "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
         }  # fmt: skip
         if experts:
             config |= {
-                "num_experts": sizes.experts, "num_experts_per_tok": sizes.top_k,
+                "num_experts": sizes.experts, "num_experts_per_tok": 2,
                 "moe_intermediate_size": sizes.expert_ffn, "norm_topk_prob": True,
             }  # fmt: skip
         directory = self._directory / f"{layers}-{value_head}-{experts}"
@@ -192,9 +207,15 @@ class _Layers:
         (directory / "config.json").write_text(json.dumps(config))
         _write_weights(directory, self._mesh.device, value_head)
         settings = PolicyConfig(tokens_per_micro_batch=sizes.tokens)
-        model = MegatronModel(directory, settings, self._mesh, total_updates=1000, value_head=value_head)
+        model = MegatronModel(directory, settings, self._mesh, total_updates=1000 if learns else None, value_head=value_head)
         shutil.rmtree(directory)
         return model
+
+
+def _there_and_back(experts: GroupedExperts, tokens_TD: Tensor, weights_T: Tensor, counts_E: Tensor) -> None:
+    """Forward and all gradients of experts."""
+    output_TD, _ = experts(tokens_TD, counts_E, weights_T)
+    torch.autograd.grad(output_TD, (tokens_TD, weights_T, experts.fc1, experts.fc2), tokens_TD.detach())
 
 
 def _write_weights(directory: Path, device: torch.device, value_head: bool) -> None:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,30 +19,28 @@ from torch.multiprocessing.spawn import spawn
 from fivefold.calibration.kernels import Clock
 from fivefold.distributed.ports import free_port
 
-_LEAST = 20.0
-"""Seconds that starting processes may take: with less left nothing is measured."""
-
 
 def links(clock: Clock) -> Iterator[tuple[str, float, float]]:
     """Bus bandwidth of an all-gather, and what leaves a rank in an all-to-all, by the size of the message."""
     world = torch.cuda.device_count() if clock.is_large else 2
-    if world < 2 or clock.left < _LEAST:
+    if world < 2 or clock.left <= 0:
         return
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "rates.json"
-        spawn(_rank, (world, free_port(), clock.device.type, clock.left, str(out)), nprocs=world)
+        spawn(_rank, (world, free_port(), clock.device.type, clock.deadline, str(out)), nprocs=world)
         yield from json.loads(out.read_text())
 
 
-def _rank(rank: int, world: int, port: int, kind: str, seconds: float, out: str) -> None:
+def _rank(rank: int, world: int, port: int, kind: str, deadline: float, out: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world)
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world, timeout=left)
     # Every rank measures as often as every other, whatever its clock says.
     sizes = (10**6, 10**7, 10**8, 10**9) if kind == "cuda" else (10**5, 10**6, 10**7)
-    clock, found = Clock(device, time.monotonic() + seconds), []
+    clock, found = Clock(device, deadline), []
     for size in sizes:
         part = size // world
         whole, own = (torch.zeros(count, dtype=torch.int8, device=device) for count in (part * world, part))
@@ -56,9 +55,11 @@ def _rank(rank: int, world: int, port: int, kind: str, seconds: float, out: str)
 
 
 def _shortest(clock: Clock, work: Callable[[], Any]) -> float:
-    """Of ten runs, the slowest rank's."""
+    """Of ten runs of a few in a row, the slowest rank's."""
     best = float("inf")
     for _ in range(10):
         dist.barrier()
-        best = min(best, clock.once(work))
-    return best
+        best = min(best, clock.once(work, 4))
+    slowest = torch.tensor(best, device=clock.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()

@@ -1,53 +1,108 @@
-"""All measurements of this machine within a time: device -> Rates in a file."""
+"""All measurements of this machine within a time, each part in a process of its own: -> Rates in a file. No torch here.
+
+A process gives its memory back when it ends, and one that hangs within the driver or NCCL is left behind.
+"""
 
 from __future__ import annotations
 
-import datetime
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import IO, Any
 
-import torch
+from fivefold.errors import shown
+from fivefold.plan.efficiency import CALIBRATION, Rate, write_calibration
 
-from fivefold.calibration.kernels import Clock, copies, optimizer, products
-from fivefold.calibration.layers import layers
-from fivefold.calibration.links import links
-from fivefold.config.packages import has_flash_attention
-from fivefold.plan.devices import local_gpu_kind
-from fivefold.plan.efficiency import CALIBRATION, Efficiencies, Rate, load_rates, write_calibration
-
-Found = tuple[str, float, float]
-"""(kind, size, rate)"""
+PARTS = {"kernels": 0.25, "links": 0.3, "layers": 1.0}
+"""Share that each may take at most of the time that is left. What comes later is what earlier ones leave of a whole."""
+_LEAST = 20.0
+"""Seconds that each may take whatever its share is: it starts processes, which import torch."""
+_GRACE = 5.0
+"""Seconds that a part has to end by itself."""
 
 
 def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[str], None] = print) -> Path:
     """Measure what there is time for and keep it; the file. Kinds that are not measured keep the rates that came with us.
 
-    Raises ValueError where this machine's GPU is not in the table of GPUs.
+    Takes `seconds` at most, whatever hangs. Raises ValueError where nothing could be measured.
     """
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    hardware = "cpu" if device.type == "cpu" else local_gpu_kind()
-    if hardware is None:
-        raise ValueError(
-            f"this machine's GPU must be in the table of GPUs: got {torch.cuda.get_device_name()}; "
-            "add its row to config/gpus.py"
-        )
-    about = f"{datetime.date.today()}, torch {torch.__version__}, {hardware}"
-    source = f"fivefold plan --calibrate, {about}"
-    clock = Clock(device, time.monotonic() + seconds)
-    rows, has_flash = list[Rate](), has_flash_attention()
-    for kind, size, rate in _everything(clock, lambda: Efficiencies([*load_rates(), *rows], hardware, has_flash)):
-        rows.append(Rate(kind, size, float(f"{rate:.4g}"), hardware, source))
-        tell(f"{kind:<26}{size:>14,.0f}{rate:>14,.4g}")
     path = (path or CALIBRATION).expanduser()
-    write_calibration(path, rows, about)
+    deadline, rows, faults = time.monotonic() + seconds, list[Rate](), list[str]()
+    for part, share in PARTS.items():
+        left = deadline - time.monotonic() - _GRACE
+        limit = min(left, max(_LEAST, share * left))
+        if limit <= 0:
+            tell(f"{part}: not measured, the time is over")
+            continue
+        tell(f"{part}: at most {limit:.0f} seconds")
+        for said in _part(part, limit, rows):
+            if "fault" in said:
+                faults.append(f"{part}: {said['fault']}")
+                tell(faults[-1])
+            else:
+                rows.append(Rate(**said))
+                tell(f"  {rows[-1].kind:<26}{rows[-1].size:>14,.0f}{rows[-1].rate:>14,.4g}")
+    if not rows:
+        raise ValueError("; ".join(faults) or f"nothing could be measured in {seconds:g} seconds: give more with --seconds")
+    write_calibration(path, rows, rows[0].source)
     return path
 
 
-def _everything(clock: Clock, rates: Callable[[], Efficiencies]) -> Iterator[Found]:
-    """`rates` gives those that are measured by then: later ones are what earlier ones leave of a whole."""
-    yield from products(clock)
-    yield from optimizer(clock)
-    yield from copies(clock)
-    yield from layers(clock, rates)
-    yield from links(clock)
+def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[str, Any]]:
+    """Rows as they are measured, and a `fault` where the part did not end well."""
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="fivefold-", ignore_cleanup_errors=True) as directory:
+        errors = Path(directory) / "errors"
+        with errors.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fivefold.calibration.part", name, str(deadline)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, start_new_session=True,
+                # As the launcher sets it; CUDA reads it when it starts.
+                env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TMPDIR": directory},
+            )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            # One that ended at once reads nothing; what it said follows.
+            with contextlib.suppress(BrokenPipeError), process.stdin as known:
+                known.write(json.dumps([asdict(row) for row in earlier]).encode())
+            for line in _lines(process.stdout, deadline + _GRACE):
+                yield json.loads(line)
+            if process.wait(_GRACE):
+                said = errors.read_text(errors="replace").strip().splitlines()
+                yield {"fault": f"it ended with {process.returncode}: {shown(said[-1] if said else 'it said nothing', 200)}"}
+        except (TimeoutError, subprocess.TimeoutExpired):
+            yield {"fault": f"stopped, it did not end within {seconds:.0f} seconds"}
+        finally:
+            # And what ranks it has left. Not waited for: one within a driver's call ends when that returns, if ever.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _lines(output: IO[bytes], deadline: float) -> Iterator[bytes]:
+    """What is printed until the output is closed; raises TimeoutError at the deadline."""
+    lines: queue.Queue[bytes | None] = queue.Queue()
+
+    def read() -> None:
+        for line in output:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError from None
+        if line is None:
+            return
+        yield line

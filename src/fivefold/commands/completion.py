@@ -31,7 +31,7 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     """The script for one of SHELLS, of a parser whose subcommands with an argument `overrides` take keys."""
     assert shell in SHELLS, shell
     commands = _commands(parser)
-    return _fish(commands) if shell == "fish" else _bash(commands, zsh=shell == "zsh")
+    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](commands)
 
 
 def keys() -> list[Key]:
@@ -110,18 +110,18 @@ def _command(name: str, about: str, parser: argparse.ArgumentParser) -> _Command
     return _Command(name, about, tuple(options), tuple(arguments), any(each.dest == "overrides" for each in parser._actions))
 
 
-# --- bash and zsh -------------------------------------------------------------------------------------------------------
+# --- bash ---------------------------------------------------------------------------------------------------------------
 
-_BASH = r"""# Completion of fivefold for {shell}: eval "$(fivefold completion {shell})"
-{head}_fivefold_files() {{
+_BASH = r"""# Completion of fivefold for bash: eval "$(fivefold completion bash)"
+_fivefold_files() {{
     local IFS=$'\n'
     COMPREPLY+=($(compgen -f -- "$1"))
 }}
 _fivefold() {{
-{local}    local line="${{COMP_LINE:0:$COMP_POINT}}" words cur previous command key values=""
+    local line="${{COMP_LINE:0:$COMP_POINT}}" words cur previous command key values=""
     local options="" arguments="" takes_keys="" IFS=$' \t\n'
     cur="${{line##*[[:space:]]}}"
-    {split}
+    read -r -a words <<< "$line"
     command="${{words[1]:-}}"
     previous="${{words[${{#words[@]}}-1]:-}}"
     [ -n "$cur" ] && previous="${{words[${{#words[@]}}-2]:-}}"
@@ -162,35 +162,97 @@ _fivefold() {{
 }}
 complete -o filenames -F _fivefold fivefold
 """
-_ZSH_HEAD = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
-def _bash(commands: list[_Command], zsh: bool) -> str:
-    cases, option_values = [], []
+def _bash(commands: list[_Command]) -> str:
+    return _BASH.format(
+        commands=" ".join(each.name for each in commands),
+        cases=_cases(commands),
+        option_values=_option_values(commands, 'COMPREPLY=($(compgen -W "{}" -- "$cur"))', '_fivefold_files "$cur"'),
+        key_values=_key_values(),
+        keys=_all_keys(),
+    )
+
+
+def _cases(commands: list[_Command]) -> str:
+    """What each subcommand takes."""
+    lines = []
     for each in commands:
         names = " ".join(name for option in each.options for name in option.names)
         own = f'options="{names}" arguments="{" ".join(each.arguments)}" takes_keys="{"yes" if each.takes_keys else ""}"'
-        cases.append(f"        {each.name}) {own} ;;")
+        lines.append(f"        {each.name}) {own} ;;")
+    return "\n".join(lines)
+
+
+def _option_values(commands: list[_Command], words: str, files: str) -> str:
+    """What follows each option that has a value: one of some words, or a file."""
+    lines = []
+    for each in commands:
         for option in each.options:
-            pattern = "|".join(f'"{each.name} {name}"' for name in option.names)
-            if option.values:
-                reply = f'COMPREPLY=($(compgen -W "{" ".join(option.values)}" -- "$cur"))'
-                option_values.append(f"        {pattern}) {reply}; return ;;")
-            elif option.takes_value:
-                option_values.append(f'        {pattern}) _fivefold_files "$cur"; return ;;')
-    known = keys()
-    key_values = [f'            {key.name}) values="{" ".join(key.values)}" ;;' for key in known if key.values]
-    return _BASH.format(
-        shell="zsh" if zsh else "bash",
-        head=_ZSH_HEAD if zsh else "",
-        # Arrays begin at 0, and unquoted expansions are split, as in bash.
-        local="    emulate -L ksh\n" if zsh else "",
-        split="words=(${=line})" if zsh else 'read -r -a words <<< "$line"',
+            if option.takes_value:
+                pattern = "|".join(f'"{each.name} {name}"' for name in option.names)
+                reply = words.format(" ".join(option.values)) if option.values else files
+                lines.append(f"        {pattern}) {reply}; return ;;")
+    return "\n".join(lines)
+
+
+def _key_values() -> str:
+    return "\n".join(f'            {key.name}) values="{" ".join(key.values)}" ;;' for key in keys() if key.values)
+
+
+def _all_keys() -> str:
+    return " ".join(f"{key.name}=" for key in keys())
+
+
+# --- zsh ----------------------------------------------------------------------------------------------------------------
+
+_ZSH = r"""#compdef fivefold
+# Completion of fivefold for zsh: eval "$(fivefold completion zsh)", or this file as _fivefold in a directory of $fpath
+_fivefold() {{
+    local command=$words[2] previous=$words[CURRENT-1] options="" arguments="" takes_keys="" values="" key
+    if (( CURRENT == 2 )); then
+        compadd -- {commands} --help --version
+        return
+    fi
+    case "$command" in
+{cases}
+    esac
+    case "$command $previous" in
+{option_values}
+    esac
+    if [[ "$PREFIX" == *=* && -n "$takes_keys" ]]; then
+        key="${{PREFIX%%=*}}"
+        case "$key" in
+{key_values}
+        esac
+        compset -P 1 '*='
+        if [[ -n "$values" ]]; then compadd -- ${{=values}}; else _files; fi
+    elif [[ "$PREFIX" == -* ]]; then
+        compadd -- ${{=options}}
+    elif [[ -n "$arguments" ]]; then
+        compadd -- ${{=arguments}}
+    else
+        _files
+        [[ -n "$takes_keys" ]] && compadd -S '' -- {keys}
+    fi
+}}
+if [[ "$funcstack[1]" == _fivefold ]]; then
+    # The first TAB has loaded this file.
+    _fivefold "$@"
+else
+    (( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit }}
+    compdef _fivefold fivefold
+fi
+"""
+
+
+def _zsh(commands: list[_Command]) -> str:
+    return _ZSH.format(
         commands=" ".join(each.name for each in commands),
-        cases="\n".join(cases),
-        option_values="\n".join(option_values),
-        key_values="\n".join(key_values),
-        keys=" ".join(f"{key.name}=" for key in known),
+        cases=_cases(commands),
+        option_values=_option_values(commands, "compadd -- {}", "_files"),
+        key_values=_key_values(),
+        keys=_all_keys(),
     )
 
 
@@ -212,6 +274,10 @@ def _fish(commands: list[_Command]) -> str:
     takers = " ".join(each.name for each in commands if each.takes_keys)
     words = [word for key in keys() for word in ([f"{key.name}={value}" for value in key.values] or [f"{key.name}="])]
     lines.append(f"complete -c fivefold -n '__fish_seen_subcommand_from {takers}' -a {_quoted(' '.join(words))}")
+    # No files where values are known.
+    counted = "|".join(key.name for key in keys() if key.values).replace(".", "\\.")
+    known = _quoted(f'string match -qr "^({counted})=" -- (commandline -ct)')
+    lines.append(f"complete -c fivefold -f -n {known}")
     return "\n".join(lines) + "\n"
 
 

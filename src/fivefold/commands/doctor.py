@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,13 @@ class Report:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Probe, print; 0 where a plain run can start here, 1 otherwise."""
-    report = examine(options.run_dir, options.seconds)
+    """Probe, print; 0 where a plain run can start here, 1 otherwise. What answered when goes to stderr."""
+    report = examine(options.run_dir, options.seconds, partial(print, file=sys.stderr, flush=True))
     print(json.dumps(asdict(report), indent=1) if options.json else describe(report))
     return 1 if report.faults else 0
 
 
-def examine(run_dir: Path, most_seconds: float | None = None) -> Report:
+def examine(run_dir: Path, most_seconds: float | None = None, tell: Callable[[str], None] = lambda _: None) -> Report:
     """Everything about this machine; no probe takes longer than `most_seconds`, where that is given."""
     report = Report()
     report.versions = _versions(report)
@@ -66,19 +68,22 @@ def examine(run_dir: Path, most_seconds: float | None = None) -> Report:
         for name in ("vllm", "sglang", "ray")
         if any(one["name"] == name and one["found"] for one in report.versions)
     }
-    report.probes = run_probes(asked, limits)
+    report.probes = run_probes(asked, limits, tell)
     gpus = len(report.probes["torch"].get("gpus", []))
     if "error" not in report.probes["torch"]:
         # Alone: it measures.
         device = ("cuda", str(gpus)) if gpus else ("cpu", "2")
-        report.probes |= run_probes({"collective": device}, limits)
+        report.probes |= run_probes({"collective": device}, limits, tell)
     _judge(report)
     return report
 
 
-def run_probes(asked: Mapping[str, Sequence[str]], limits: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+def run_probes(
+    asked: Mapping[str, Sequence[str]], limits: Mapping[str, float], tell: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, Any]]:
     """The answers of probes that run side by side; what hangs is left behind, even where it cannot be killed."""
     begin = time.monotonic()
+    tell(f"asking {', '.join(f'{name} (at most {limits[name]:g} s)' for name in asked)}")
     command = [sys.executable, "-m", "fivefold.commands.probes"]
     running = {
         name: subprocess.Popen(
@@ -90,7 +95,14 @@ def run_probes(asked: Mapping[str, Sequence[str]], limits: Mapping[str, float]) 
         )
         for name, arguments in asked.items()
     }
-    return {name: _answer(process, limits[name], begin) for name, process in running.items()}
+    answers = {}
+    with ThreadPoolExecutor(len(running)) as waiting:
+        waits = {waiting.submit(_answer, process, limits[name], begin): name for name, process in running.items()}
+        for done in as_completed(waits):
+            answers[waits[done]] = done.result()
+            failed = f": {done.result()['error']}" if "error" in done.result() else ""
+            tell(f"  {waits[done]:<12}{time.monotonic() - begin:6.1f} s{failed}")
+    return {name: answers[name] for name in running}
 
 
 def _answer(process: subprocess.Popen[bytes], limit: float, begin: float) -> dict[str, Any]:
@@ -198,6 +210,9 @@ def _judge(report: Report) -> None:
     if "error" not in torch and len(torch["gpus"]) < len(gpus) and "CUDA_VISIBLE_DEVICES" not in os.environ:
         why = "is a build for CPUs" if torch["cuda"] is None else f"with CUDA {torch['cuda']} sees {len(torch['gpus'])}"
         faults.append(f"the driver has {len(gpus)} GPUs, torch {torch['version']} {why}: install torch for this driver")
+    if "error" not in torch and 0 < len(torch["gpus"]) < len(gpus) and "CUDA_VISIBLE_DEVICES" in os.environ:
+        visible = os.environ["CUDA_VISIBLE_DEVICES"]
+        notes.append(f"{len(torch['gpus'])} of this machine's {len(gpus)} GPUs are visible: CUDA_VISIBLE_DEVICES={visible}")
     disk = probes["disk"]
     if disk.get("free_gib", _LEAST_FREE_GIB) < _LEAST_FREE_GIB:
         faults.append(f"{disk['path']} has {disk['free_gib']} GiB free, a run's checkpoints take more: free some")

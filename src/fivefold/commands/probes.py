@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,17 @@ def collective(device: str, count: str) -> Answer:
         subprocess.Popen([*own, "rank", device, str(rank), count, str(port)], stdout=subprocess.PIPE, text=True)
         for rank in range(world)
     ]
-    answers = [json.loads(rank.communicate()[0] or "{}") for rank in ranks]
-    for number, (process, answer) in enumerate(zip(ranks, answers, strict=True)):
-        if "error" in answer or process.returncode:
-            return {"error": f"rank {number}: {answer.get('error', f'ended with {process.returncode}')}"}
+    answers: list[Answer] = [{}] * world
+    with ThreadPoolExecutor(world) as readers:
+        # The first that fails says why: the others wait for it, and fail for that reason if at all.
+        asked = {readers.submit(process.communicate): number for number, process in enumerate(ranks)}
+        for done in as_completed(asked):
+            number = asked[done]
+            answers[number] = json.loads(done.result()[0] or "{}")
+            if "error" in answers[number] or ranks[number].returncode:
+                for process in ranks:
+                    process.kill()
+                return {"error": f"rank {number}: {answers[number].get('error', f'ended with {ranks[number].returncode}')}"}
     return {"backend": answers[0]["backend"], "ranks": world, "bus_gb_s": min(one["bus_gb_s"] for one in answers)}
 
 
@@ -175,6 +183,8 @@ def rank(device: str, number: str, count: str, port: str) -> Answer:
     where = torch.device(device, index) if device == "cuda" else torch.device("cpu")
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"GPU {index} must be visible: there are {torch.cuda.device_count()}")
         torch.cuda.set_device(where)
     else:
         torch.set_num_threads(1)

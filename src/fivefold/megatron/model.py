@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -126,6 +127,10 @@ class MegatronModel:
     def version(self) -> int:
         """Optimizer steps taken."""
         return 0 if self._updater is None else int(self._updater.schedule.num_steps)
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """All modules of this rank's parts of the model."""
+        return chain.from_iterable(chunk.modules() for chunk in self._chunks)
 
     @_on_its_mesh
     def forward(self, batch: TokenBatch) -> Tensor:

@@ -15,6 +15,8 @@ ADAM_BYTES = 34
 """A parameter's moments and float32 copy read and written, its gradient read; the copy read again, itself written."""
 GRADIENT_BYTES = 16
 """A float32 gradient set to zero, read for the norm, read and written for clipping."""
+ADDED_BYTES = 10
+"""A gradient of two bytes added to its float32 sum, where the product that makes it cannot add itself."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,9 @@ def _experts(
     grouped = [Work("grouped_gemm", each, 6 * routed * spec.hidden * part.ffn)]
     # Copies of a token are written in the order of experts and summed again: twice read and written, each way.
     copied = Work("elementwise", 0, 4 * routed * spec.hidden * tokens.number_bytes)
-    products, moved = [_product(own, spec.hidden, part.num_experts)], ([copied], [copied])
+    held = 3 * spec.hidden * part.ffn * part.num_experts / layout.ep / layout.etp
+    added = Work("gradients", 0, ADDED_BYTES * held)
+    products, moved = [_product(own, spec.hidden, part.num_experts)], ([copied], [copied, added])
     if part.shared_ffn:
         more, _, shared = _mlp(spec, layout, tokens, local, part.shared_ffn)
         products, moved = products + more, (moved[0] + shared[0], moved[1] + shared[1])

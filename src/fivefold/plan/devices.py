@@ -12,6 +12,7 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
 
+_DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 _SAME_MEMORY = 0.1
 """Difference in memory at most of GPUs that are taken to be of one kind."""
 
@@ -56,8 +57,9 @@ def on_gpus(config: RunConfig) -> bool:
 
 def visible_gpus() -> int:
     """GPUs of this machine that the run may use."""
-    found = Path("/proc/driver/nvidia/gpus")
-    gpus = len(list(found.glob("*"))) if found.is_dir() else 0
+    # Those that a container was given; a node's driver may make the files of devices when they are used first.
+    devices = [path for path in _DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    gpus = len(devices or list(_DRIVER.glob("*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return gpus if visible is None else min(gpus, len([item for item in visible.split(",") if item.strip()]))
 

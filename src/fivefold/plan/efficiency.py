@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     "head_forward": Kind("GB/s", "memory", "", "4 bytes a logit"),
     "head_backward": Kind("GB/s", "memory", "", "6 bytes a logit"),
     "adam": Kind("GB/s", "memory", "", "34 bytes a parameter"),
-    "gradients": Kind("GB/s", "memory", "", "float32 gradients set to zero, measured, scaled: 16 bytes each"),
+    "gradients": Kind("GB/s", "memory", "", "float32 gradients added to, set to zero, measured, scaled"),
     "node_link": Kind("GB/s", "link", "bytes of a message", "bus bandwidth of all-gather and reduce-scatter in a node"),
     "node_exchange": Kind("GB/s", "link", "bytes of a message", "what leaves a rank in an all-to-all or send in a node"),
     "host_copy": Kind("GB/s", "host", "", "pinned host memory to the GPU or back"),
@@ -160,12 +160,15 @@ def load_rates(calibration: Path | None = None) -> tuple[Rate, ...]:
 
     Without a name the file of this machine is taken, where there is one.
     """
+    path = CALIBRATION.expanduser() if calibration is None else calibration
+    return known_rates(() if calibration is None and not path.is_file() else read_calibration(path))
+
+
+def known_rates(own: Iterable[Rate]) -> tuple[Rate, ...]:
+    """`own` rows, and those that came with Fivefold of the kinds that have none on the same hardware."""
     from fivefold.plan.measured import MEASURED
 
-    path = CALIBRATION.expanduser() if calibration is None else calibration
-    if calibration is None and not path.is_file():
-        return MEASURED
-    own = read_calibration(path)
+    own = tuple(own)
     replaced = {(row.kind, row.hardware) for row in own}
     return (*(row for row in MEASURED if (row.kind, row.hardware) not in replaced), *own)
 

@@ -1,0 +1,76 @@
+"""One part of a calibration, measured in this process: `python -m fivefold.calibration.part NAME DEADLINE`.
+
+It reads the rates so far as JSON, and prints an object for each one as soon as that is measured: a `Rate`, or a `fault`. The
+deadline is one of the monotonic clock, which processes share.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from fivefold.calibration import kernels
+from fivefold.calibration.kernels import Clock
+from fivefold.config.packages import has_flash_attention
+from fivefold.errors import first_line
+from fivefold.plan.devices import local_gpu_kind
+from fivefold.plan.efficiency import Efficiencies, Rate, known_rates
+
+Found = tuple[str, float, float]
+"""(kind, size, rate)"""
+
+
+def measure(part: str, clock: Clock, earlier: Sequence[Rate]) -> Iterator[Rate]:
+    """The rates of a part of `machine.PARTS`; raises ValueError where this machine's GPU is not in the table of GPUs."""
+    hardware = local_gpu_kind() if clock.is_large else "cpu"
+    if hardware is None:
+        raise ValueError(
+            f"this machine's GPU must be in the table of GPUs: got {torch.cuda.get_device_name()}; "
+            "add its row to config/gpus.py"
+        )
+    source = f"fivefold plan --calibrate, {datetime.date.today()}, torch {torch.__version__}, {hardware}"
+    rows, has_flash = list(earlier), has_flash_attention()
+    for kind, size, rate in _part(part, clock, lambda: Efficiencies(known_rates(rows), hardware, has_flash)):
+        rows.append(Rate(kind, size, float(f"{rate:.4g}"), hardware, source))
+        yield rows[-1]
+
+
+def _part(part: str, clock: Clock, rates: Callable[[], Efficiencies]) -> Iterator[Found]:
+    """`rates` gives those that are measured by then."""
+    if part == "kernels":
+        yield from kernels.products(clock)
+        yield from kernels.optimizer(clock)
+        yield from kernels.copies(clock)
+    elif part == "links":
+        from fivefold.calibration.links import links
+
+        yield from links(clock)
+    else:
+        # The trainer: the ranks of links, which import this module too, need none of it.
+        from fivefold.calibration.layers import layers
+
+        yield from layers(clock, rates)
+
+
+def main() -> None:
+    """Answer on what is stdout now; what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    part, deadline = sys.argv[1:]
+    earlier = [Rate(**row) for row in json.load(sys.stdin)]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        for row in measure(part, Clock(device, float(deadline)), earlier):
+            print(json.dumps(asdict(row)), file=answers)
+    except Exception as error:
+        print(json.dumps({"fault": f"{type(error).__name__}: {first_line(error)}"}), file=answers)
+
+
+if __name__ == "__main__":
+    main()
