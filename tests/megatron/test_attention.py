@@ -54,8 +54,7 @@ def losses_and_gradients(mesh, directory: Path, budget: int):
         mine = [sample] if sample in own else []
         report = model.train_step(whole.select(mine), weighted)
         loss += report.loss
-        # A step divides by the tokens that were there, here those of one sequence.
-        alone += gradient_sum(model) * PREDICTED[sample] / sum(PREDICTED)
+        alone += gradient_sum(model)
     return packed.loss, loss, gradients, alone
 
 
