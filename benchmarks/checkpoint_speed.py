@@ -34,6 +34,8 @@ from tests.support.two_steps import OBJECTIVE
 
 BLOCK = 16 << 20
 """Bytes that a plain writer writes at once."""
+PLAIN = 8 << 30
+"""Bytes that a plain writer writes at most: enough for its rate."""
 PAUSE, SHARE_OF_PLAIN = 5.0, 0.8
 """Seconds that training may pause at most, and the least share of the rate that plain writers reach."""
 
@@ -113,14 +115,15 @@ def measure(mesh, directory: Path, root: Path, tokens: int, samples: int, length
     if ranks.all_reduce_max(float(free < 1.05 * size)):
         raise ValueError(f"{root} must hold a checkpoint: {size / 1e9:.1f} GB, got {free / 1e9:.1f} GB; set TMPDIR")
 
-    plain = plain_writers(measured, root, share, size)
+    plain = plain_writers(measured, root, share)
     background(measured, model, root, step, share, size, plain)
     waited(measured, model, root, size, plain)
     return measured.found
 
 
-def plain_writers(measured: Measured, root: Path, share: int, size: float) -> float:
-    """GB a second of as many processes as there are ranks, each of which writes as many bytes into a file and syncs it."""
+def plain_writers(measured: Measured, root: Path, share: int) -> float:
+    """GB a second of as many processes as there are ranks, each of which writes bytes into a file and syncs it."""
+    share = min(share, PLAIN)
     path = root / f"plain-{measured.ranks.rank}"
     block = memoryview(torch.randint(0, 256, (BLOCK,), dtype=torch.uint8).numpy())
 
@@ -134,7 +137,7 @@ def plain_writers(measured: Measured, root: Path, share: int, size: float) -> fl
     measured.ranks.barrier()
     seconds, _ = timed(measured.mesh, write)
     path.unlink()
-    rate = size / 1e9 / measured.most(seconds)
+    rate = measured.sum(share) / 1e9 / measured.most(seconds)
     measured.say("plain writers, GB a second", rate, 3)
     return rate
 

@@ -368,7 +368,7 @@ def rows_of_four(part: Part) -> None:
     rate = part.measure("product", "d1", gemm)
     length = 4096 if part.large else 64
     # Micro-batches as large as memory allows.
-    for layout, tokens in {"d2t2": 16384, "d1t4": 32768, "d2p2": 16384, "d4": 16384}.items():
+    for layout, tokens in {"d1t4": 32768, "d2t2": 16384, "d2p2": 16384, "d4": 16384}.items():
         tokens = tokens if part.large else 256
         found = part.measure(layout, layout, row, directory, tokens, 32, length, "none", "flash-attn-4")
         if found is not None:
