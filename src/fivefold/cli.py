@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `fivefold` command; the exit code."""
     parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 2
     options, rest = parser.parse_known_args(arguments)
     # argparse does not take key=value arguments that stand behind an option; another system's command has its own options.
     if getattr(options, "system", None) is not None:
@@ -39,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides += rest
     names_run = getattr(options, "config", None) or getattr(options, "overrides", None) or getattr(options, "system", None)
     if hasattr(options, "config") and not names_run and options.call is not _plan:
-        parser.error("name the YAML file of the run, its keys as in model.path=DIR, or another system with --from")
+        parser.error(
+            "name the YAML file of the run, which `fivefold init` writes, its keys as in model.path=DIR, or another system"
+            " with --from"
+        )
     try:
         return int(options.call(options) or 0)
     except KeyboardInterrupt:

@@ -30,8 +30,31 @@ def test_keys_after_an_option_count_too(capsys):
     assert "override is written key=value" in said(capsys, "check", "model.path=m", "run.yaml")[0]
     with pytest.raises(SystemExit):
         cli.main(["check"])
-    assert "name the YAML file of the run, its keys as in model.path=DIR" in capsys.readouterr().err
+    assert (
+        "name the YAML file of the run, which `fivefold init` writes, its keys as in model.path=DIR"
+        in capsys.readouterr().err
+    )
     assert "eval needs the YAML file" in said(capsys, "eval", "model.path=m")[0]
+
+
+def test_without_a_command_all_are_listed(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().out
+    assert all(f"    {command} " in said for command in ("init", "train", "check", "plan", "doctor"))
+
+
+def test_a_directory_above_what_is_wanted_names_it(tmp_path, capsys):
+    """Of runs the runs, of a run its checkpoint."""
+    (tmp_path / "runs/first/checkpoints").mkdir(parents=True)
+    (tmp_path / "runs/first/run.yaml").touch()
+    (tmp_path / "runs/other").mkdir()
+    for command in ("watch", "report"):
+        assert said(capsys, command, str(tmp_path / "runs")) == [
+            f"{tmp_path}/runs must be the directory of a run: those in it are {tmp_path}/runs/first"
+        ]
+    assert said(capsys, "export", str(tmp_path / "runs/first"), str(tmp_path / "out")) == [
+        f"name a checkpoint: {tmp_path}/runs/first is a run, it has none"
+    ]
 
 
 def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path, capsys):

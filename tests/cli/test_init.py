@@ -145,3 +145,10 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
     assert (tmp_path / "taken.yaml").read_text() == "kept" and not (tmp_path / "run.yaml").exists()
+
+
+def test_data_that_is_still_to_be_written_comes_next(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    assert init("--yes", "--model", str(model)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["next     fivefold data gsm8k --out data/gsm8k", "next     fivefold check run.yaml"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ import yaml
 from fivefold.config import config_of, load_config
 from fivefold.config.packages import EXTRAS
 from fivefold.plan.check import check
+from tests.support.kubernetes_api import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -100,6 +102,50 @@ def test_examples_ask_for_as_many_gpus_as_their_layout():
     for spec in (job, ray["template"]["spec"]):
         mounted = {mount["name"] for each in spec["containers"] for mount in each["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "version"), [("job", "JOB", "batch/v1 Job"), ("rayjob", "RAY_JOB", "ray.io/v1 RayJob")]
+)
+def test_kubernetes_would_know_every_field(name, kind, version):
+    tree = yaml.safe_load((ROOT / f"examples/kubernetes/{name}.yaml").read_text())
+    assert f"{tree['apiVersion']} {tree['kind']}" == version
+    assert faults(tree, kind) == []
+    # A pod of a job that is restarted always would never be done.
+    assert kind != "JOB" or tree["spec"]["template"]["spec"]["restartPolicy"] in ("OnFailure", "Never")
+    planted = copy.deepcopy(tree)
+    spec = (
+        planted["spec"]["template"]
+        if kind == "JOB"
+        else planted["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]
+    )
+    container = spec["spec"]["containers"][0]
+    container["workdir"] = container.pop("workingDir")
+    container["volumeMounts"][0].pop("mountPath")
+    container["resources"]["limits"]["memory"] = "32 GB"
+    assert [fault.rpartition("].")[2].partition(" ")[0] for fault in faults(planted, kind)] == [
+        "workdir", "resources.limits[memory]", "mountPath",
+    ]  # fmt: skip
+
+
+COMPOSE = {
+    "image": str, "build": dict, "volumes": list, "shm_size": str, "ulimits": dict, "deploy": dict, "command": list,
+    "environment": dict, "working_dir": str, "ipc": str,
+}  # fmt: skip
+"""Keys of a service, of those that the Compose specification has."""
+
+
+def test_compose_has_keys_of_its_specification():
+    tree = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
+    assert set(tree) <= {"name", "services", "volumes", "networks"}
+    for service in tree["services"].values():
+        assert all(isinstance(value, COMPOSE[key]) for key, value in service.items())
+        assert set(service["build"]) <= {"context", "dockerfile", "args", "target"}
+        assert re.fullmatch(r"\d+(b|kb|mb|gb)", service["shm_size"])
+        named = [volume.partition(":")[0] for volume in service["volumes"]]
+        assert all(name.startswith(".") or name in tree["volumes"] for name in named)
+    [device] = tree["services"]["cuda"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia" and "gpu" in device["capabilities"]
 
 
 @pytest.mark.slow

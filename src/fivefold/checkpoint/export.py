@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.checkpoints import RunState, find_corruption
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
 from fivefold.config import load_config
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
@@ -30,6 +30,10 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", form: Form = "huggingface") -> str:
     """Write the policy or the critic of `checkpoint` to the new directory `out` in one process; a sentence about it."""
+    if (checkpoint / "checkpoints").is_dir():
+        newest = Checkpoints(checkpoint, 1).latest(lambda _: None)
+        has = "it has none" if newest is None else f"its newest one is {newest}"
+        raise ValueError(f"name a checkpoint: {checkpoint} is a run, {has}")
     if faults := find_corruption(checkpoint):
         raise ValueError(f"checkpoint {checkpoint} cannot be used: {faults}")
     if out.exists() and any(out.iterdir()):

@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from fivefold.commands.flags import BY_SOURCE, ENGINES
-from fivefold.commands.proposals import HUB_MODEL, Rows, look_at, propose_data, propose_engine, propose_model, validation_of
+from fivefold.commands.proposals import (
+    DATA,
+    HUB_MODEL,
+    Rows,
+    look_at,
+    propose_data,
+    propose_engine,
+    propose_model,
+    validation_of,
+)
 from fivefold.commands.run_yaml import MOST_PROMPT, MOST_RESPONSE, Answers, write
 from fivefold.config.loader import build, read_mapping
 from fivefold.config.methods import METHODS
@@ -39,6 +48,8 @@ def init(options: argparse.Namespace) -> int:
     findings = check(config)
     for error in findings.errors:
         print(f"error    {error}")
+    if config.data.train == [DATA] and not Path(DATA).exists():
+        print(f"next     fivefold data gsm8k --out {Path(DATA).parent}")
     print(f"next     fivefold {'check' if findings.errors else 'train'} {out}")
     return 0
 

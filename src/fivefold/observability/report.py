@@ -68,10 +68,11 @@ NOTHING: Have = (-1, 0, 0)
 
 def write_report(run_dirs: Sequence[Path]) -> Path:
     """Write report.html in the first directory, with all of the runs; raises ValueError where one holds no metrics."""
+    views = [RunView(run_dir) for run_dir in run_dirs]
     for run_dir in run_dirs:
         read_metrics(run_dir)
     out = run_dirs[0] / "report.html"
-    out.write_text(page([RunView(run_dir) for run_dir in run_dirs], most_samples=_MOST_IN_A_FILE), encoding="utf-8")
+    out.write_text(page(views, most_samples=_MOST_IN_A_FILE), encoding="utf-8")
     return out
 
 

@@ -24,6 +24,11 @@ _LATEST = 20
 """Steps from which the time of the next ones is taken."""
 
 
+def _is_run(path: Path) -> bool:
+    """It has what a run writes first."""
+    return any((path / name).is_file() for name in ("status.json", "run.yaml", "metrics.jsonl"))
+
+
 class RunView:
     """What stands in a run directory; `refresh` reads what is new."""
 
@@ -31,6 +36,8 @@ class RunView:
         """Raises ValueError where there is no such directory."""
         if not run_dir.is_dir():
             raise ValueError(f"{run_dir} must be the directory of a run: there is none")
+        if not _is_run(run_dir) and (runs := sorted(filter(_is_run, run_dir.iterdir()))):
+            raise ValueError(f"{run_dir} must be the directory of a run: those in it are {', '.join(map(str, runs[:5]))}")
         self.run_dir = run_dir
         self.rows: list[dict[str, Any]] = []
         """Of metrics.jsonl, in the order in which they were written."""

@@ -273,7 +273,7 @@ def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
         f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
         *(one.describe() for one in where),
         *(placement(where) if config.own_layouts else []),
-        f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer steps each",
+        f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer step{'s' * (algorithm.updates > 1)} each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
 
