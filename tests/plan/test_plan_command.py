@@ -72,6 +72,27 @@ def test_the_yaml_of_a_run_s_file_is_pasted_into_it_and_passes_check(models, tmp
     assert any(note.startswith("a step takes about ") for note in findings.notes)
 
 
+@pytest.mark.parametrize(
+    ("shape", "gpus", "gpu", "method"),
+    [
+        ("Qwen3-0.6B", 1, "rtx4090-24g", "sft"),
+        ("Qwen3-8B", 8, "a100-40g", "grpo"),
+        ("Qwen3-30B-A3B", 32, "h100-80g", "dapo"),
+        ("Qwen3-235B-A22B", 256, "h100-80g", "ppo"),
+    ],
+)
+def test_every_plan_is_a_run_that_lacks_nothing_but_its_machines(tmp_path, capsys, shape, gpus, gpu, method):
+    """By `check`, which asks for the weights, the tokenizer, the rows and vLLM besides."""
+    model, run = write_shape(tmp_path / "model", shape), tmp_path / "run.yaml"
+    arguments = ("--model", model, "--gpus", gpus, "--gpu", gpu, f"algorithm.name={method}", "data.train=[rows.jsonl]")
+    for found in json.loads(plan(capsys, *arguments, "--json"))["runs"]:
+        run.write_text(yaml.safe_dump(found["run"]))
+        findings = check(RunConfig.load(run))
+        not_here = ("no model.safetensors", "no tokenizer in", "no file at rows.jsonl", "vLLM is not installed")
+        assert [error for error in findings.errors if not any(part in error for part in not_here)] == [], found["run"]
+        assert findings.ignored == []
+
+
 def test_json_has_the_same_for_programs(tmp_path, capsys):
     model = write_shape(tmp_path, "Qwen3-8B")
     found = json.loads(plan(capsys, "--model", model, "--gpus", 8, "--gpu", "h200-141g", "--json", "--price", 3))

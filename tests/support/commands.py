@@ -153,11 +153,13 @@ def fivefold(*arguments: object) -> subprocess.CompletedProcess[str]:
     return Command(*arguments).finish()
 
 
-def python(*arguments: object, env: Mapping[str, str] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: object, env: Mapping[str, str] = MappingProxyType({}), cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter, done."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, timeout=LONGEST, env={**os.environ, **env}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=LONGEST, env={**os.environ, **env}, stdin=subprocess.DEVNULL, cwd=cwd,
     )  # fmt: skip
 
 
