@@ -159,5 +159,6 @@ def test_gpus_are_found_and_add_up(tmp_path, capsys):
     assert cli.main(["doctor", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     count = torch.cuda.device_count()
-    assert len(report["probes"]["torch"]["gpus"]) == len(report["probes"]["driver"]["gpus"]) == count
+    # The driver lists those too that are not visible here.
+    assert len(report["probes"]["torch"]["gpus"]) == count <= len(report["probes"]["driver"]["gpus"])
     assert (report["probes"]["collective"]["backend"], report["probes"]["collective"]["ranks"]) == ("nccl", count)

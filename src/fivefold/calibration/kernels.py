@@ -10,11 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES
 
 _LARGE, _SMALL = 0.4, 0.05
 """Seconds for which a piece of work is repeated, on a GPU and on a CPU."""
+_PROFILED = 3
+"""How often work is done whose kernels are timed."""
 _LONG, _MOST_TIMES = 5e-3, 1000
 """Seconds that make launching the first and waiting for the last nothing, and how often a work is done in a row at most."""
 
@@ -46,6 +49,17 @@ class Clock:
         while time.monotonic() < end:
             best = min(best, self.once(work, times))
         return best
+
+    def computing(self, work: Callable[[], Any]) -> float:
+        """Seconds in which the device computes: of a GPU its kernels', whatever the host does beside them or between."""
+        if not self.is_large:
+            return self.seconds(work)
+        self.once(work)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            self.once(work, _PROFILED)
+        # An optimizer's step is a span that has its kernels in it.
+        events = [event for event in profiled.key_averages() if not event.key.startswith("Optimizer.")]
+        return float(sum(event.self_device_time_total for event in events)) / 1e6 / _PROFILED
 
     def once(self, work: Callable[[], Any], times: int = 1) -> float:
         """Seconds until the device has done it, of so many in a row: what is launched behind another waits for no launch."""

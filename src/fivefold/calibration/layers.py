@@ -109,9 +109,10 @@ class _Layers:
             added = self._update_seconds(more) - self._update_seconds(few)
             return forward, max(0.0, high[1] - low[1] - added) / 2 - forward
 
-        tiny = sum(layer(16, 16))
-        if tiny > 0:
-            yield "layer_host", 0, tiny * 1e6
+        few_tokens = _batch(16, 16, few.spec.vocab)
+        host = [self._clock.seconds(partial(model.train_step, few_tokens, _sum)) for model in (few, more)]
+        if host[1] > host[0]:
+            yield "layer_host", 0, (host[1] - host[0]) / 2 * 1e6
         base, spec = layer(sizes.short, sizes.tokens), few.spec
         work = [layer_work(spec, _ONE, Tokens(sizes.tokens, sizes.short), False)[way] for way in (0, 1)]
         left = sum(base) - sum(self._known(way, *_TRAFFIC) for way in work)
@@ -176,11 +177,11 @@ class _Layers:
         return spec.parameters * (ADAM_BYTES / rates.rate("adam") + GRADIENT_BYTES / rates.rate("gradients"))
 
     def _times(self, model: MegatronModel, length: int, tokens: int) -> tuple[float, float]:
-        """Seconds of (forward, a whole update)."""
+        """Seconds that (forward, a whole update) compute."""
         batch = _batch(length, tokens, model.spec.vocab)
         return (
-            self._clock.seconds(lambda: model.forward(batch)),
-            self._clock.seconds(lambda: model.train_step(batch, _sum)),
+            self._clock.computing(lambda: model.forward(batch)),
+            self._clock.computing(lambda: model.train_step(batch, _sum)),
         )
 
     def _model(self, layers: int, value_head: bool = True, experts: bool = False, learns: bool = True) -> MegatronModel:
