@@ -106,6 +106,17 @@ def test_each_micro_batch_adds_the_gradients_of_all_experts_of_a_rank(text, shar
         assert flops(back, "gradients") == pytest.approx(10 * 3 * 2048 * 768 * 128 * share)
 
 
+def test_copies_of_tokens_are_moved_four_times_each_way():
+    """To the order of experts and back, and, of all ranks', by expert and apart: each reads and writes eight copies a token."""
+    spec = spec_from_config(SHAPES["Qwen3-30B-A3B"])
+    for text, more in (("d4", 1), ("d4e4", 1), ("d4e128", 1 / 2), ("(attn:t4|ffn:t4)", 5 / 2)):
+        parsed, dense = layout(text.replace("d4e128", "d128e128")), replace(spec, moe=None)
+        for way in (0, 1):
+            with_experts = flops(layer_work(spec, parsed, Tokens(8192, 2048), True)[way], "elementwise")
+            without = flops(layer_work(dense, parsed, Tokens(8192, 2048), False)[way], "elementwise")
+            assert with_experts - without == pytest.approx(more * 8 * 8192 * 8 * 2048 * 2 / parsed.tp), (text, way)
+
+
 def test_a_sliding_window_bounds_what_a_token_sees():
     spec = replace(spec_from_config(SHAPES["Qwen3-8B"]), sliding_window=256)
     near, far = (

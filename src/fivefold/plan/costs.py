@@ -145,8 +145,10 @@ def _experts(
     routed = own * part.top_k
     each = routed * layout.ep * layout.etp / part.num_experts
     grouped = [Work("grouped_gemm", each, 6 * routed * spec.hidden * part.ffn)]
-    # Copies of a token are written in the order of experts and summed again: twice read and written, each way.
-    copied = Work("elementwise", 0, 4 * routed * spec.hidden * tokens.number_bytes)
+    # Copies of a token are written in the order of experts, and summed again in its own: twice read and written, each way.
+    # Those that a rank has of all others are put together by expert, and apart again, as often.
+    gathered = routed * layout.etp if part.num_experts > layout.ep else 0
+    copied = Work("elementwise", 0, 4 * (routed + gathered) * spec.hidden * tokens.number_bytes)
     held = 3 * spec.hidden * part.ffn * part.num_experts / layout.ep / layout.etp
     added = Work("gradients", 0, ADDED_BYTES * held)
     products, moved = [_product(own, spec.hidden, part.num_experts)], ([copied], [copied, added])

@@ -10,6 +10,7 @@ _FULL = f"{_STEP}, 8 x 4096: full recomputation less none is the forward"
 _ALONE = f"as the kernel alone goes with the length, {_STEP}"
 _HOST = f"their sum set by 0.6B t2, divided as before, {_STEP}"
 _STEPS = "set by whole steps of benchmarks/results"
+_CALIBRATED = "benchmarks/results/h200-calibration.txt"
 _ASSUMED = "assumed, whole steps agree"
 _ENGINES = "set by benchmarks/results/h200-x4-engines.txt"
 
@@ -23,8 +24,7 @@ MEASURED: tuple[Rate, ...] = (
     *_rows("gemm", _STEPS, {1024: 600}),
     *_rows("gemm", f"{_STEP}, products of 1.7B on 8 x 4096 and 64 x 1024", {2048: 715}),
     *_rows("gemm", f"{_STEP}, products of 8B on d2t2 and d1t4 (alone 775)", {4096: 680, 8192: 680}),
-    *_rows("grouped_gemm", _ASSUMED, {16: 60, 128: 220}),
-    *_rows("grouped_gemm", "benchmarks/results/h200-x4-options.txt", {512: 355}),
+    *_rows("grouped_gemm", _CALIBRATED, {16: 25, 128: 206, 512: 512, 1024: 550, 2048: 550, 4096: 591}),
     *_rows("attention_forward", _FULL, {4096: 529}),
     *_rows("attention_forward", _ALONE, {1024: 327, 8192: 574}),
     *_rows("attention_backward", _FULL, {4096: 458}),
@@ -43,14 +43,13 @@ MEASURED: tuple[Rate, ...] = (
     *_rows("head_backward", f"{_STEP}, grad of block 2048, 8 warps", {0: 3950}),
     *_rows("adam", f"{_STEP}, optimizer of 1.7B: AdamW, norm and scaling together", {0: 4190}),
     *_rows("gradients", f"{_STEP}, optimizer of 1.7B", {0: 4190}),
-    *_rows("node_link", "NCCL, four GPUs, messages of gigabytes", {1e9: 335}),
-    *_rows("node_link", _ASSUMED, {1e6: 40, 1e8: 250}),
-    *_rows("node_exchange", _ASSUMED, {1e6: 30, 1e8: 150}),
+    *_rows("node_link", _CALIBRATED, {1e6: 30, 1e7: 142, 1e8: 279, 1e9: 325}),
+    *_rows("node_exchange", _CALIBRATED, {1e6: 18, 1e7: 160, 1e8: 276, 1e9: 334}),
     *_rows("host_copy", "benchmarks/results/h200-x4-options.txt", {0: 50}),
     *_rows("layer_host", _HOST, {0: 2550}),
     *_rows("tensor_host", _HOST, {0: 1730}),
-    *_rows("context_host", f"set by whole steps before, c2t2e4 agrees, {_STEP}", {0: 6000}),
-    *_rows("expert_host", f"set by four layouts of 30B-A3B, {_STEP}", {0: 2000}),
+    *_rows("context_host", "set by whole steps before", {0: 6000}),
+    *_rows("expert_host", f"set by four layouts of 30B-A3B, {_STEP}", {0: 3000}),
     *_rows("update_host", f"{_STEP}, seconds less kernels of 1.7B, mean of six rows", {0: 25000}),
     *_rows("decode_memory", _ENGINES, {0: 4000}),
     *_rows("decode_host", _ENGINES, {0: 2900}),
