@@ -26,7 +26,7 @@ from fivefold.plan.efficiency import Efficiencies, Rate, load_rates
 from fivefold.plan.estimate import Lengths, step_estimate
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.measured import MEASURED
-from fivefold.plan.memory import Sharded, estimate_memory
+from fivefold.plan.memory import LOGITS_BYTES, Sharded, estimate_memory
 from fivefold.plan.rollout_time import Requests, Sampler, rollout_time
 from fivefold.plan.search import Space
 from fivefold.plan.step_time import Batch, update_time
@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step that was timed, with random lengths around their mean (benchmarks/results/h200-step.txt)."""
+    """One optimizer step that was timed, with random lengths around their mean (benchmarks/results/h200-step.txt, -rows.txt)."""
 
     model: str
     layout: str
@@ -66,28 +66,32 @@ class Update:
     """Share of the mean by which lengths differ from it at most."""
     has_flash: bool = True
     """Attention is that of flash-attn-4."""
+    older_head: bool = False
+    """The head kept the gradient of a chunk of logits beside the next one, as it does no longer."""
 
 
 ROWS: dict[str, Any] = {"budget": 32768, "spread": 0}
 """Tokens of a micro-batch and sequences of one length, as benchmarks/training_speed.py has them in `rows`."""
 
+OLDER: dict[str, Any] = {"older_head": True}
+
 UPDATES = [
-    Update("0.6B", "d1", 67543, 64, 0.656, 31.16, 5),
-    Update("0.6B", "t2", 67543, 64, 0.627, 16.65, 5),
-    Update("0.6B", "p2", 67543, 64, 0.465, 23.65, 5),
-    Update("0.6B", "d2", 67543, 64, 0.349, 25.02, 3),
-    Update("30B-A3B, 8 layers", "d2t2e4", 135114, 64, 0.716, 34.35, 5),
-    Update("30B-A3B, 8 layers", "d4e4", 135114, 64, 0.639, 41.33, 3),
-    Update("30B-A3B, 8 layers", "t4e4", 135114, 64, 0.875, 29.44, 9),
-    Update("30B-A3B, 8 layers", "c2t2e4", 135114, 64, 0.931, 30.16, 9),
-    Update("1.7B", "d1", 32768, 8, 0.7167, 101.67, 1, **ROWS),
-    Update("1.7B", "d1", 32768, 8, 0.8086, 105.14, 1, **ROWS, has_flash=False),
-    Update("1.7B", "d1", 65536, 64, 1.2943, 101.77, 2, **ROWS),
-    Update("1.7B", "d1", 65536, 64, 1.3594, 105.27, 2, **ROWS, has_flash=False),
-    Update("1.7B", "d1", 32768, 8, 0.9005, 42.13, 1, **ROWS, recompute="full"),
-    Update("1.7B", "d1", 32768, 8, 1.0312, 42.13, 1, **ROWS, recompute="full", has_flash=False),
-    Update("8B", "d2t2", 131072, 32, 3.2003, 88.25, 4, spread=0),
-    Update("8B", "d1t4", 131072, 32, 3.6015, 56.58, 8, spread=0),
+    Update("0.6B", "d1", 67543, 64, 0.656, 31.16, 5, **OLDER),
+    Update("0.6B", "t2", 67543, 64, 0.627, 16.65, 5, **OLDER),
+    Update("0.6B", "p2", 67543, 64, 0.465, 23.65, 5, **OLDER),
+    Update("0.6B", "d2", 67543, 64, 0.349, 25.02, 3, **OLDER),
+    Update("30B-A3B, 8 layers", "d2t2e4", 135114, 64, 0.716, 34.35, 5, **OLDER),
+    Update("30B-A3B, 8 layers", "d4e4", 135114, 64, 0.639, 41.33, 3, **OLDER),
+    Update("30B-A3B, 8 layers", "t4e4", 135114, 64, 0.875, 29.44, 9, **OLDER),
+    Update("30B-A3B, 8 layers", "c2t2e4", 135114, 64, 0.931, 30.16, 9, **OLDER),
+    Update("1.7B", "d1", 32768, 8, 0.7079, 99.70, 1, **ROWS),
+    Update("1.7B", "d1", 32768, 8, 0.8005, 103.17, 1, **ROWS, has_flash=False),
+    Update("1.7B", "d1", 65536, 64, 1.2839, 99.80, 2, **ROWS),
+    Update("1.7B", "d1", 65536, 64, 1.3500, 103.30, 2, **ROWS, has_flash=False),
+    Update("1.7B", "d1", 32768, 8, 0.8622, 40.94, 1, **ROWS, recompute="full"),
+    Update("1.7B", "d1", 32768, 8, 0.9943, 41.06, 1, **ROWS, recompute="full", has_flash=False),
+    Update("8B", "d2t2", 131072, 32, 3.151, 86.86, 4, spread=0),
+    Update("8B", "d1t4", 131072, 32, 3.6015, 56.58, 8, spread=0, **OLDER),
 ]
 
 
@@ -163,6 +167,12 @@ def sharded(row: Update) -> tuple[Sharded, Batch, Cluster]:
     return model, Batch(row.tokens, mean, mean * (1 + row.spread**2 / 3), row.predicted), Cluster(GPU, layout.world_size)
 
 
+def second_chunk(model: Sharded) -> float:
+    """GiB of the gradient that an older head kept."""
+    logits = 4 * model.tokens_per_micro_batch / model.layout.tp / model.layout.cp * model.spec.padded_vocab
+    return min(max(0.0, logits - LOGITS_BYTES), LOGITS_BYTES) / 2**30
+
+
 def updates(rows: Sequence[Rate]) -> Iterator[Tally]:
     times, sizes = Tally("step time", STEP_BOUND), Tally("memory", MEMORY_BOUND)
     print(f"{'update':<48}{'seconds':>9}{'predicted':>11}{'':>9}{'GiB':>8}{'predicted':>11}")
@@ -176,6 +186,7 @@ def updates(rows: Sequence[Rate]) -> Iterator[Tally]:
         # What the micro-batches really held, which is less than the budget.
         held = replace(model, tokens_per_micro_batch=int(found.micro_batch_tokens))
         gib = estimate_memory(held, dtype="bfloat16", engine_sequences=0, max_sequence_tokens=1).total / 2**30
+        gib += second_chunk(held) if row.older_head else 0.0
         line = f"{what:<48}{row.seconds:>9.3f}{found.total:>11.3f}{times.compare(found.total, row.seconds):>9}"
         print(f"{line}{row.gib:>8.2f}{gib:>11.2f}{sizes.compare(gib, row.gib):>9}")
     yield from (times, sizes)

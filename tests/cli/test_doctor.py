@@ -31,7 +31,7 @@ WELL = {
     "trainer": {"module": "m"},
     "sandbox": {"missing": None, "layers": "Landlock"},
     "disk": {"path": "/runs", "free_gib": 900, "write_mb_s": 1000},
-    "collective": {"backend": "nccl", "ranks": 2, "bus_gb_s": 300.0},
+    "collective": {"backend": "nccl", "ranks": 2, "mib": 1024, "bus_gb_s": 300.0},
 }
 
 

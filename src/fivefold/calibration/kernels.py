@@ -41,7 +41,7 @@ class Clock:
         return self.deadline - time.monotonic()
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """The shortest of several runs, the first one left out."""
+        """The shortest of several runs, the first two left out: they compile and allocate."""
         self.once(work)
         end = time.monotonic() + min(_LARGE if self.is_large else _SMALL, max(0.0, self.left))
         times = min(_MOST_TIMES, math.ceil(_LONG / self.once(work)))
@@ -54,7 +54,7 @@ class Clock:
         """Seconds in which the device computes: of a GPU its kernels', whatever the host does beside them or between."""
         if not self.is_large:
             return self.seconds(work)
-        self.once(work)
+        self.once(work, 2)
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             self.once(work, _PROFILED)
         # An optimizer's step is a span that has its kernels in it.

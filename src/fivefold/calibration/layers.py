@@ -66,23 +66,23 @@ _FEW = 1024
 """Words of models whose head is not measured: their embeddings take little time and memory."""
 
 
-def layers(clock: Clock, rates: Callable[[], Efficiencies]) -> Iterator[Found]:
-    """Rates of layers on one device, of models that train."""
-    if clock.left <= 0:
-        return
+def layers(clock: Clock, rates: Callable[[], Efficiencies], tell: Callable[[str], None]) -> Iterator[Found]:
+    """Rates of layers on one device, of models that train; `tell` is given what cannot be measured, and why."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     init_process_group(clock.device, _MINUTES)
     try:
         mesh = build_mesh(Ranks(_ONE, _MINUTES), clock.device, seed=0, timeout_minutes=_MINUTES)
         with tempfile.TemporaryDirectory() as directory:
-            yield from _Layers(clock, mesh, Path(directory), rates).measure()
+            yield from _Layers(clock, mesh, Path(directory), rates, tell).measure()
     finally:
         destroy()
 
 
 class _Layers:
-    def __init__(self, clock: Clock, mesh: Mesh, directory: Path, rates: Callable[[], Efficiencies]) -> None:
-        self._clock, self._mesh, self._directory, self._rates = clock, mesh, directory, rates
+    def __init__(
+        self, clock: Clock, mesh: Mesh, directory: Path, rates: Callable[[], Efficiencies], tell: Callable[[str], None]
+    ) -> None:
+        self._clock, self._mesh, self._directory, self._rates, self._tell = clock, mesh, directory, rates, tell
         self._sizes = _SMALL
         if clock.is_large:
             room = torch.cuda.get_device_properties(clock.device).total_memory
@@ -93,11 +93,21 @@ class _Layers:
         few, more = self._model(2), self._model(4)
         yield from self._bodies(few, more)
         del more
-        if self._clock.left > 0:
+        if self._has_time("the head"):
             yield from self._head(few)
         del few
-        if self._clock.left > 0:
-            yield from self._experts()
+        yield from self._experts()
+
+    def _has_time(self, what: str) -> bool:
+        if self._clock.left <= 0:
+            self._tell(f"{what}: not measured, the time is over")
+        return self._clock.left > 0
+
+    def _is_more(self, what: str, seconds: float) -> bool:
+        """Whether there is anything left of a whole, the known parts of which are measured apart."""
+        if seconds <= 0:
+            self._tell(f"{what}: left out, the parts that are known take {-seconds * 1e3:.3g} ms more than the whole")
+        return seconds > 0
 
     def _bodies(self, few: MegatronModel, more: MegatronModel) -> Iterator[Found]:
         sizes = self._sizes
@@ -111,12 +121,12 @@ class _Layers:
 
         few_tokens = _batch(16, 16, few.spec.vocab)
         host = [self._clock.seconds(partial(model.train_step, few_tokens, _sum)) for model in (few, more)]
-        if host[1] > host[0]:
+        if self._is_more("layer_host", host[1] - host[0]):
             yield "layer_host", 0, (host[1] - host[0]) / 2 * 1e6
         base, spec = layer(sizes.short, sizes.tokens), few.spec
         work = [layer_work(spec, _ONE, Tokens(sizes.tokens, sizes.short), False)[way] for way in (0, 1)]
         left = sum(base) - sum(self._known(way, *_TRAFFIC) for way in work)
-        if left > 0:
+        if self._is_more(", ".join(_TRAFFIC), left):
             # Passes over memory are measured together: each has its own share of the rates that are known.
             known = self._rates()
             moved = [one for way in work for one in way if one.kind in _TRAFFIC]
@@ -124,7 +134,7 @@ class _Layers:
             for kind, size in dict.fromkeys((one.kind, one.size) for one in moved):
                 yield kind, size, share * known.rate(kind, size) / 1e9
         for length in sizes.lengths:
-            if self._clock.left <= 0:
+            if not self._has_time(f"attention of {length} tokens"):
                 return
             there = layer(length, sizes.tokens)
             for way, name in enumerate(("attention_forward", "attention_backward")):
@@ -132,7 +142,7 @@ class _Layers:
                     _amount(layer_work(spec, _ONE, Tokens(sizes.tokens, each), False)[way], name)
                     for each in (length, sizes.short)
                 ]
-                if there[way] > base[way]:
+                if self._is_more(f"{name} of {length} tokens", there[way] - base[way]):
                     yield self._rates().in_use(name), length, (flops[0] - flops[1]) / (there[way] - base[way]) / 1e12
 
     def _head(self, without: MegatronModel) -> Iterator[Found]:
@@ -147,7 +157,7 @@ class _Layers:
             ("head_backward", backward, behind),
         ):
             left = seconds - self._known(work, name)
-            if left > 0:
+            if self._is_more(name, left):
                 yield name, 0, _amount(work, name) / left / 1e9
 
     def _experts(self) -> Iterator[Found]:
@@ -157,7 +167,7 @@ class _Layers:
         (experts,) = (part for part in model.modules() if isinstance(part, GroupedExperts))
         experts.requires_grad_(True)
         for each in sizes.each:
-            if self._clock.left <= 0:
+            if not self._has_time(f"grouped_gemm of {each} tokens"):
                 return
             count = each * sizes.experts
             tokens_TD = torch.randn(count, sizes.hidden, device=device).to(experts.fc1.dtype).requires_grad_()

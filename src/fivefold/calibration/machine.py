@@ -49,6 +49,8 @@ def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[
             if "fault" in said:
                 faults.append(f"{part}: {said['fault']}")
                 tell(faults[-1])
+            elif "note" in said:
+                tell(f"  {said['note']}")
             else:
                 rows.append(Rate(**said))
                 tell(f"  {rows[-1].kind:<26}{rows[-1].size:>14,.0f}{rows[-1].rate:>14,.4g}")
@@ -59,7 +61,7 @@ def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[
 
 
 def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[str, Any]]:
-    """Rows as they are measured, and a `fault` where the part did not end well."""
+    """Rows as they are measured, a `note` of what is left out, and a `fault` where the part did not end well."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="fivefold-", ignore_cleanup_errors=True) as directory:
         errors = Path(directory) / "errors"

@@ -1,7 +1,7 @@
 """One part of a calibration, measured in this process: `python -m fivefold.calibration.part NAME DEADLINE`.
 
-It reads the rates so far as JSON, and prints an object for each one as soon as that is measured: a `Rate`, or a `fault`. The
-deadline is one of the monotonic clock, which processes share.
+It reads the rates so far as JSON, and prints an object for each one as soon as that is measured: a `Rate`, a `note` of what
+is left out, or a `fault`. The deadline is one of the monotonic clock, which processes share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Found = tuple[str, float, float]
 """(kind, size, rate)"""
 
 
-def measure(part: str, clock: Clock, earlier: Sequence[Rate]) -> Iterator[Rate]:
+def measure(part: str, clock: Clock, earlier: Sequence[Rate], tell: Callable[[str], None]) -> Iterator[Rate]:
     """The rates of a part of `machine.PARTS`; raises ValueError where this machine's GPU is not in the table of GPUs."""
     hardware = local_gpu_kind() if clock.is_large else "cpu"
     if hardware is None:
@@ -36,12 +36,12 @@ def measure(part: str, clock: Clock, earlier: Sequence[Rate]) -> Iterator[Rate]:
         )
     source = f"fivefold plan --calibrate, {datetime.date.today()}, torch {torch.__version__}, {hardware}"
     rows, has_flash = list(earlier), has_flash_attention()
-    for kind, size, rate in _part(part, clock, lambda: Efficiencies(known_rates(rows), hardware, has_flash)):
+    for kind, size, rate in _part(part, clock, lambda: Efficiencies(known_rates(rows), hardware, has_flash), tell):
         rows.append(Rate(kind, size, float(f"{rate:.4g}"), hardware, source))
         yield rows[-1]
 
 
-def _part(part: str, clock: Clock, rates: Callable[[], Efficiencies]) -> Iterator[Found]:
+def _part(part: str, clock: Clock, rates: Callable[[], Efficiencies], tell: Callable[[str], None]) -> Iterator[Found]:
     """`rates` gives those that are measured by then."""
     if part == "kernels":
         yield from kernels.products(clock)
@@ -55,7 +55,7 @@ def _part(part: str, clock: Clock, rates: Callable[[], Efficiencies]) -> Iterato
         # The trainer: the ranks of links, which import this module too, need none of it.
         from fivefold.calibration.layers import layers
 
-        yield from layers(clock, rates)
+        yield from layers(clock, rates, tell)
 
 
 def main() -> None:
@@ -64,12 +64,16 @@ def main() -> None:
     os.dup2(2, 1)
     part, deadline = sys.argv[1:]
     earlier = [Rate(**row) for row in json.load(sys.stdin)]
+
+    def say(said: dict[str, object]) -> None:
+        print(json.dumps(said), file=answers)
+
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        for row in measure(part, Clock(device, float(deadline)), earlier):
-            print(json.dumps(asdict(row)), file=answers)
+        for row in measure(part, Clock(device, float(deadline)), earlier, lambda text: say({"note": text})):
+            say(asdict(row))
     except Exception as error:
-        print(json.dumps({"fault": f"{type(error).__name__}: {first_line(error)}"}), file=answers)
+        say({"fault": f"{type(error).__name__}: {first_line(error)}"})
 
 
 if __name__ == "__main__":

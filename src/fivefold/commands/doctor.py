@@ -253,7 +253,7 @@ def describe(report: Report) -> str:
     if len(torch.get("gpus", [])) > 1:
         lines.append(f"  direct access between GPUs: {' '.join(torch['peers']) or 'none'}")
     if (reduced := probes.get("collective", {})).get("ranks"):
-        speed = f", {reduced['bus_gb_s']} GB/s of bus bandwidth" if reduced["ranks"] > 1 else ""
+        speed = f", {reduced['bus_gb_s']} GB/s of bus bandwidth with {reduced['mib']} MiB" if reduced["ranks"] > 1 else ""
         lines.append(f"  all-reduce over {reduced['backend']} between {reduced['ranks']}: right{speed}")
     lines += ["", "this machine"]
     if "free_gib" in disk:

@@ -58,6 +58,11 @@ def layer_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_expe
     return forward, backward
 
 
+def unread_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> Work:
+    """The last product of a dense layer, which a layer that is made again leaves out: only the next one would read it."""
+    return _product(tokens.count / layout.cp, spec.ffn / layout.tp, spec.hidden)
+
+
 def attention_flops(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> float:
     """Products of queries, keys and values of a layer on a rank, with half of the square left out by causality."""
     width: float = spec.heads * spec.head_dim

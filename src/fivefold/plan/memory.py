@@ -14,10 +14,10 @@ CPU_CACHE = 1 << 30
 """Bytes of vLLM's cache on a CPU, where its share of the memory would be that of the whole machine."""
 ENGINE_GRAPHS = 2 << 30
 """Bytes that vLLM takes beside weights and cache: CUDA graphs (0.4 to 0.6 GiB seen), workspaces, its largest prefill."""
-LOGITS_BYTES = 2 * 2 * 2**30
-"""Chunks of float32 logits that exist at once in the head's backward on a GPU: one, and the gradient of the one before."""
+LOGITS_BYTES = 2 * 2**30
+"""The chunk of float32 logits that exists at once on a GPU: its gradient is gone before the next one is made."""
 PLAIN_LOGITS_BYTES = 3 * 256 * 2**20
-"""The same in plain PyTorch."""
+"""Those in plain PyTorch, three at once."""
 
 
 @dataclass(frozen=True)

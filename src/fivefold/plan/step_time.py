@@ -22,6 +22,7 @@ from fivefold.plan.costs import (
     embedding_work,
     head_work,
     layer_work,
+    unread_work,
 )
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.hardware import Cluster
@@ -190,20 +191,23 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     ahead, back = layer_work(spec, layout, tokens, has_experts)
     traffic = layer_traffic(spec, layout, tokens, has_experts, links)
     forward = _seconds(ahead, rates)
-    again, ways, overlapped = 0.0, 1, 0.0
+    again, ways, tensor_ways, overlapped = 0.0, 1.0, 1.0, 0.0
     if trains:
-        ways = 2
+        ways = tensor_ways = 2.0
         backward = _seconds(back, rates)
         # Gathers beside products cost what the products do not cover.
         overlapped = min(traffic.overlapped, backward)
         if model.recompute == "full":
-            again, ways = forward, 3
+            again, ways, tensor_ways = forward, 3.0, 3.0
+            if not has_experts:
+                # Nor does it scatter what it leaves out: one of four gathers and scatters.
+                again, tensor_ways = again - unread_work(spec, layout, tokens).seconds(rates), 2.75
         elif model.recompute == "selective":
             again = attention_flops(spec, layout, tokens) / rates.rate("attention_forward", tokens.attended)
     parts = {
         "forward": forward,
         "recomputation": again,
-        "tensor parallel": ways * traffic.tensor + (traffic.overlapped - overlapped if trains else 0.0),
+        "tensor parallel": tensor_ways * traffic.tensor + (traffic.overlapped - overlapped if trains else 0.0),
         "context parallel": ways * traffic.context,
         "expert parallel": ways * traffic.expert,
     }
