@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step that was timed, with random lengths around their mean (benchmarks/results/h200-step.txt, -rows.txt)."""
+    """One optimizer step that was timed, with random lengths around their mean: benchmarks/results/h200-{step,rows}.txt."""
 
     model: str
     layout: str
