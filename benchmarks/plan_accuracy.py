@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step that was timed, with random lengths around their mean: benchmarks/results/h200-{step,rows}.txt."""
+    """One optimizer step that was timed, with random lengths around their mean (benchmarks/results/h200-step.txt)."""
 
     model: str
     layout: str
@@ -134,8 +134,10 @@ STEPS: list[tuple[str, str, str, float, str, dict[str, float]]] = [
         {"rollout": 12.148, "training, state back from the host": 16.09, "weight sync, state to the host": 1.6,
          "step": 30.154},
     ),
+    # Cut off behind its first step.
+    ("8B", "d2t2", "d2t2", 0.6, "full", {"rollout": 7.487}),
 ]  # fmt: skip
-"""Model, layout, the engine's, its share of the memory, recomputation, seconds (h200-x4-engines.txt, h200-x2-runs.txt)."""
+"""Model, layout, the engine's, its share of the memory, recomputation, seconds (h200-x4-engines.txt, h200-x2-runs.txt, h200-x4-runs.txt)."""
 
 
 class Tally:
