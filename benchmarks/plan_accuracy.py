@@ -137,7 +137,8 @@ STEPS: list[tuple[str, str, str, float, str, dict[str, float]]] = [
     # Cut off behind its first step.
     ("8B", "d2t2", "d2t2", 0.6, "full", {"rollout": 7.487}),
 ]  # fmt: skip
-"""Model, layout, the engine's, its share of the memory, recomputation, seconds (h200-x4-engines.txt, h200-x2-runs.txt, h200-x4-runs.txt)."""
+"""Model, layout, the engine's, its share of the memory, recomputation, seconds (h200-x4-engines.txt, h200-x2-runs.txt,
+h200-x4-runs.txt)."""
 
 
 class Tally:
