@@ -12,11 +12,12 @@ from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
 from fivefold.config.dialects.translator import dialect
+from fivefold.config.dialects.verl_defaults import DEFAULTS as VERL
 from fivefold.config.dialects.verl_rows import SECTIONS
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
-DEFAULTS: dict[str, Any] = verl.DEFAULTS | {
+DEFAULTS: dict[str, Any] = VERL | {
     _A + "strategy": "fsdp",
     _A + "optim.lr_decay_style": "linear",
     _A + "ppo_micro_batch_size_per_gpu": 1,

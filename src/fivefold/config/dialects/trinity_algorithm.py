@@ -1,0 +1,245 @@
+"""Trinity-RFT's method: the choices of an algorithm type, its loss and its KL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.source import Source
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {"advantage": "ppo", "loss": "ppo", "kl": "k2", "repeat": 1},
+    "grpo": {"advantage": "grpo", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "rloo": {"advantage": "rloo", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "reinforceplusplus": {"advantage": "reinforceplusplus", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "cispo": {"advantage": "grpo", "loss": "cispo", "kl": "k2", "repeat": 2},
+    "gspo": {"advantage": "grpo", "loss": "gspo", "kl": "k2", "repeat": 2},
+    "sapo": {"advantage": "grpo", "loss": "sapo", "kl": "k2", "repeat": 2},
+    "opmd": {"advantage": "opmd", "loss": "opmd", "kl": "k2", "repeat": 2},
+    "asymre": {"advantage": "asymre", "loss": "opmd", "repeat": 2, "entropy": "none"},
+    "topr": {"advantage": "reinforce", "loss": "topr", "kl": "k2", "repeat": 2},
+    "sppo": {"advantage": "opmd", "loss": "sppo", "repeat": 2, "entropy": "none"},
+    "rec": {"advantage": "rec", "loss": "rec", "repeat": 2, "entropy": "none"},
+    "dpo": {"loss": "dpo"},
+    "sft": {"loss": "sft"},
+}
+"""algorithm_type -> its choices when they are left out (algorithm/algorithm.py); without kl there is none."""
+ADVANTAGES: dict[str, dict[str, Any]] = {
+    "ppo": shared.PPO,
+    "grpo": {"name": "grpo", "advantage": "group", "normalize": "group"},
+    "rloo": shared.RLOO,
+    "reinforceplusplus": shared.REINFORCE_PLUS_PLUS,
+}
+for _name, _ours in (("opmd", "opmd"), ("asymre", "asymre"), ("rec", "rec")):
+    ADVANTAGES[_name] = {"name": _ours, "advantage": "group", "normalize": "none"}
+ADVANTAGES["reinforce"] = {"name": "topr", "advantage": "reward", "normalize": "none"}
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "ppo": ("gamma", "lam"),
+    "grpo": ("epsilon", "std_cal_level"),
+    "reinforceplusplus": ("gamma",),
+    "opmd": ("opmd_baseline", "tau"),
+    "asymre": ("baseline_shift",),
+    "rec": ("epsilon", "std_normalize", "drop"),
+}
+"""Of advantages, as far as they are read; epsilon is 1e-6 there and here."""
+LOSSES: dict[str, dict[str, Any]] = {
+    "opmd": {"surrogate": "opmd"},
+    "topr": {"surrogate": "topr"},
+    "sppo": {"surrogate": "rec", "clip_mode": "two_sided", "token_weight": "none"},
+    "rec": {"surrogate": "rec"},
+    "ppo": {"surrogate": "ppo_clip"},
+    "cispo": {"surrogate": "cispo"},
+    "sapo": {"surrogate": "sapo"},
+    "gspo": {"surrogate": "ppo_clip", "importance_sampling_level": "sequence-token"},
+}
+LOSS_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "opmd": ("tau",),
+    "topr": (),
+    "sppo": ("epsilon",),
+    "rec": (
+        "epsilon_low", "epsilon_high", "epsilon_low_prime", "epsilon_high_prime", "clip_mode", "weight", "regularizer",
+        "regularizer_coef", "temp",
+    ),
+    "ppo": ("clip_range", "clip_range_low", "clip_range_high", "clip_ratio_c", "loss_agg_mode"),
+    "gspo": ("clip_range", "clip_range_low", "clip_range_high", "loss_agg_mode"),
+    "cispo": ("clip_low", "clip_high", "loss_agg_mode"),
+    "sapo": ("tau_pos", "tau_neg", "loss_agg_mode"),
+}  # fmt: skip
+_CLIP_MODES = {
+    "none": "none", "one-side": "one_sided", "gspo-one-side": "one_sided", "two-side": "two_sided", "ring": "ring",
+}  # fmt: skip
+
+
+def kind(source: Source) -> str:
+    return source.text("algorithm.algorithm_type") or "ppo"
+
+
+def offline(source: Source) -> bool:
+    return kind(source) in ("dpo", "sft")
+
+
+def chosen(source: Source, axis: str, key: str, default: str = "none") -> str:
+    """A choice of the algorithm: its own key, or what the type has."""
+    return source.text(f"algorithm.{key}") or str(ALGORITHMS.get(kind(source), {}).get(axis, default))
+
+
+def algorithm(source: Source) -> dict[str, Any]:
+    name = kind(source)
+    if name not in ALGORITHMS:
+        source.lacks("algorithm.algorithm_type", f"the algorithm {name}: known here are {', '.join(ALGORITHMS)}")
+        return {}
+    if name == "sft":
+        return {"algorithm.name": "sft"}
+    if name == "dpo":
+        said = source.under("algorithm.policy_loss_fn_args.")
+        beta = said.number("beta") if said.has("beta") else source.number("algorithm.kl_loss_fn_args.kl_coef")
+        return {
+            "algorithm.name": "dpo",
+            "algorithm.beta": 0.1 if beta is None else beta,
+            "algorithm.label_smoothing": said.number("label_smoothing"),
+        }
+    advantage = chosen(source, "advantage", "advantage_fn")
+    if advantage not in ADVANTAGES:
+        source.lacks("algorithm.advantage_fn", f"the advantage {advantage}: known here are {', '.join(ADVANTAGES)}")
+        return {}
+    found = {"whiten": False, "credit": "response", **ADVANTAGES[advantage]}
+    said = source.under("algorithm.advantage_fn_args.")
+    for key in source.keys("algorithm.advantage_fn_args."):
+        if key.rpartition(".")[2] not in ARGUMENTS.get(advantage, ()) and source.value(key) not in (None, False):
+            source.lacks(key, f"an argument of the advantage {advantage}")
+    if advantage == "grpo" and said.text("std_cal_level") == "batch":
+        found["normalize"] = "batch"
+    if advantage == "asymre":
+        found["baseline_shift"] = said.number("baseline_shift") if said.has("baseline_shift") else -0.1
+    if advantage == "opmd" and said.text("opmd_baseline") == "logavgexp":
+        tau = said.number("tau") if said.has("tau") else 1.0
+        found |= {"advantage": "log_mean_exp", "baseline_temperature": tau}
+    if advantage == "rec":
+        if said.flag("std_normalize"):
+            said.lacks("std_normalize", "a biased deviation (n instead of n - 1)")
+        if said.text("drop") not in (None, "none"):
+            said.lacks("drop", "bad responses that are left out at random")
+    if found["credit"] != "response":
+        found["gamma"] = said.number("gamma") if said.has("gamma") else 1.0
+    if found["credit"] == "gae":
+        found["lam"] = said.number("lam") if said.has("lam") else 1.0
+    group = source.whole("algorithm.repeat_times") or int(ALGORITHMS[name]["repeat"])
+    if group == 1 and found["advantage"] in ("group", "leave_one_out", "log_mean_exp"):
+        found |= {"advantage": "reward", "normalize": "none", "baseline_shift": None, "baseline_temperature": None}
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if offline(source) or kind(source) not in ALGORITHMS:
+        return {}
+    name, said = chosen(source, "loss", "policy_loss_fn"), source.under("algorithm.policy_loss_fn_args.")
+    if name not in LOSSES:
+        source.lacks("algorithm.policy_loss_fn", f"the loss {name}: known here are {', '.join(LOSSES)}")
+        return {}
+    for key in source.keys("algorithm.policy_loss_fn_args."):
+        if key.rpartition(".")[2] not in LOSS_ARGUMENTS[name]:
+            source.lacks(key, f"an argument of the loss {name}")
+    mean = (
+        said.text("loss_agg_mode")
+        or source.text("algorithm.loss_agg_mode")
+        or ("seq-mean-token-mean" if name == "gspo" else "token-mean")
+    )
+    if mean not in shared.AGGREGATES:
+        said.lacks("loss_agg_mode", f"the mean {mean}")
+    found: dict[str, Any] = {
+        **LOSSES[name],
+        "aggregate": shared.AGGREGATES.get(mean),
+        "entropy_coef": 0.0,
+    }
+    if chosen(source, "entropy", "entropy_loss_fn", "default") != "none":
+        found["entropy_coef"] = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
+    if found["surrogate"] != "opmd":
+        # Of the engine, whose samples the trainer takes as they are (data conversion of verl_trainer).
+        found["rollout_correction.old_logprobs_from"] = "engine"
+    if found["surrogate"] == "ppo_clip":
+        usual = said.number("clip_range") if said.has("clip_range") else 0.2
+        found |= {
+            "clip_low": said.number("clip_range_low") if said.has("clip_range_low") else usual,
+            "clip_high": said.number("clip_range_high") if said.has("clip_range_high") else usual,
+        }
+    if name == "ppo":
+        found["dual_clip"] = said.number("clip_ratio_c") if said.has("clip_ratio_c") else 3.0
+    if name == "cispo":
+        found |= {
+            "clip_low": said.number("clip_low") if said.has("clip_low") else 1.0,
+            "clip_high": said.number("clip_high") if said.has("clip_high") else 0.28,
+        }
+    if name == "sapo":
+        found |= {
+            "temperature_positive": said.number("tau_pos") if said.has("tau_pos") else 1.0,
+            "temperature_negative": said.number("tau_neg") if said.has("tau_neg") else 1.05,
+        }
+    if name == "opmd":
+        found["tau"] = said.number("tau") if said.has("tau") else 1.0
+    if name == "sppo":
+        epsilon = said.number("epsilon") if said.has("epsilon") else 0.3
+        # A log ρ where 1 / (1 + ε) <= ρ <= 1 + ε: the gradient of A log π.
+        found |= {"clip_low": 1 - 1 / (1 + (epsilon or 0.0)), "clip_high": epsilon}
+    if name == "rec":
+        found |= rec(said)
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def rec(said: Source) -> dict[str, Any]:
+    """Arguments of the loss rec, with its defaults (policy_loss_fn/rec_policy_loss.py, default_args)."""
+
+    def number(key: str, default: float) -> float | None:
+        return said.number(key) if said.has(key) else default
+
+    mode, weight, more = (said.text(key) or "none" for key in ("clip_mode", "weight", "regularizer"))
+    found: dict[str, Any] = {
+        "clip_low": number("epsilon_low", 0.2),
+        "clip_high": number("epsilon_high", 0.2),
+        "ring_low": number("epsilon_low_prime", 0.6),
+        "ring_high": number("epsilon_high_prime", 2.0),
+        "weight_temperature": number("temp", 1.0),
+    }
+    if mode == "gspo-one-side":
+        found |= {"importance_sampling_level": "sequence", "aggregate": "seq-mean-token-mean"}
+    if mode not in _CLIP_MODES:
+        said.lacks("clip_mode", f"the mask {mode}: known here are {', '.join(_CLIP_MODES)}")
+    weights = {"none": "none", "advantage": "advantage"}
+    # The ratio of a token beside the mask of a sequence, and the other way round, are what we lack.
+    weights["gspo_importance_sampling" if mode == "gspo-one-side" else "importance_sampling"] = "ratio"
+    if weight not in weights:
+        said.lacks("weight", f"the weight {weight} with clip_mode {mode}: known here are {', '.join(weights)}")
+    coef = said.number("regularizer_coef") or 0.0
+    if more not in ("none", "k2", "forward-kl") or (more == "k2" and coef and mode == "gspo-one-side"):
+        said.lacks("regularizer", f"the regularizer {more} with clip_mode {mode}")
+    elif more != "none":
+        found["proximal_coef" if more == "k2" else "likelihood_coef"] = coef
+    return found | {"clip_mode": _CLIP_MODES.get(mode), "token_weight": weights.get(weight)}
+
+
+def kl(source: Source) -> dict[str, Any]:
+    if offline(source) or kind(source) not in ALGORITHMS:
+        return {}
+    penalty, in_loss = source.text("algorithm.kl_penalty_fn") or "none", chosen(source, "kl", "kl_loss_fn")
+    where, name = ("reward", penalty) if penalty != "none" else ("loss", in_loss)
+    section = "kl_penalty_fn" if where == "reward" else "kl_loss_fn"
+    said = source.under(f"algorithm.{section}_args.")
+    coef = said.number("kl_coef") if said.has("kl_coef") else 0.001
+    if name == "none" or not coef:
+        return {"algorithm.kl.coef": 0.0}
+    if (
+        where == "reward"
+        and in_loss != "none"
+        and (
+            source.number("algorithm.kl_loss_fn_args.kl_coef") if source.has("algorithm.kl_loss_fn_args.kl_coef") else 0.001
+        )
+    ):
+        source.lacks(
+            "algorithm.kl_penalty_fn", "a KL in the reward and another in the loss: set algorithm.kl_loss_fn to none"
+        )
+    if name not in shared.ESTIMATORS:
+        source.lacks(f"algorithm.{section}", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
+        return {}
+    found: dict[str, Any] = {"place": where, "estimator": shared.ESTIMATORS[name], "coef": coef}
+    if said.flag("adaptive"):
+        found |= {"target": said.number("target_kl"), "horizon": said.whole("horizon")}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}

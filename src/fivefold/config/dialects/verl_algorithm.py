@@ -1,0 +1,251 @@
+"""verl's method: advantage, loss, KL, rollout correction, shaping of rewards and dynamic sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.source import Source, UnreadableError
+
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "gae": shared.PPO,
+    "grpo": {"name": "grpo", "advantage": "group"},
+    "grpo_vectorized": {"name": "grpo", "advantage": "group"},
+    "grpo_passk": {"name": "grpo", "advantage": "pass_at_k"},
+    "rloo": shared.RLOO,
+    "rloo_vectorized": shared.RLOO,
+    "reinforce_plus_plus": shared.REINFORCE_PLUS_PLUS,
+    "reinforce_plus_plus_baseline": {
+        "name": "reinforce_plus_plus_baseline",
+        "advantage": "group",
+        "whiten": True,
+        "normalize": "none",
+    },
+    "remax": {"name": "remax", "advantage": "greedy_baseline", "normalize": "none"},
+    "opo": {"name": "opo", "advantage": "length_weighted", "normalize": "none"},
+    "gpg": {"name": "gpg", "advantage": "nonzero_scaled", "normalize": "none"},
+}
+"""algorithm.adv_estimator -> a method and its choices."""
+LOSSES: dict[str, dict[str, Any]] = {
+    "vanilla": {"surrogate": "ppo_clip"},
+    "gspo": {"surrogate": "ppo_clip", "importance_sampling_level": "sequence-token", "aggregate": "seq-mean-token-mean"},
+    "sapo": {"surrogate": "sapo", "aggregate": "seq-mean-token-mean"},
+    "gpg": {"surrogate": "log_likelihood"},
+    "clip_cov": {"surrogate": "clip_cov"},
+    "kl_cov": {"surrogate": "kl_cov"},
+    "geo_mean": {"surrogate": "gmpo", "aggregate": "seq-mean-token-mean"},
+    "cispo": {"surrogate": "cispo"},
+    "dppo_tv": {"surrogate": "dppo", "divergence": "tv"},
+    "dppo_kl": {"surrogate": "dppo", "divergence": "kl"},
+}
+"""actor.policy_loss.loss_mode -> a surrogate and what it is fixed with."""
+
+
+def advantage(source: Source) -> dict[str, Any]:
+    name, group = source.text("algorithm.adv_estimator") or "gae", source.count(_R + "n")
+    if name not in ESTIMATORS:
+        source.lacks("algorithm.adv_estimator", f"the advantage {name}: known here are {', '.join(ESTIMATORS)}")
+        return {}
+    found = dict(ESTIMATORS[name])
+    if found["advantage"] in ("group", "pass_at_k") and "normalize" not in found:
+        found["normalize"] = "group" if source.flag("algorithm.norm_adv_by_std_in_grpo") else "none"
+    if found["advantage"] == "nonzero_scaled" and group == 1:
+        source.lacks("algorithm.adv_estimator", "gpg with one sample per prompt, which compares with nothing")
+    if found["advantage"] in ("group", "leave_one_out", "length_weighted") and group == 1:
+        # A group of one has mean 0 and deviation 1 there: the advantage is the reward.
+        found |= {"advantage": "reward", "normalize": "none"}
+    if found.get("credit") in ("gae", "discounted"):
+        found["gamma"] = source.number("algorithm.gamma")
+    if found.get("credit") == "gae":
+        found["lam"] = source.number("algorithm.lam")
+    found.setdefault("whiten", False)
+    found.setdefault("credit", "response")
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    mode, actor = source.text(_A + "policy_loss.loss_mode") or "vanilla", source.under(_A)
+    if mode not in LOSSES:
+        source.lacks(_A + "policy_loss.loss_mode", f"the loss {mode}: known here are {', '.join(LOSSES)}")
+        return {}
+    found = dict(LOSSES[mode])
+    bypassed = source.under("algorithm.rollout_correction.")
+    if bypassed.flag("bypass_mode") and bypassed.text("loss_type") == "reinforce":
+        # bypass_mode takes the place of loss_mode; the weight has no gradient, as CISPO's.
+        weighted = bypassed.text("rollout_is") is not None
+        found = {"surrogate": "cispo"} if weighted else {"surrogate": "log_likelihood"}
+    surrogate = found["surrogate"]
+    if surrogate in ("ppo_clip", "gmpo", "cispo", "clip_cov", "dppo"):
+        common = actor.number("clip_ratio")
+        for key in ("clip_low", "clip_high"):
+            bound = actor.number(key.replace("clip_", "clip_ratio_"))
+            # Below 0 no ratio falls: 1 is no bound.
+            found[key] = min(bound if bound is not None else common or 0.0, 1.0 if key == "clip_low" else 1e9)
+        if bypassed.flag("bypass_mode") and bypassed.text("loss_type") == "reinforce":
+            found |= {"clip_low": 1.0, "clip_high": (bypassed.number("rollout_is_threshold") or 2.0) - 1}
+        if surrogate == "gmpo":
+            found["clip_low"] = actor.number("clip_ratio_low")
+    if mode == "vanilla" and surrogate == "ppo_clip":
+        found["dual_clip"] = actor.number("clip_ratio_c")
+        if found["dual_clip"] is not None and found["dual_clip"] <= 1 + found["clip_high"]:
+            actor.lacks("clip_ratio_c", f"a bound below that of the ratio, {1 + found['clip_high']:g}")
+    if surrogate == "dppo":
+        found["ratio_cap"] = actor.number("clip_ratio_c")
+    if surrogate == "sapo":
+        found |= {"temperature_positive": actor.number("tau_pos"), "temperature_negative": actor.number("tau_neg")}
+        for key in ("tau_pos", "tau_neg"):
+            if actor.has(f"policy_loss.{key}") and actor.number(f"policy_loss.{key}") != actor.number(key):
+                actor.lacks(f"policy_loss.{key}", f"verl's loss reads actor.{key}: say it there")
+    if surrogate == "clip_cov":
+        section = actor.under("policy_loss.clip_cov_")
+        found |= {"cov_fraction": section.number("ratio"), "cov_low": section.number("lb"), "cov_high": section.number("ub")}
+    if surrogate == "kl_cov":
+        section = actor.under("policy_loss.")
+        found |= {"cov_fraction": section.number("kl_cov_ratio"), "cov_kl_coef": section.number("ppo_kl_coef")}
+    mean = actor.text("loss_agg_mode") or "token-mean"
+    if mean not in shared.AGGREGATES:
+        actor.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(shared.AGGREGATES)}")
+    elif "aggregate" not in found:
+        found["aggregate"] = shared.AGGREGATES[mean]
+    elif (actor.flag("use_kl_loss") and actor.number("kl_loss_coef")) or actor.number("entropy_coeff"):
+        found["penalty_aggregate"] = shared.AGGREGATES[mean]
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def kl(source: Source) -> dict[str, Any]:
+    in_loss, in_reward = source.flag(_A + "use_kl_loss"), source.flag("algorithm.use_kl_in_reward")
+    if in_loss and in_reward and source.number(_A + "kl_loss_coef") and source.number("algorithm.kl_ctrl.kl_coef"):
+        source.lacks("algorithm.use_kl_in_reward", "a KL in the loss and another in the reward")
+    if in_reward and source.number("algorithm.kl_ctrl.kl_coef"):
+        name, control = source.text("algorithm.kl_penalty") or "kl", source.under("algorithm.kl_ctrl.")
+        found: dict[str, Any] = {
+            "place": "reward",
+            "estimator": _estimator(source, "algorithm.kl_penalty", name).removesuffix("+"),
+            "coef": control.number("kl_coef"),
+        }
+        if control.text("type") == "adaptive":
+            found |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
+    elif in_loss and source.number(_A + "kl_loss_coef"):
+        name = source.text(_A + "kl_loss_type") or "low_var_kl"
+        found = {
+            "place": "loss",
+            "estimator": _estimator(source, _A + "kl_loss_type", name),
+            "coef": source.number(_A + "kl_loss_coef"),
+        }
+    else:
+        found = {"coef": 0.0}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+def _estimator(source: Source, key: str, name: str) -> str:
+    if name not in shared.ESTIMATORS:
+        source.lacks(key, f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
+    return shared.ESTIMATORS.get(name, "k3")
+
+
+_REJECTED = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+_DIVERGENCES = {
+    **{f"token_{k}": f"token_{k}" for k in ("k2", "k3")},
+    **{f"seq_{over}_{k}": f"{over}_{k}" for over in ("sum", "mean", "max") for k in ("k2", "k3")},
+}
+
+
+def correction(source: Source) -> dict[str, Any]:
+    if source.number(_A + "tis_imp_ratio_cap") is not None and (source.number(_A + "tis_imp_ratio_cap") or 0) > 0:
+        cap = source.number(_A + "tis_imp_ratio_cap")
+        return {"algorithm.rollout_correction.name": "tis", "algorithm.rollout_correction.high": cap}
+    said = source.under("algorithm.rollout_correction.")
+    found: dict[str, Any] = {}
+    if said.flag("bypass_mode"):
+        weighted, reinforce = said.text("rollout_is"), said.text("loss_type") == "reinforce"
+        if reinforce and weighted is None:
+            if said.text("rollout_rs") is not None:
+                said.lacks("rollout_rs", "rejection beside REINFORCE without a weight")
+            return {}
+        found["old_logprobs_from"] = "engine"
+        if said.text("loss_type") not in ("ppo_clip", "reinforce"):
+            said.lacks("loss_type", f"the loss {said.text('loss_type')}")
+        if reinforce and (weighted != "token" or (said.number("rollout_is_threshold") or 2.0) < 1):
+            said.lacks("rollout_is", "REINFORCE weighted by whole responses, or by less than 1")
+        if weighted is not None and not reinforce:
+            said.fixed("rollout_is", "with bypass_mode and ppo_clip verl multiplies by no weight: the ratio has it")
+    elif (level := said.text("rollout_is")) is not None:
+        if level not in ("token", "sequence"):
+            said.lacks("rollout_is", f"the weight {level}")
+        low, _, high = str(said.raw("rollout_is_threshold")).strip("'\"").rpartition("_")
+        if low:
+            # Two bounds: what is outside of them has weight 0 (verl since 2026-03; before, it was an error).
+            found |= {"weight": level, "low": _bound(low), "high": _bound(high), "outside": "mask"}
+        else:
+            found |= {"weight": level, "high": said.number("rollout_is_threshold"), "outside": "truncate"}
+    if (rejected := said.text("rollout_rs")) is not None:
+        found |= rejection(said, [part.strip() for part in rejected.split(",") if part.strip()])
+    return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+
+
+def _bound(text: str) -> float:
+    try:
+        if (number := float(text)) > 0:
+            return number
+    except ValueError:
+        pass
+    raise UnreadableError(f"bounds of algorithm.rollout_correction must be numbers above 0: got {text!r}")
+
+
+def rejection(said: Source, names: list[str]) -> dict[str, Any]:
+    """What is left out by one of several statistics, each with its bounds (rollout_corr_helper.py:156)."""
+    bounds = (said.text("rollout_rs_threshold") or "").split(",")
+    bounds = bounds * len(names) if len(bounds) == 1 else bounds
+    known = sum(name in _REJECTED for name in names)
+    if known > 1 or len(bounds) != len(names) or any(name not in (*_REJECTED, *_DIVERGENCES) for name in names):
+        said.lacks(
+            "rollout_rs", f"rejection by {', '.join(names)}: known here are {', '.join(_DIVERGENCES)}, and one of "
+            f"{', '.join(_REJECTED)}"
+        )  # fmt: skip
+        return {}
+    found: dict[str, Any] = {}
+    divergences: dict[str, float] = {}
+    for name, bound in zip(names, bounds, strict=True):
+        low, _, high = bound.strip().rpartition("_")
+        upper = _bound(high)
+        lower = _bound(low) if low else 1 / upper
+        if name in _DIVERGENCES:
+            divergences[_DIVERGENCES[name]] = upper
+        else:
+            # verl compares -log(trainer / engine) with the logarithms of the bounds.
+            found |= {"reject": _REJECTED[name], "reject_low": 1 / upper, "reject_high": 1 / lower}
+    return found | ({"reject_divergence": divergences} if divergences else {})
+
+
+def overlong(source: Source) -> dict[str, Any]:
+    """DAPO's penalty, in the three places where verl has had its keys."""
+    for start in (
+        "reward.reward_kwargs.overlong_buffer_cfg.",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.",
+        "reward_model.overlong_buffer.",
+    ):
+        said = source.under(start)
+        if said.flag("enable"):
+            buffer, penalty = said.whole("len"), said.number("penalty_factor")
+            return {"algorithm.overlong_buffer": buffer, "algorithm.overlong_penalty": 1.0 if penalty is None else penalty}
+    return {"algorithm.overlong_buffer": 0}
+
+
+def dynamic_sampling(source: Source) -> dict[str, Any]:
+    said = source.under("algorithm.filter_groups.")
+    if not said.flag("enable"):
+        return {"algorithm.dynamic_sampling": False}
+    rounds = said.whole("max_num_gen_batches") or 0
+    found: dict[str, Any] = {"algorithm.dynamic_sampling": True}
+    # 0 is no bound there.
+    found["algorithm.sampling_rounds"] = rounds if rounds > 0 else 1000
+    found["algorithm.prompts_per_round"] = source.whole("data.gen_batch_size")
+    # acc and score are without the penalty of long responses, seq_reward is with it, seq_final_reward with the KL too.
+    metric = said.text("metric") or ""
+    if metric == "seq_final_reward" and source.flag("algorithm.use_kl_in_reward"):
+        said.lacks("metric", "groups compared by rewards with their KL: say metric=seq_reward")
+    if metric.startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
+        found["algorithm.dynamic_sampling_by"] = "shaped_reward"
+    return found
