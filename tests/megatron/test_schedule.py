@@ -49,17 +49,19 @@ def test_every_optimizer_step_uses_the_rate_of_its_schedule(cluster, models, sch
     assert [change for _, change in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-3)
 
 
-@pytest.mark.parametrize(("per", "updates"), [("update", 1), ("step", 2)])
+@pytest.mark.parametrize(("per", "updates"), [("update", 1), ("step", 2), (4, 4)])
 @pytest.mark.parametrize(
     ("schedule", "kind"), [("constant", "constant_with_warmup"), ("linear", "linear"), ("cosine", "cosine")]
 )
 def test_a_schedule_from_0_is_that_of_transformers_stepped_per_update_or_step(cluster, models, schedule, kind, per, updates):
-    """What verl, ROLL and SkyRL do: torch's schedulers have rate 0 first, and verl's move once a step."""
+    """What verl, ROLL and SkyRL do: torch's schedulers have rate 0 first, and verl's move once a step, or once in each batch
+    of fully_async_policy, which is a part of a step."""
     from transformers import get_scheduler
 
     total = 8
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0.25, warmup_from=0, schedule_per=per, schedule=schedule)
-    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, total, updates)[0]
+    updates_per_step = updates if per == "step" else total
+    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, total, updates_per_step)[0]
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     oracle = get_scheduler(kind, adam, num_warmup_steps=total // updates // 4, num_training_steps=total // updates)
     expected = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -25,6 +26,7 @@ def simulate(rule: Admission, cuts: bool, seed: int, slowness: float) -> tuple[l
             unused[position], done_at[position] = step, now + draw.expovariate(1 / slowness)
             position += 1
         assert len(unused) <= (rule.max_staleness + 1) * PER_STEP + round(rule.oversample * PER_STEP)
+        assert step == 0 or len(unused) > (rule.max_staleness + 1) * PER_STEP - 1 or STEPS - step <= rule.max_staleness + 1
         for moment in sorted([now, *done_at.values()]):
             ready = [place for place in unused if done_at[place] <= max(moment, now)]
             if (chosen := rule.choose(unused, ready, step, cuts)) is not None:
@@ -44,7 +46,7 @@ def simulate(rule: Admission, cuts: bool, seed: int, slowness: float) -> tuple[l
     return taken, cut
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("max_staleness", [0, 0.3, 0.5, 1, 1.75, 2, 5])
 @pytest.mark.parametrize("slowness", [0.1, 1.0, 20.0])
 @pytest.mark.parametrize("oversample", [None, 0.0, 0.5])
 def test_no_step_takes_what_is_too_old_and_every_group_is_taken_once(max_staleness, slowness, oversample):
@@ -54,7 +56,7 @@ def test_no_step_takes_what_is_too_old_and_every_group_is_taken_once(max_stalene
         taken, cut = simulate(rule, oversample is not None, seed, slowness)
         for step, groups in enumerate(taken):
             assert len(groups) == PER_STEP
-            assert all(0 <= step - given_out <= max_staleness for _, given_out in groups)
+            assert all(0 <= step - given_out <= math.ceil(max_staleness) for _, given_out in groups)
         places = [place for groups in taken for place, _ in groups]
         assert len(set(places)) == len(places) == PER_STEP * STEPS
         if not oversample:
@@ -80,3 +82,13 @@ def test_a_step_waits_for_what_is_due_or_takes_what_is_there():
 def test_staleness_counts_steps_and_not_the_updates_within_them():
     versions = [(3, 12), (4, 16), (5, 16), (6, 20)]
     assert [staleness(versions, version, 6) for version in (12, 13, 16, 20)] == [3, 3, 1, 0]
+
+
+def test_a_part_of_a_step_ahead_is_verls_bound_and_no_sample_is_older_than_a_step():
+    """verl's fully_async_rollouter.py: int((1 + staleness_threshold) x required) are given out and not used at a sync."""
+    for threshold in (0.1, 0.15, 0.5, 0.75):
+        rule = Admission(threshold, 100, 10)
+        assert rule.room(0, 3) == 100 + round(100 * threshold)
+        assert rule.room(30, 3) == 70 + round(100 * threshold)
+        assert (rule.overdue({0: 3}, 3), rule.overdue({0: 3}, 4)) == ([], [0])
+    assert Admission(0.5, 100, 10).room(0, 9) == 100, "nothing is sampled for a step behind the end"

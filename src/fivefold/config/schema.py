@@ -52,8 +52,9 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls from `lr` to `min_lr` after the warm-up."""
-    schedule_per: Literal["update", "step"] = "update"
-    """What warm-up and decay count: optimizer steps, or steps of the run, through which the rate stays the same."""
+    schedule_per: Literal["update", "step"] | int = "update"
+    """What warm-up and decay count: optimizer steps, steps of the run, or so many optimizer steps; through each of them the
+    rate stays the same."""
     warmup_steps: Annotated[float, at_least(0)] = 0.0
     """Count over which the rate rises linearly; below 1 a share of the run."""
     warmup_from: Literal[0, 1] = 1
@@ -297,9 +298,10 @@ class EngineConfig:
 class RolloutConfig:
     """Sampling ahead of the trainer; docs/async.md."""
 
-    max_staleness: Annotated[int | None, within("[0, 1000]")] = None
+    max_staleness: Annotated[float | None, within("[0, 1000]")] = None
     """Steps between the weights that sample a response's first token and the step that trains on it, at most: so many steps
-    are sampled ahead, while the trainer trains. 0 waits as a synchronous run does; null is that run."""
+    are sampled ahead, while the trainer trains; 0.5 is half a step's prompts. 0 waits as a synchronous run does; null is
+    that run."""
     interrupt: Literal["continue", "finish", "abort"] = "continue"
     """What becomes of responses in flight when servers get new weights: they go on under the new ones, are finished under
     the old ones first, or are thrown away and sampled again."""

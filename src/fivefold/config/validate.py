@@ -183,7 +183,7 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
     is_weighed = correction.weight != "none" or correction.reject != "none" or correction.reject_divergence
     if rollout.max_staleness and not is_weighed and correction.old_logprobs_from != "engine":
         findings.note(
-            f"rollout.max_staleness {rollout.max_staleness}: nothing weighs what older weights have sampled, and a run can "
+            f"rollout.max_staleness {rollout.max_staleness:g}: nothing weighs what older weights have sampled, and a run can "
             "come apart by that (docs/async.md); algorithm.rollout_correction: {name: tis}, or {old_logprobs_from: engine}"
         )
     if not engine.is_server and rollout.interrupt != usual.interrupt:
@@ -261,6 +261,10 @@ def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
         warmup < 1 or warmup.is_integer(),
         "warmup_steps",
         f"must be a whole number, or a share of the run below 1: got {warmup:g}",
+    )
+    per = optimizer.schedule_per
+    findings.require(
+        isinstance(per, str) or per >= 1, "schedule_per", f"must be update, step, or optimizer steps, at least 1: got {per}"
     )
     findings.require(optimizer.min_lr <= optimizer.lr, "min_lr", f"must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
     if optimizer.schedule != "constant" and optimizer.decay_steps is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
@@ -111,7 +113,9 @@ def _describe_ahead(config: RunConfig) -> list[str]:
         return []
     more = f", {rollout.oversample:.0%} more prompts than needed" if rollout.oversample else ""
     in_flight = f"; what is in flight {_IN_FLIGHT[rollout.interrupt]}" if config.engine.is_server else ""
-    return [f"ahead    samples are at most {rollout.max_staleness} steps old{more}; {_LATE[rollout.tail]}{in_flight}"]
+    return [
+        f"ahead    samples are at most {math.ceil(rollout.max_staleness)} steps old{more}; {_LATE[rollout.tail]}{in_flight}"
+    ]
 
 
 def _describe_others(config: RunConfig) -> list[str]:

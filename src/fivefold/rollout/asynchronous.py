@@ -274,10 +274,10 @@ class AsyncRollouts:
         """Steps between each sample's oldest weights and its use; raises RuntimeError above `max_staleness`."""
         samples = [sample for group in groups for sample in group.samples]
         found = [staleness(self._versions, sample.policy_version, step) for sample in samples]
-        if max(found, default=0) > self._admission.max_staleness:
+        if max(found, default=0) > self._admission.oldest:
             raise RuntimeError(
                 f"a sample of step {step + 1} is {max(found)} steps old, rollout.max_staleness is "
-                f"{self._admission.max_staleness}: the engine has used weights that it should not have had"
+                f"{self._admission.max_staleness:g}: the engine has used weights that it should not have had"
             )
         return found
 

@@ -107,7 +107,8 @@ def build_schedule(
     optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int, updates_per_step: int = 1
 ) -> Schedule:
     """Rate over optimizer steps: of w warm-up steps the kth has k/w of `lr`, or (k - 1)/w with `warmup_from: 0`."""
-    updates_per_count = updates_per_step if settings.schedule_per == "step" else 1
+    counts = {"update": 1, "step": updates_per_step}
+    updates_per_count = counts[per] if isinstance(per := settings.schedule_per, str) else per
     total = total_updates // updates_per_count
     warmup = int(settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total)
     decay_steps = total if settings.decay_steps is None else settings.decay_steps
