@@ -357,7 +357,20 @@ GRPO_VERL = [
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.logger=console",
 ]  # fmt: skip
 
+# Between two syncs 4 x 2 mini-batches of 64 prompts, half of which may be given out ahead.
+FULLY_ASYNC = [
+    *GRPO_VERL, "-m=verl.experimental.fully_async_policy.fully_async_main", "data.train_batch_size=0", "data.gen_batch_size=1",
+    "trainer.n_gpus_per_node=6", "rollout.nnodes=1", "rollout.n_gpus_per_node=2", "rollout.total_rollout_steps=51200",
+    "async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4", "async_training.require_batches=2",
+    "async_training.partial_rollout=True", "actor_rollout_ref.actor.optim.lr_warmup_steps=60",
+]  # fmt: skip
+
 ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
+    # The rate moves once in two updates: the last of step 10 is in the 40th of the trainer's batches, with 39/60.
+    "verl fully asynchronous": (
+        ["verl", *FULLY_ASYNC],
+        Asked(512, 2560, 8, 2048, 0.65e-6, None, (0.2, 0.2, 3.0), "token-mean", "megatron:d6t1p1", "vllm:d2t1"),
+    ),
     # Warm-up over 20 steps from rate 0: step 10 has 9/20. Token budget 20000 on each of 2 ranks that share a sequence.
     "verl grpo on fsdp": (
         ["verl", *GRPO_VERL, "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000",
@@ -723,12 +736,17 @@ def test_details_of_those_runs():
     ("trinity", [], of_type("rec", "advantage_fn_args: {std_normalize: true}"), "a biased deviation"),
     ("trinity", [], of_type("mix_chord", ""), "the algorithm mix_chord"),
     ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear"), "log-probs that are estimated"),
-    ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8, sync_offset: 4"), "a part of sync_interval = 8"),
     ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_style: dynamic_by_explorer"), "weights that come when one of the two asks"),
     ("trinity", [], PPO_TRINITY.replace("sync_interval: 1", "sync_interval: 8"), "values that are computed anew by the critic"),
     ("trinity", [], GSM8K_TRINITY.replace("batch_size: 96", "batch_size: 96\n  total_steps: 100").replace("sync_interval: 1", "sync_interval: 8"), "ends between two syncs"),
     ("roll", [], GSM8K_ROLL + "async_generation_ratio: 1.5\n", "a part of a step that is sampled ahead"),
-    ("verl", [*GRPO_VERL, "-m=verl.experimental.fully_async_policy.fully_async_main", "async_training.staleness_threshold=0.5"], "", "samples that run ahead by a part"),
+    ("verl", [*GRPO_VERL, "-m=recipe.reward_queue.main", "async_training.staleness_threshold=0.5"], "", "another program than"),
+    ("verl", [*FULLY_ASYNC, "algorithm.adv_estimator=gae"], "", "values that are computed anew for each of the trainer's batches"),
+    ("verl", [*FULLY_ASYNC, "algorithm.adv_estimator=reinforce_plus_plus"], "", "advantages over the samples of each"),
+    ("verl", [*FULLY_ASYNC, "actor_rollout_ref.actor.ppo_epochs=2"], "", "batches that are each gone through several times"),
+    ("verl", [*FULLY_ASYNC, "actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1"], "", "a schedule over the whole run"),
+    ("verl", [*FULLY_ASYNC, "async_training.use_rollout_log_probs=False"], "", "old log-probs by the weights of each"),
+    ("verl", [*FULLY_ASYNC, "algorithm.filter_groups.enable=True"], "", "dynamic sampling, which this program leaves out"),
     ("skyrl", [*SKYRL, "trainer.fully_async.enabled=true"], "", "asynchronous training on shared GPUs"),
     ("skyrl", [*SKYRL, "trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"], "", "a step of another size than train_batch_size"),
 ])  # fmt: skip
@@ -1040,6 +1058,24 @@ AHEAD = {
         ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8, sync_offset: 16")],
         (2, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (768, 8, "engine"),
     ),
+    # Half such a period ahead.
+    "trinity, half a step off": (
+        ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8, sync_offset: 4")],
+        (0.5, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (768, 8, "engine"),
+    ),
+    # 16 prompts of 5 samples at once in each engine.
+    "verl, half a step off": (
+        ["verl", *FULLY_ASYNC], (0.5, "continue", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "engine"),
+    ),
+    "verl, with log-probs of the last sync": (
+        ["verl", *FULLY_ASYNC, "algorithm.rollout_correction.bypass_mode=False", "async_training.partial_rollout=False"],
+        (0.5, "finish", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "trainer"),
+    ),
+    "verl until 2026-02": (
+        ["verl", *FULLY_ASYNC, "async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True",
+         "async_training.staleness_threshold=0"],
+        (None, "continue", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "trainer"),
+    ),
     "trinity, one step off": (
         ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_offset: 1")],
         (1, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (96, 1, "engine"),
@@ -1091,6 +1127,14 @@ def test_trinitys_steps_are_counted_in_its_syncs():
     assert (found.trainer.steps, found.trainer.save_every, found.policy.optimizer.warmup_steps) == (20, 13, 20)
     # The warm-up over 20 of its steps is one over 20 updates.
     assert found.policy.optimizer.schedule_per == "update"
+
+
+def test_verls_asynchronous_steps_are_counted_in_its_syncs():
+    """51200 prompts of 512 a sync; rollout.test_freq said it until 2026-02."""
+    found = config("verl", *FULLY_ASYNC, "trainer.test_freq=20", "trainer.save_freq=30")
+    assert (found.trainer.steps, found.trainer.eval_every, found.trainer.save_every) == (100, 20, 30)
+    assert found.policy.optimizer.schedule_per == 2
+    assert config("verl", *FULLY_ASYNC, "rollout.test_freq=7", "trainer.test_freq=20").trainer.eval_every == 7
 
 
 OWN_REFERENCE = (

@@ -183,8 +183,9 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
     is_weighed = correction.weight != "none" or correction.reject != "none" or correction.reject_divergence
     if rollout.max_staleness and not is_weighed and correction.old_logprobs_from != "engine":
         findings.note(
-            f"rollout.max_staleness {rollout.max_staleness:g}: nothing weighs what older weights have sampled, and a run can "
-            "come apart by that (docs/async.md); algorithm.rollout_correction: {name: tis}, or {old_logprobs_from: engine}"
+            f"rollout.max_staleness {rollout.max_staleness:g}: nothing weighs what older weights have sampled, and a run "
+            f"can come apart by that (docs/async.md); algorithm.rollout_correction: {{name: tis}}, or "
+            f"{{old_logprobs_from: engine}}"
         )
     if not engine.is_server and rollout.interrupt != usual.interrupt:
         findings.ignore("interrupt", "the engine samples in the ranks: nothing is in flight when its weights change")

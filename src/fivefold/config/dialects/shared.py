@@ -181,7 +181,7 @@ def own_layout(policy: ParallelLayout, **sizes: int) -> str | None:
     return None if found.is_same(policy) else str(found)
 
 
-def ahead(steps: int, interrupt: str, tail: str = "wait") -> dict[str, Any]:
+def ahead(steps: float, interrupt: str, tail: str = "wait") -> dict[str, Any]:
     """Sampling so many steps ahead of the trainer; nothing of it where that is none."""
     return {"rollout.max_staleness": steps, "rollout.interrupt": interrupt, "rollout.tail": tail} if steps > 0 else {}
 

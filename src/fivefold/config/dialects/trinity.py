@@ -103,7 +103,7 @@ def periods(source: Source, steps: int | None) -> int:
 
 def ahead(source: Source) -> dict[str, Any]:
     """The explorer's step s has the weights of trainer's step max(0, (s - offset - 1) // interval) x interval (explorer.py,
-    need_sync), so that an offset of whole intervals is so many steps of ours."""
+    need_sync), so that an offset counts steps of ours, or a part of one, by its intervals."""
     if offline(source):
         return {}
     said = source.under("synchronizer.")
@@ -111,10 +111,6 @@ def ahead(source: Source) -> dict[str, Any]:
     if (style := said.text("sync_style") or "fixed") != "fixed":
         said.lacks(
             "sync_style", f"{style}: weights that come when one of the two asks, so that no step says how old a sample is"
-        )
-    if offset % interval:
-        said.lacks(
-            "sync_offset", f"a part of sync_interval = {interval}: whole intervals are steps of rollout.max_staleness"
         )
     if interval > 1:
         found = {**ADVANTAGES.get(chosen(source, "advantage", "advantage_fn"), {})}
@@ -128,7 +124,7 @@ def ahead(source: Source) -> dict[str, Any]:
         for is_asked, reason in reasons:
             if is_asked:
                 said.lacks("sync_interval", f"{reason}, where {interval} of them are one step here: say 1")
-    return shared.ahead(offset // interval, "finish")
+    return shared.ahead(offset / interval, "finish")
 
 
 def layout(source: Source) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.dialects import shared, verl_sft
+from fivefold.config.dialects import shared, verl_async, verl_sft
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
@@ -30,8 +30,6 @@ PROGRAMS = (
     "siirl.client.main_dag",
 )
 """Programs whose configuration says all of what they do."""
-ONE_STEP_OFF = ("recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
-"""Of those, the ones that sample a step ahead, on GPUs of their own."""
 
 
 def is_megatron(source: Source) -> bool:
@@ -49,15 +47,14 @@ def gpus(source: Source) -> int:
 
 def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
-    if name is not None and name not in (*PROGRAMS, *ONE_STEP_OFF):
+    if name is not None and name not in (*PROGRAMS, *verl_async.DEFAULTS):
         source.lacks("-m", "another program than verl.trainer.main_ppo: it may do what no key says")
+    elsewhere = "GPUs of their own for sampling, of another program than one_step_off_policy and fully_async_policy"
     if source.has(_R + "nnodes") and source.whole(_R + "nnodes"):
-        source.lacks(_R + "nnodes", "GPUs of their own for sampling, of another program than one_step_off_policy")
-    if name in ONE_STEP_OFF:
-        return shared.ahead(1, "finish")
-    if source.has("rollout.nnodes") and source.whole("rollout.nnodes"):
-        source.lacks("rollout.nnodes", "GPUs of their own for sampling, of another program than one_step_off_policy")
-    return {}
+        source.lacks(_R + "nnodes", elsewhere)
+    if not verl_async.is_apart(source) and source.has("rollout.nnodes") and source.whole("rollout.nnodes"):
+        source.lacks("rollout.nnodes", elsewhere)
+    return verl_async.ahead(source)
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -132,6 +129,8 @@ def micro_batch(source: Source) -> dict[str, Any]:
 
 
 def batch(source: Source) -> dict[str, Any]:
+    if verl_async.is_fully_async(source):
+        return verl_async.batch(source)
     prompts, mini = source.count("data.train_batch_size"), source.count(_A + "ppo_mini_batch_size")
     if not 0 < mini <= prompts:
         raise UnreadableError(f"{_A}ppo_mini_batch_size = {mini} must be in 1 to data.train_batch_size = {prompts}")
@@ -174,6 +173,8 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
         found["warmup_steps"] = said.number("lr_warmup_steps_ratio") or 0
     else:
         found["warmup_steps"] = steps
+    if verl_async.is_fully_async(source):
+        found |= verl_async.schedule(source, style, found["warmup_steps"])
     return {f"{ours}.{key}": value for key, value in found.items()}
 
 
@@ -238,16 +239,18 @@ def engine(source: Source) -> dict[str, Any]:
     if name == "hf":
         return {"engine.backend": "transformers"}
     tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
-    ep, is_apart = ep if ep == tp else 1, source.text("-m") in ONE_STEP_OFF
+    ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
     if is_apart:
-        placed = shared.engine_apart(source.count("rollout.nnodes") * source.count("rollout.n_gpus_per_node"), tp, ep)
+        world = source.count("rollout.nnodes") * source.count("rollout.n_gpus_per_node")
+        placed = shared.engine_apart(world, tp, ep)
     else:
-        placed = {"engine.backend": shared.engine_layout(gpus(source), tp, ep)}
+        placed = {"engine.backend": shared.engine_layout(world, tp, ep)}
     found: dict[str, Any] = {
         **placed,
         "engine.memory_fraction": said.number("gpu_memory_utilization"),
         "engine.max_num_seqs": said.whole("max_num_seqs"),
     }
+    found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
     if (length := said.whole("max_model_len")) is not None:
         found["engine.max_model_len"] = max(length, longest(source))
     if said.has("free_cache_engine") and not is_apart:
@@ -333,15 +336,17 @@ def run(source: Source) -> dict[str, Any]:
 
 
 def length_of_run(source: Source) -> dict[str, Any]:
+    if verl_async.is_fully_async(source):
+        return {"trainer.steps": verl_async.steps(source)}
     steps = source.whole("trainer.total_training_steps")
     return {"trainer.steps": steps} if steps and steps > 0 else {"trainer.epochs": source.count("trainer.total_epochs")}
 
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
-    if source.text("trainer.test_freq") == "after_each_epoch":
-        source.lacks("trainer.test_freq", "evaluation after each epoch: say a number of steps", changes_result=False)
+    if source.text(key := verl_async.evaluation_key(source)) == "after_each_epoch":
+        source.lacks(key, "evaluation after each epoch: say a number of steps", changes_result=False)
         return {}
-    return {"trainer.eval_every": shared.interval(source, "trainer.test_freq") if source.items("data.val_files") else 0}
+    return {"trainer.eval_every": shared.interval(source, key) if source.items("data.val_files") else 0}
 
 
 def profiler(source: Source) -> dict[str, Any]:
@@ -396,7 +401,6 @@ TABLE = Table(
     loses=(
         "adapters (LoRA)",
         "tools, several turns, images",
-        "asynchronous training by parts of a step (fully_async_policy)",
         "sampling with quantized weights",
     ),
     gains=(
@@ -409,13 +413,7 @@ TABLE = Table(
 
 
 OTHER_TABLES = (verl_sft.TABLE,)
-_APART = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
-_BYPASS = {"algorithm.rollout_correction.bypass_mode": True}
-_AHEAD = {
-    # The older one computes old log-probs (until 2025-11), the newer one takes the engine's.
-    program: replace(TABLE, defaults=DEFAULTS | _APART | (_BYPASS if program.startswith("verl.") else {}))
-    for program in ONE_STEP_OFF
-}
+_AHEAD = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in verl_async.DEFAULTS.items()}
 """Tables of programs whose configuration has other defaults."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source, UnreadableError
+from fivefold.config.dialects.verl_async import bypasses
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -72,7 +73,7 @@ def loss(source: Source) -> dict[str, Any]:
         return {}
     found = dict(LOSSES[mode])
     bypassed = source.under("algorithm.rollout_correction.")
-    if bypassed.flag("bypass_mode") and bypassed.text("loss_type") == "reinforce":
+    if bypasses(source) and bypassed.text("loss_type") == "reinforce":
         # bypass_mode takes the place of loss_mode; the weight has no gradient, as CISPO's.
         weighted = bypassed.text("rollout_is") is not None
         found = {"surrogate": "cispo"} if weighted else {"surrogate": "log_likelihood"}
@@ -83,7 +84,7 @@ def loss(source: Source) -> dict[str, Any]:
             bound = actor.number(key.replace("clip_", "clip_ratio_"))
             # Below 0 no ratio falls: 1 is no bound.
             found[key] = min(bound if bound is not None else common or 0.0, 1.0 if key == "clip_low" else 1e9)
-        if bypassed.flag("bypass_mode") and bypassed.text("loss_type") == "reinforce":
+        if bypasses(source) and bypassed.text("loss_type") == "reinforce":
             found |= {"clip_low": 1.0, "clip_high": (bypassed.number("rollout_is_threshold") or 2.0) - 1}
         if surrogate == "gmpo":
             found["clip_low"] = actor.number("clip_ratio_low")
@@ -158,7 +159,7 @@ def correction(source: Source) -> dict[str, Any]:
         return {"algorithm.rollout_correction.name": "tis", "algorithm.rollout_correction.high": cap}
     said = source.under("algorithm.rollout_correction.")
     found: dict[str, Any] = {}
-    if said.flag("bypass_mode"):
+    if bypasses(source):
         weighted, reinforce = said.text("rollout_is"), said.text("loss_type") == "reinforce"
         if reinforce and weighted is None:
             if said.text("rollout_rs") is not None:

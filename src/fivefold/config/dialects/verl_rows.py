@@ -13,11 +13,9 @@ _A, _R, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "acto
 _TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
 _OF_POLICY = "it has the policy's layout and options"
 _LORA = "low-rank adapters: all weights are trained"
-_ASYNC = "sampling while the policy learns (asynchronous training), of another program than one_step_off_policy"
-_PARTS = (
-    "samples that run ahead by a part (staleness_threshold) of trigger_parameter_sync_step x require_batches mini-batches "
-    "and are trained on in the order in which they are complete (fully_async_rollouter.py:199): rollout.max_staleness "
-    "counts whole steps"
+_ASYNC = (
+    "sampling while the policy learns (asynchronous training), of another program than one_step_off_policy and "
+    "fully_async_policy"
 )
 _NOT_TEXT = "images, videos and audio"
 _TOOLS = "tools and several turns"
@@ -413,7 +411,6 @@ SECTIONS = (
             ),
             "how the same number is computed",
         ),
-        fixed(_A + "use_rollout_log_probs", "read by asynchronous training only"),
         fixed("**._target_", "Hydra's name of a class", takes_any=True),
         used(_A + "optim.eps", "policy.optimizer.eps"),
         fixed(
@@ -538,10 +535,38 @@ SECTIONS = (
         used(
             f"rollout.nnodes rollout.n_gpus_per_node {_R}nnodes",
             "engine.backend engine.placement",
-            "Of one_step_off_policy: GPUs of the engine, behind the policy's. 0 shares the policy's GPUs.",
+            "Of one_step_off_policy and fully_async_policy: GPUs of the engine, behind the policy's. 0 shares the "
+            "policy's GPUs.",
         ),
         fixed(_R + "n_gpus_per_node", "read with rollout.nnodes only"),
-        lacks("async_training.**", _PARTS),
+        used(
+            "async_training.staleness_threshold async_training.trigger_parameter_sync_step async_training.require_batches "
+            "async_training.partial_rollout rollout.total_rollout_steps rollout.test_freq",
+            "rollout data.prompts_per_step algorithm.updates_per_step policy.optimizer.schedule_per trainer.steps "
+            "trainer.eval_every",
+            "Of fully_async_policy. What lies between two syncs is one step: trigger_parameter_sync_step x "
+            "require_batches x ppo_mini_batch_size prompts, an update for each mini-batch. staleness_threshold, the share "
+            "of them that is given out ahead (fully_async_rollouter.py, set_max_required_samples), is "
+            "rollout.max_staleness; partial_rollout is interrupt: continue, without it finish. verl trains on groups in "
+            "the order in which they are complete, however old they are; a step here takes the oldest that are complete, "
+            "and what would become too old is sampled again (tail: carry). total_rollout_steps counts prompts, save_freq "
+            "and test_freq syncs; the rate moves once in each of the trainer's batches, of require_batches updates. verl "
+            "ends with total_epochs where that is earlier: say trainer.steps then.",
+        ),
+        used(
+            "async_training.use_rollout_log_probs async_training.compute_prox_log_prob",
+            "algorithm.rollout_correction",
+            "Until 2026-02, before rollout_correction.bypass_mode said it; true and false when left out: old log-probs are "
+            "the engine's.",
+        ),
+        used("async_training.concurrent_samples_per_replica", "engine.max_num_seqs", "Prompts in flight in each engine."),
+        lacks("async_training.use_dynamic_resource_scheduling", "GPUs that move between trainer and engines", [False]),
+        lacks("async_training.enable_reward_queue", "another recipe's queue of rewards", [False]),
+        fixed("async_training.**", "how weights are sent, and who evaluates"),
+        fixed(
+            f"rollout.n rollout.total_epochs {_A}use_rollout_log_probs",
+            "actor_rollout_ref.rollout.n, trainer.total_epochs and async_training say it",
+        ),
         lacks("rollout.** trainer.n_training_gpus_per_node trainer.num_*", _ASYNC),
     ),
     Section.of(
@@ -678,10 +703,10 @@ SECTIONS = (
         used(
             "-m",
             "algorithm.name rollout engine.placement",
-            "main_ppo, and DAPO's main_dapo. one_step_off_policy is rollout.max_staleness: 1 with interrupt: finish: a "
-            "step's prompts are sampled by the weights before the last update, whole (ray_trainer.py:509). Under "
-            "recipe (until 2025-11) it computes old log-probs when bypass_mode is left out, under verl.experimental they "
-            "are the engine's.",
+            "main_ppo, DAPO's main_dapo, fully_async_policy. one_step_off_policy is rollout.max_staleness: 1 with "
+            "interrupt: finish: a step's prompts are sampled by the weights before the last update, whole "
+            "(ray_trainer.py:509). Under recipe (until 2025-11) it computes old log-probs when bypass_mode is left out, "
+            "under verl.experimental they are the engine's.",
         ),
     ),
 )
