@@ -1185,5 +1185,14 @@ def test_weights_of_a_checkpoint_of_megatron_core_are_those_of_the_role_that_nam
     assert weights(*ours, *kl) == ("mc", "hf", "hf")
     assert weights(*ours, *reference, *kl) == ("mc", "hf", "mr")
     assert weights(*reference, *kl) == ("hf", "hf", "mr")
-    refused = translated(system, *words, "critic.megatron.use_dist_checkpointing=True").refusals
-    assert len(refused) == 1 and "critic.path names one here" in refused[0]
+    value = [
+        "algorithm.adv_estimator=gae",
+        "critic.megatron.use_dist_checkpointing=True",
+        "critic.megatron.dist_checkpointing_path=mv",
+    ]
+    found = config(system, *words, *value, "critic.model.path=hf")
+    assert (found.critic.path, found.model.path, found.model.config) == ("mv", "hf", "hf")
+    grpo = config(system, *words, "algorithm.adv_estimator=grpo", *value[1:], "actor_rollout_ref.rollout.n=2")
+    assert (grpo.critic.path, grpo.model.config) == (None, None), "GRPO has no critic"
+    (refused,) = translated(system, *words, *value, "critic.model.path=other").refusals
+    assert "weights in Megatron-Core's form of another model" in refused

@@ -182,15 +182,31 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
     """Weights of policy and reference that are not those of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
+    if source.flag("reward_model.enable") and source.flag("reward_model.megatron.use_dist_checkpointing"):
+        source.lacks(
+            "reward_model.megatron.use_dist_checkpointing",
+            "a reward model in Megatron-Core's form, to which verl adds a value head at random: name its Hugging Face "
+            "directory",
+        )
     weights: dict[str, Any] = {}
+    directory = shared.path(source, _M + "path")
     has_reference = source.flag(_A + "use_kl_loss") or source.flag("algorithm.use_kl_in_reward")
-    roles = [("model.path", _A), *([("reference.path", "actor_rollout_ref.ref.")] if has_reference else [])]
-    for ours, role in roles:
-        if source.flag(f"{role}megatron.use_dist_checkpointing"):
-            weights[ours] = source.text(f"{role}megatron.dist_checkpointing_path")
+    roles = [
+        ("model.path", _A, _M + "path", True),
+        ("reference.path", "actor_rollout_ref.ref.", _M + "path", has_reference),
+        ("critic.path", _C, _C + "model.path", (source.text("algorithm.adv_estimator") or "gae") == "gae"),
+    ]
+    for ours, role, describing, is_there in roles:
+        if not (source.flag(f"{role}megatron.use_dist_checkpointing") and is_there):
+            continue
+        weights[ours] = source.text(f"{role}megatron.dist_checkpointing_path")
+        if shared.path(source, describing) != directory:
+            source.lacks(
+                f"{role}megatron.use_dist_checkpointing",
+                f"weights in Megatron-Core's form of another model than {_M}path, whose config.json is model.config here",
+            )
     if not weights:
         return {}
-    directory = shared.path(source, _M + "path")
     if has_reference and "reference.path" not in weights:
         weights["reference.path"] = directory
     return {**weights, "model.config": directory}
@@ -375,11 +391,11 @@ DERIVED = (
     micro_batch,
     optimizer,
     critic,
-    megatron_checkpoints,
     sampling,
     engine,
     evaluation,
     rewards,
+    megatron_checkpoints,
     run,
     length_of_run,
     evaluation_interval,

@@ -351,19 +351,15 @@ SECTIONS = (
             "fits every layout",
         ),
         used(
-            f"{_A}megatron.use_dist_checkpointing {_A}megatron.dist_checkpointing_path "
-            "actor_rollout_ref.ref.megatron.use_dist_checkpointing actor_rollout_ref.ref.megatron.dist_checkpointing_path",
-            "model.path model.config reference.path",
-            "Weights of a checkpoint of Megatron-Core; config.json and tokenizer stay those of the Hugging Face directory.",
-        ),
-        lacks(
-            f"{_C}megatron.use_dist_checkpointing reward_model.megatron.use_dist_checkpointing",
-            "weights of a critic or a reward model from a checkpoint of Megatron-Core: critic.path names one here",
-            [False],
-        ),
-        fixed(
-            f"{_C}megatron.dist_checkpointing_path reward_model.megatron.dist_checkpointing_path",
-            "read with use_dist_checkpointing only",
+            tuple(
+                f"{role}megatron.{name}"
+                for role in _TRAINERS
+                for name in ("use_dist_checkpointing", "dist_checkpointing_path")
+            ),
+            "model.path model.config reference.path critic.path",
+            "Weights of a checkpoint of Megatron-Core; config.json and tokenizer stay those of the Hugging Face "
+            "directory. A value head that it lacks is drawn at random in verl: a critic's starts at 0 here, and a reward "
+            "model without one is refused.",
         ),
         slower(
             tuple(f"{role}megatron.use_megatron_fsdp" for role in _TRAINERS),
