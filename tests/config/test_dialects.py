@@ -876,6 +876,14 @@ def test_old_logprobs_are_those_that_areal_takes():
     }  # fmt: skip
 
 
+def test_verls_fp8_rollout_quantizes_the_policys_weights_in_blocks():
+    words = [*GRPO_VERL, "actor_rollout_ref.rollout.quantization=fp8"]
+    assert config("verl", *words).engine.vllm["quantization"] == "fp8_per_block"
+    assert "quantization" not in config("verl", *GRPO_VERL).engine.vllm
+    (refused,) = translated("verl", *words[:-1], "actor_rollout_ref.rollout.quantization=torchao").refusals
+    assert "known here is fp8" in refused
+
+
 def test_a_group_of_one_has_the_advantage_that_verl_gives_it():
     found = config("verl", *GRPO_VERL, "actor_rollout_ref.rollout.n=1").algorithm.resolved
     assert (found.advantage, found.normalize) == ("reward", "none")

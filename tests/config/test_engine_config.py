@@ -446,6 +446,18 @@ def test_a_quantized_engine_is_said_not_to_be_compared(files, vllm):
     assert ignored["engine.verify_weights_every"].startswith("what a quantized engine holds")
 
 
+def test_weights_that_were_quantized_before_are_not_those_of_the_policy(files, vllm, tmp_path):
+    vllm("0.26.0")
+    (error,) = check(config(files, backend="vllm:t2", vllm={"quantization": "awq"})).errors
+    assert error.startswith("engine.vllm.quantization must be made of the policy's weights as they come: one of fp8, ")
+    methods = tmp_path / "vllm/model_executor/layers/quantization/__init__.py"
+    methods.parent.mkdir(parents=True)
+    methods.write_text('QuantizationMethods = Literal["fp8", "awq"]\n')
+    for form, fault in (("fp8", None), ("fp8_per_block", "engine.vllm.quantization: vLLM 0.26.0 has no fp8_per_block")):
+        found = check(config(files, backend="vllm:t2", vllm={"quantization": form})).errors
+        assert [error.partition(": install")[0] for error in found] == ([fault] if fault else [])
+
+
 def test_the_summary_says_what_samples(files, vllm):
     from fivefold.models.families import load_spec
 

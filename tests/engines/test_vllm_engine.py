@@ -260,3 +260,27 @@ def closed(mesh, directory: Path):
 
 def test_closing_the_engine_leaves_the_trainer_s_groups_and_no_shared_memory(cluster, sized):
     assert cluster.run(closed, "megatron:d2", sized("qwen3")) == [(2.0, [])] * 2
+
+
+def test_scales_of_quantized_weights_are_awaited_from_nobody():
+    """vLLM makes them of the weights as they come; it restores a layer to what its files have before."""
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    from fivefold.engines.vllm.extension import WeightReceiver
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    record_metadata_for_reloading(model)
+    for layer in model:
+        layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+        layer.weight_scale_inv = torch.nn.Parameter(torch.ones(1, 1), requires_grad=False)
+
+    class Receiver(WeightReceiver):
+        device = torch.device("cpu")
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(tie_word_embeddings=False)))
+
+        def get_model(self):
+            return model
+
+    receiver = Receiver()
+    receiver.begin_weights(verify=False)
+    assert set(receiver._names) == {"0.weight", "0.bias", "1.weight", "1.bias"}

@@ -267,6 +267,10 @@ def engine(source: Source) -> dict[str, Any]:
         "engine.max_num_seqs": said.whole("max_num_seqs"),
     }
     found |= verl_async.in_flight(source, world // tp, said.whole("max_num_seqs"))
+    if (form := said.text("quantization")) is not None:
+        if form != "fp8":
+            said.lacks("quantization", f"sampling with weights quantized as {form}: known here is fp8")
+        found["engine.vllm.quantization"] = "fp8_per_block"
     if (length := said.whole("max_model_len")) is not None:
         found["engine.max_model_len"] = max(length, longest(source))
     if said.has("free_cache_engine") and not is_apart:
@@ -417,7 +421,6 @@ TABLE = Table(
     loses=(
         "adapters (LoRA)",
         "tools, several turns, images",
-        "sampling with quantized weights",
     ),
     gains=(
         "a batch vocabulary that is printed before the run starts",

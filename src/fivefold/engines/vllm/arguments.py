@@ -10,6 +10,7 @@ from typing import Any
 
 from fivefold.config.findings import Findings
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
+from fivefold.errors import shown
 
 VERSIONS = ((0, 20), (0, 32))
 """First and last minor version that this door is written for."""
@@ -47,6 +48,11 @@ FIXED = {
 }
 """Arguments that cannot be another, with the reason."""
 
+QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
+"""Forms that vLLM makes of weights as they come, so that a step's new ones can be given to it; others are of files whose
+weights were quantized before."""
+_METHODS = Path("model_executor", "layers", "quantization", "__init__.py")
+
 
 def installed_version() -> str | None:
     """The version of vLLM (or of its build for CPUs) that is installed."""
@@ -74,6 +80,19 @@ def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
     )
     known = engine_arguments(package / "engine" / "arg_utils.py")
     check_arguments(findings.at("vllm"), f"vLLM {version}", given, known, OURS, FIXED)
+    if (form := given.get("quantization")) is not None:
+        _check_quantization(findings.at("vllm"), version, package / _METHODS, form)
+
+
+def _check_quantization(findings: Findings, version: str, methods: Path, form: Any) -> None:
+    """Errors where vLLM cannot make this form of weights that come anew in each step; `methods` names those that it has."""
+    if form not in QUANTIZATIONS:
+        findings.error(
+            "quantization",
+            f"must be made of the policy's weights as they come: one of {', '.join(QUANTIZATIONS)}; got {shown(form)}",
+        )
+    elif methods.is_file() and f'"{form}"' not in methods.read_text():
+        findings.error("quantization", f": vLLM {version} has no {form}: install a newer one, or write fp8")
 
 
 def check_requests_go_on(findings: Findings) -> None:

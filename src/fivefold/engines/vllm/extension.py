@@ -96,7 +96,7 @@ class WeightReceiver:
             # On a CPU a kernel that exists keeps weights of experts in its own order, and would not be given the new ones.
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
-        self._names = {name: tensor.dtype for name, tensor in model.named_parameters() if not name.endswith(_DERIVED)}
+        held = {name: tensor.dtype for name, tensor in model.named_parameters() if not name.endswith(_DERIVED)}
         copies = {
             f"{name}.{kind}": module.num_kv_head_replicas
             for name, module in model.named_modules()
@@ -104,11 +104,14 @@ class WeightReceiver:
             for kind in ("weight", "bias")
         }
         self._is_tied = self.vllm_config.model_config.hf_config.tie_word_embeddings
+        initialize_layerwise_reload(model)
+        # The scales of quantized weights are made of what comes, and come from nobody.
+        awaited = {name for name, _ in model.named_parameters()}
+        self._names = {name: dtype for name, dtype in held.items() if name in awaited}
         self._loaded: set[str] = set()
         fused = getattr(model, "packed_modules_mapping", {})
         self._sent = SentWeights(self._names, fused, copies) if verify else None
         self._reader = BucketReader(self.device, self._groups)
-        initialize_layerwise_reload(model)
 
     def receive_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Take tensors by their names in Hugging Face files; they must not be written to afterwards."""
