@@ -47,17 +47,15 @@ EXPERTS = {
 
 
 class _Standing(dict):  # type: ignore[type-arg]
-    """Variables that stand open: paths, or 1 where a number is asked for."""
+    """Variables that stand open: paths, 8 of GPUs and nodes, or 1 where another number is asked for."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def __missing__(self, name: str) -> str:
-        return (
-            "/stand/in"
-            if any(word in name.upper() for word in ("HOME", "PATH", "DIR", "ROOT", "MODEL", "PWD", "FILE"))
-            else "1"
-        )
+        if any(word in name.upper() for word in ("HOME", "PATH", "DIR", "ROOT", "MODEL", "PWD", "FILE")):
+            return "/stand/in"
+        return "8" if any(word in name.upper() for word in ("GPU", "NODE", "WORKER_NUM")) else "1"
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name]
@@ -72,7 +70,10 @@ def records(directory: Path, system: str) -> Iterator[dict[str, Any]]:
 def source_of(record: dict[str, Any]) -> tuple[Tree, list[str]]:
     """Tree and words of a record; what a command line says in options stands among the words."""
     tree = record.get("tree") or record.get("config_tree") or {}
-    words = [f"{key}={value}" for key, value in (record.get("settings") or {}).items()]
+    open_commands = [text for text in record.get("unresolved") or () if text.startswith("$(")]
+    words = [
+        f"{key}={'1' if str(value) in open_commands else value}" for key, value in (record.get("settings") or {}).items()
+    ]
     if record.get("entry"):
         words.append(f"-m={record['entry']}")
     if record.get("config_name") and not record.get("config_tree"):
@@ -87,15 +88,19 @@ def second_file(record: dict[str, Any]) -> str | None:
 
 
 def runs(found: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any]]:
-    """The records that are runs: with their second file in `directory` where it is a record too, which is then no run."""
+    """The records that are runs, with their second file in `directory`: of the same commit or of another, empty where the
+    collection has none. What is only a second file (verl's sections, and nothing of Trinity's) is no run."""
     places = {(record.get("commit"), record["path"]): record for record in found}
+    anywhere = {record["path"]: record for record in found}
     named = {(record.get("commit"), second_file(record)) for record in found}
     for record in found:
-        if (record.get("commit"), record["path"]) in named:
+        tree = record.get("tree") or {}
+        if (record.get("commit"), record["path"]) in named or ("actor_rollout_ref" in tree and not record.get("entry")):
             continue
-        if (other := places.get((record.get("commit"), second_file(record)))) is not None:
+        if (name := second_file(record)) is not None:
+            other = places.get((record.get("commit"), name)) or anywhere.get(name)
             path = directory / f"second-{len(list(directory.iterdir()))}.yaml"
-            path.write_text(json.dumps(other["tree"]))
+            path.write_text(json.dumps(other["tree"] if other else {}))
             tree = {**record["tree"], "trainer": {**record["tree"]["trainer"], "trainer_config_path": str(path)}}
             record = {**record, "tree": tree}
         yield record

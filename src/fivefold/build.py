@@ -252,6 +252,7 @@ def build_models(
         SkipGuard(ranks, config.trainer.guard.max_skipped, config.run_dir, logger.log),
         seed=config.trainer.seed,
         critic_warmup=warmup,
+        values_per_update=config.algorithm.values_per == "update",
     )
 
 

@@ -737,11 +737,11 @@ def test_details_of_those_runs():
     ("trinity", [], of_type("mix_chord", ""), "the algorithm mix_chord"),
     ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear"), "log-probs that are estimated"),
     ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_style: dynamic_by_explorer"), "weights that come when one of the two asks"),
-    ("trinity", [], PPO_TRINITY.replace("sync_interval: 1", "sync_interval: 8"), "values that are computed anew by the critic"),
+    ("trinity", [], of_type("reinforceplusplus").replace("sync_interval: 1", "sync_interval: 8"), "advantages over the samples of each"),
     ("trinity", [], GSM8K_TRINITY.replace("batch_size: 96", "batch_size: 96\n  total_steps: 100").replace("sync_interval: 1", "sync_interval: 8"), "ends between two syncs"),
     ("roll", [], GSM8K_ROLL + "async_generation_ratio: 1.5\n", "a part of a step that is sampled ahead"),
     ("verl", [*GRPO_VERL, "-m=recipe.reward_queue.main", "async_training.staleness_threshold=0.5"], "", "another program than"),
-    ("verl", [*FULLY_ASYNC, "algorithm.adv_estimator=gae"], "", "values that are computed anew for each of the trainer's batches"),
+    ("verl", [*FULLY_ASYNC, "algorithm.adv_estimator=gae"], "", "values that are computed anew for batches of several updates"),
     ("verl", [*FULLY_ASYNC, "algorithm.adv_estimator=reinforce_plus_plus"], "", "advantages over the samples of each"),
     ("verl", [*FULLY_ASYNC, "actor_rollout_ref.actor.ppo_epochs=2"], "", "batches that are each gone through several times"),
     ("verl", [*FULLY_ASYNC, "actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1"], "", "a schedule over the whole run"),
@@ -1135,6 +1135,18 @@ def test_trinitys_steps_are_counted_in_its_syncs():
     assert (found.trainer.steps, found.trainer.save_every, found.policy.optimizer.warmup_steps) == (20, 13, 20)
     # The warm-up over 20 of its steps is one over 20 updates.
     assert found.policy.optimizer.schedule_per == "update"
+
+
+def test_a_critic_computes_values_anew_where_several_steps_of_another_trainer_are_one():
+    assert config("trinity", tree=PPO_TRINITY).algorithm.values_per == "step"
+    found = config("trinity", tree=PPO_TRINITY.replace("sync_interval: 1", "sync_interval: 8"))
+    assert (found.algorithm.values_per, found.algorithm.updates_per_step) == ("update", 8)
+    assert (found.critic.optimizer.schedule_per, found.policy.optimizer.schedule_per) == ("update", "update")
+    words = ["algorithm.adv_estimator=gae", "critic.model.path=c", "async_training.require_batches=1"]
+    assert config("verl", *FULLY_ASYNC, *words).algorithm.values_per == "update"
+    assert (
+        config("trinity", tree=GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8")).algorithm.values_per == "step"
+    )
 
 
 def test_verls_asynchronous_steps_are_counted_in_its_syncs():

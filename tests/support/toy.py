@@ -148,7 +148,7 @@ def toy_prompts() -> list[Prompt]:
 def toy_parts(
     mesh: Any, run_dir: Path, name: str, choices: methods.Choices, policy: ToyModel, steps: int, source: Any = None, *,
     updates_per_step: int = 2, ppo_epochs: int = 1, critic_warmup: int = 0, group_size: int = 8, groups_per_step: int = 8,
-    max_rounds: int = 3, **trainer: Any,
+    max_rounds: int = 3, values_per_update: bool = False, **trainer: Any,
 ) -> Any:  # fmt: skip
     """A run of the real parts around the toy model; `source` takes the place of the method's own rollouts."""
     from fivefold.algo import Objective
@@ -189,6 +189,7 @@ def toy_parts(
     models = Models(
         policy, ToyModel() if objective.needs_reference else None, ToyModel(value_head=True) if objective.needs_critic else None,
         objective, ValueLoss(), ranks, SkipGuard(ranks, 0, run_dir, print), seed=3, critic_warmup=critic_warmup,
+        values_per_update=values_per_update,
     )  # fmt: skip
     settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
     config = TrainerConfig(seed=3, **(settings | trainer))

@@ -324,6 +324,10 @@ class AlgorithmConfig(Choices):
     """Optimizer steps into which one rollout is divided."""
     ppo_epochs: Annotated[int, within("[1, 1000]")] = 1
     """Times each rollout is gone through."""
+    values_per: Literal["step", "update"] = "step"
+    """When the critic computes the values that advantages are made of: before the updates of a step, all at once, or before
+    each of them, as the updates before have left it; advantages are then whitened over the update. As where every
+    optimizer step is a step of its own, on samples of older weights."""
     sampling_rounds: Annotated[int, above(0)] = 10
     """Rounds of dynamic sampling in one step at most; then groups of equal rewards fill up what is missing."""
     prompts_per_round: Annotated[int, above(0)] | None = None

@@ -144,6 +144,15 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
         f"must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
         f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
     )
+    if algorithm.values_per == "update":
+        if not config.uses_critic:
+            findings.ignore("algorithm.values_per", "there is no critic")
+        findings.require(
+            algorithm.ppo_epochs == 1 or not config.uses_critic,
+            "algorithm.values_per",
+            f": update needs algorithm.ppo_epochs: 1, for the values of an update are those before it: "
+            f"got {algorithm.ppo_epochs}",
+        )
 
 
 def _check_rollout(findings: Findings, config: RunConfig) -> None:

@@ -30,6 +30,10 @@ class MiniBatch:
     number: int
     """Counted over the step, all epochs."""
     stats: RolloutStats
+    source: TokenBatch
+    """The step's batch, which this is a part of."""
+    places: list[int]
+    """Of its samples there."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class MiniBatches:
                 rows_N = (stats.minibatch_N == number).nonzero()[:, 0]
                 own = [int(place) for place in (own_N == number).nonzero()[:, 0]]
                 weighted = self._weighted(batch.select(own), rows_N, stats)
-                yield MiniBatch(weighted, rows_N, epoch * stats.minibatches + number, stats)
+                yield MiniBatch(weighted, rows_N, epoch * stats.minibatches + number, stats, batch, own)
 
     def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats) -> TokenBatch:
         """The tokens with their weights, whose denominators are those of all replicas."""

@@ -33,6 +33,8 @@ class Models:
     seed: int = 0
     critic_warmup: int = 0
     """Steps in which only the critic learns."""
+    values_per_update: bool = False
+    """Values and advantages of an update are those of the critic that the updates before it have left."""
 
     @property
     def learners(self) -> dict[str, Model]:
@@ -78,10 +80,21 @@ class Models:
         reports = []
         with self.on_device("critic"):
             for mini in minibatches:
+                if self.values_per_update:
+                    self._revalue(mini)
                 report = self.critic.train_step(mini.batch, self.value_loss)
                 self.guard.check(report, mini.batch, "critic", step)
                 reports.append(replace(report, metrics=self.value_loss.finalize_metrics(report.metrics)))
         return reports
+
+    def _revalue(self, mini: MiniBatch) -> None:
+        """Values by the critic as it is now, and advantages over this update alone, for the policy's update too."""
+        assert self.critic is not None
+        part, index = mini.batch, mini.source.token_index(mini.places)
+        part.values_T = self.critic.forward(part)
+        self.objective.assign_advantages(part, mini.stats, self.ranks)
+        for name in ("values_T", "advantages_T", "returns_T"):
+            getattr(mini.source, name)[index] = getattr(part, name)
 
     def update_policy(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
         """The policy's optimizer steps; none while only the critic learns."""

@@ -117,7 +117,6 @@ def ahead(source: Source) -> dict[str, Any]:
         over_batch = found.get("whiten") or source.text("algorithm.advantage_fn_args.std_cal_level") == "batch"
         section = "kl_penalty_fn_args" if (source.text("algorithm.kl_penalty_fn") or "none") != "none" else "kl_loss_fn_args"
         reasons = (
-            (found.get("credit") == "gae", "values that are computed anew by the critic in each of the trainer's steps"),
             (over_batch and found.get("credit") != "gae", "advantages over the samples of each of the trainer's steps"),
             (source.flag(f"algorithm.{section}.adaptive"), "a KL coefficient that moves in each of the trainer's steps"),
         )
@@ -188,10 +187,12 @@ def batch(source: Source) -> dict[str, Any]:
             f"a trainer's step of {taken} samples beside an explorer's of {tasks} x {group}: they must be as many",
         )
     steps = period(source)
+    with_critic = chosen(source, "advantage", "advantage_fn") == "ppo"
     return {
         "data.prompts_per_step": tasks * steps,
         "algorithm.group_size": group,
         "algorithm.updates_per_step": steps,
+        "algorithm.values_per": "update" if with_critic and steps > 1 else None,
     }
 
 
@@ -238,7 +239,7 @@ def critic(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {
         "critic.value_clip": source.number(CRITIC + "cliprange_value"),
         "critic.optimizer.lr": source.number(CRITIC + "optim.lr"),
-        "critic.optimizer.schedule_per": "step",
+        "critic.optimizer.schedule_per": "step" if period(source) == 1 else "update",
         "critic.optimizer.warmup_from": 0,
     }
     if path := source.text("model.critic_model_path"):
@@ -248,7 +249,9 @@ def critic(source: Source) -> dict[str, Any]:
             budget, lengths(source)["data.max_prompt_tokens"] + source.count("model.max_response_tokens")
         )
     if (warmup := source.whole(VERL + "trainer.critic_warmup") or 0) > 1:
-        found["critic.warmup_steps"] = warmup - 1
+        if (warmup - 1) % period(source):
+            source.lacks(VERL + "trainer.critic_warmup", "a critic that learns alone until between two syncs")
+        found["critic.warmup_steps"] = periods(source, warmup - 1)
     return found
 
 

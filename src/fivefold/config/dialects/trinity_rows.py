@@ -44,13 +44,15 @@ SECTIONS = (
         ),
         used(
             "synchronizer.sync_interval synchronizer.sync_offset synchronizer.sync_style",
-            "rollout data.prompts_per_step algorithm.updates_per_step policy.optimizer.schedule_per trainer.steps "
+            "rollout data.prompts_per_step algorithm.updates_per_step algorithm.values_per policy.optimizer.schedule_per "
+            "critic.optimizer.schedule_per trainer.steps "
             "trainer.save_every trainer.eval_every",
             "sync_interval I of the trainer's steps between two syncs are one step here, of I updates: their samples are "
-            "all of the same weights, and their old log-probs the engine's. Steps are counted so: total_steps / I, and "
-            "intervals of checkpoints and evaluations rounded up. A sync_offset of k x I is rollout.max_staleness: k, a "
-            "part of a step too, with interrupt: finish, for responses are whole before weights come (explorer.py, "
-            "save_checkpoint). What is left of an epoch behind its last whole interval is not trained on here.",
+            "all of the same weights, and their old log-probs the engine's; a critic computes the values of each of them "
+            "anew.  Steps are counted so: total_steps / I, and intervals of checkpoints and evaluations rounded up. A "
+            "sync_offset of k x I is rollout.max_staleness: k, a part of a step too, with interrupt: finish, for "
+            "responses are whole before weights come (explorer.py, save_checkpoint). What is left of an epoch behind its "
+            "last whole interval is not trained on here.",
         ),
         fixed(
             "synchronizer.sync_method synchronizer.sync_timeout synchronizer.wait_for_checkpoint "

@@ -75,20 +75,24 @@ def batch(source: Source) -> dict[str, Any]:
         said.lacks("enable_reward_queue", "another recipe's queue of rewards")
     if source.flag("algorithm.filter_groups.enable"):
         source.lacks("algorithm.filter_groups.enable", "dynamic sampling, which this program leaves out: say false")
+    name = source.text("algorithm.adv_estimator") or "gae"
     if syncs > 1:
         repeated = (source.whole(_A + "ppo_epochs") or 1) > 1
-        name = source.text("algorithm.adv_estimator") or "gae"
         whitened = name.startswith("reinforce_plus_plus")
         moves = source.flag("algorithm.use_kl_in_reward") and source.text("algorithm.kl_ctrl.type") == "adaptive"
         for is_asked, reason in (
             (repeated, "batches that are each gone through several times"),
-            (name == "gae", "values that are computed anew for each of the trainer's batches"),
+            (name == "gae" and batches > 1, "values that are computed anew for batches of several updates"),
             (whitened, "advantages over the samples of each of the trainer's batches"),
             (moves, "a KL coefficient that moves with each of the trainer's batches"),
         ):
             if is_asked:
                 said.lacks("trigger_parameter_sync_step", f"{reason}, where {syncs} of them are one step here: say 1")
-    return {"data.prompts_per_step": syncs * batches * mini, "algorithm.updates_per_step": syncs * batches}
+    return {
+        "data.prompts_per_step": syncs * batches * mini,
+        "algorithm.updates_per_step": syncs * batches,
+        "algorithm.values_per": "update" if syncs > 1 and name == "gae" else None,
+    }
 
 
 def schedule(source: Source, style: str, warmup: float) -> dict[str, Any]:

@@ -17,6 +17,11 @@ _ASYNC = (
     "sampling while the policy learns (asynchronous training), of another program than one_step_off_policy and "
     "fully_async_policy"
 )
+MTP_TRAINED = (
+    "layers that predict further tokens and are trained: with detach_encoder their loss leaves the model's gradient as it "
+    "is, but not the norm that clipping divides by"
+)
+MTP_THERE = "layers that predict further tokens are not loaded: without enable_train the model's own numbers do not see them"
 _NOT_TEXT = "images, videos and audio"
 _TOOLS = "tools and several turns"
 
@@ -238,7 +243,9 @@ SECTIONS = (
             f"{_M}override_config.** {_M}override_config",
             "changes of config.json: write them into the model's directory",
         ),
-        lacks(f"{_M}mtp.enable {_M}mtp.enable_train", "multi-token prediction", [False]),
+        lacks(_M + "mtp.enable_train", MTP_TRAINED, [False]),
+        fixed(_M + "mtp.enable", MTP_THERE),
+        lacks(_M + "mtp.enable_rollout", "speculative decoding", [False], changes_result=False),
         fixed(_M + "mtp.**", "read with mtp.enable only"),
         lacks(f"{_A}freeze_vision_tower {_A}freeze_non_attn_ffn", "part of the weights frozen", [False]),
         fixed("actor_rollout_ref.hybrid_engine", "the program says whether trainer and engine share the GPUs"),

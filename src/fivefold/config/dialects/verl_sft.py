@@ -10,6 +10,7 @@ from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
+from fivefold.config.dialects.verl_rows import MTP_THERE, MTP_TRAINED
 
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 256,
@@ -291,7 +292,8 @@ TABLE = Table(
             ),
             fixed("optim.override_optimizer_config", "empty"),
             lacks("model.enable_activation_offload", "activations stay on the GPU", [False], changes_result=False),
-            lacks("model.mtp.enable model.mtp.enable_train", "multi-token prediction", [False]),
+            lacks("model.mtp.enable_train", MTP_TRAINED, [False]),
+            fixed("model.mtp.enable", MTP_THERE),
             fixed("model.mtp.**", "read with mtp.enable only"),
             to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
             fixed("model.fsdp_config.** model.external_lib model.use_shm model.name model", SPREAD),
