@@ -199,7 +199,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         patch.multiple("fivefold.plan.fit", **any_size),
         patch.multiple("fivefold.plan.check", check_tensor_files=nothing, tensor_places=lambda path: VALUE_HEAD.hf, **many),
         patch.multiple("fivefold.plan.check", missing_packages=missing_but_trackers),
-        patch.multiple("fivefold.plan.engine_checks", check_vllm=nothing, **any_size),
+        patch.multiple("fivefold.plan.engine_checks", check_vllm=nothing, check_servers=nothing, **any_size),
     ):
         return check(config).errors
 

@@ -884,6 +884,17 @@ def test_verls_fp8_rollout_quantizes_the_policys_weights_in_blocks():
     assert "known here is fp8" in refused
 
 
+@pytest.mark.parametrize("said", [
+    ["generator.inference_engine.external_server_urls=['http://h:8001','http://h:8002']", "generator.inference_engine.external_proxy_url=http://h:8000"],
+    ["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=['h:8001','h:8002']"],
+    ["generator.inference_engine.run_engines_locally=false", "generator.inference_engine.remote_urls=['h:8001','h:8002']"],
+])  # fmt: skip
+def test_engines_of_skyrl_that_run_elsewhere_are_servers_of_ours(said):
+    found = config("skyrl", *SKYRL[:3], "trainer.placement.colocate_all=false", *said)
+    assert (found.engine.backend, found.engine.url) == ("vllm", ["http://h:8001", "http://h:8002"])
+    assert any("say false" in each for each in translated("skyrl", *SKYRL[:3], *said).refusals), "they share no GPUs"
+
+
 def test_a_group_of_one_has_the_advantage_that_verl_gives_it():
     found = config("verl", *GRPO_VERL, "actor_rollout_ref.rollout.n=1").algorithm.resolved
     assert (found.advantage, found.normalize) == ("reward", "none")

@@ -160,10 +160,22 @@ def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
     if name is not None and name.rpartition(".")[2] not in PROGRAMS:
         source.lacks("-m", "another program than main_base: it may do what no key says")
-    key = of_engine(source, "run_engines_locally")
-    if source.has(key) and not source.flag(key):
-        source.lacks(key, "engines that run elsewhere: engine.url names such servers here")
     return {}
+
+
+URLS = (_ENGINE + "external_server_urls", _ENGINE + "remote_urls", "generator.remote_inference_engine_urls")
+"""Servers that run already; by the oldest names they are host:port."""
+
+
+def elsewhere(source: Source) -> list[str]:
+    """Servers of engines that the program does not start; none where it starts them."""
+    key = of_engine(source, "run_engines_locally")
+    named = [url for name in URLS for url in (source.texts(name) if source.has(name) else [])]
+    if not (source.has(key) and not source.flag(key)) and not source.has(URLS[0]):
+        return []
+    if not named:
+        raise UnreadableError(f"{key}=false needs the addresses of engines: {URLS[0]}")
+    return [url if "://" in url else f"http://{url}" for url in named]
 
 
 def steps_ahead(source: Source) -> int:
@@ -286,7 +298,14 @@ def engine(source: Source) -> dict[str, Any]:
     replicas = source.count(key("num_engines")) * (source.whole(key("data_parallel_size")) or 1)
     # What is sharded over stages there is over tensors here.
     tp, ep = tp * (source.whole(key("pipeline_parallel_size")) or 1), ep if ep == tp else 1
-    is_colocated = source.flag("trainer.placement.colocate_all")
+    is_colocated, urls = source.flag("trainer.placement.colocate_all"), elsewhere(source)
+    if urls:
+        if is_colocated:
+            source.lacks("trainer.placement.colocate_all", "engines that run elsewhere on the policy's GPUs: say false")
+        backend = source.text(key("backend")) or "vllm"
+        if backend not in ("vllm", "sglang"):
+            source.lacks(key("backend"), f"servers of {backend}: known here are vllm and sglang")
+        return {"engine.backend": backend, "engine.url": urls}
     if is_colocated and replicas * tp != gpus(source):
         raise UnreadableError(
             f"{key('num_engines')} x tensor_parallel_size = {replicas * tp} must be the policy's {gpus(source)} "

@@ -272,7 +272,14 @@ SECTIONS = (
         used(_engines("gpu_memory_utilization"), "engine.memory_fraction"),
         used(_engines("max_num_seqs"), "engine.max_num_seqs"),
         used(_engines("enforce_eager enable_prefix_caching enable_chunked_prefill max_num_batched_tokens"), "engine.vllm"),
-        used(_engines("run_engines_locally"), "engine.url"),
+        used(
+            _engines("run_engines_locally")
+            + f" {_ENGINE}external_server_urls {_ENGINE}remote_urls generator.remote_inference_engine_urls",
+            "engine.url engine.backend",
+            "Servers that run already, started by fivefold.engines.vllm.serve in the place of SkyRL's: docs/engines.md. "
+            "Their layout and memory are said there.",
+        ),
+        fixed(_ENGINE + "external_proxy_url", "requests go to the servers themselves"),
         fixed(
             _engines(
                 "async_engine weight_sync_backend vllm_v1_disable_multiproc "
@@ -290,11 +297,6 @@ SECTIONS = (
         ),
         lacks(_ENGINE + "enable_return_routed_experts", "replaying the routing of experts", [False]),
         slower(_ENGINE + "speculative_config", "speculative decoding"),
-        lacks(
-            f"{_ENGINE}external_proxy_url {_ENGINE}external_server_urls {_ENGINE}remote_urls "
-            f"generator.remote_inference_engine_urls",
-            "engines that run elsewhere: engine.url",
-        ),
         lacks(_ENGINE + "enable_pd", "prefill and decoding on different GPUs", [False]),
         fixed(f"{_ENGINE}num_prefill {_ENGINE}router_init_kwargs", "read with enable_pd only"),
         used(
