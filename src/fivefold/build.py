@@ -123,7 +123,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
-        reward_model = build_reward_model(config, directories[config.reward.model.path], meshes)
+        reward_model = build_reward_model(config, directories, meshes)
     rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
     if generates:
         # An engine looks at how much of the device is free when it starts.
@@ -367,14 +367,16 @@ def _sampling(config: RunConfig) -> Sampling:
     )
 
 
-def build_reward_model(config: RunConfig, directory: Path, meshes: Meshes) -> ModelReward:
+def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshes: Meshes) -> ModelReward:
     """The sequence classifier that scores whole responses."""
+    path = str(config.reward.model.path)
+    directory = directories[config.described_by(path)]
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
     settings, ranks = config.reward.model.settings(config.policy), meshes.policy.ranks
     mesh = meshes.of(settings.layout)
-    model = MegatronModel(directory, settings, mesh, value_head=True)
+    model = MegatronModel(directory, settings, mesh, value_head=True, torch_dist=find_torch_dist(directories[path]))
     if model.value_head_is_new:
-        raise ValueError(f"reward.model.path: {directory} has no value head (score.weight): it is not a sequence classifier")
+        raise ValueError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
         return encode_conversation(prompt.messages, sample.text, tokenizer)

@@ -1225,5 +1225,11 @@ def test_weights_of_a_checkpoint_of_megatron_core_are_those_of_the_role_that_nam
     assert (found.critic.path, found.model.path, found.model.config) == ("mv", "hf", "hf")
     grpo = config(system, *words, "algorithm.adv_estimator=grpo", *value[1:], "actor_rollout_ref.rollout.n=2")
     assert (grpo.critic.path, grpo.model.config) == (None, None), "GRPO has no critic"
+    judge = [
+        "reward_model.enable=True",
+        "reward_model.megatron.use_dist_checkpointing=True",
+        "reward_model.megatron.dist_checkpointing_path=mj",
+    ]
+    assert config(system, *words, *judge, "reward_model.model.path=hf").reward.model.path == "mj"
     (refused,) = translated(system, *words, *value, "critic.model.path=other").refusals
     assert "weights in Megatron-Core's form of another model" in refused

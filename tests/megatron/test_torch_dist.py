@@ -15,9 +15,9 @@ import torch
 from fivefold.config import RunConfig
 from fivefold.config.schema import PolicyConfig
 from fivefold.models.families import load_spec
-from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, read_index
+from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, read_index
 from fivefold.plan.check import check
-from tests.support.tiny_models import load_tensors, make_tokenizer
+from tests.support.tiny_models import load_tensors, make_classifier, make_tokenizer
 
 POLICY = PolicyConfig(dtype="float32", sequence_parallel=False)
 
@@ -157,6 +157,41 @@ def test_experts_in_some_layers_and_latent_attention_come_back_bit_for_bit(clust
     for weights in cluster.run(read, "megatron:t2e2", directory, ours):
         assert set(weights) == set(expected)
         assert all(torch.equal(tensor, expected[key]) for key, tensor in weights.items())
+
+
+def scores(mesh, directory: Path, out: Path) -> tuple[bool, bool]:
+    """A sequence classifier through a checkpoint: (it is known as one, its head comes back)."""
+    from fivefold.megatron.bridge.torch_dist import write_torch_dist
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, POLICY, mesh, value_head=True)
+    out.mkdir()
+    write_torch_dist(model.weights(), model.spec, out)
+    again = MegatronModel(directory, POLICY, mesh, value_head=True, torch_dist=find_torch_dist(out))
+    first, second = dict(model.weights()), dict(again.weights())
+    equal = set(first) == set(second) and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    return not again.value_head_is_new, equal and bool(first["score.weight"].any())
+
+
+def test_a_reward_models_head_comes_back_and_a_language_model_has_none(cluster, models, written, tmp_path):
+    judge = make_classifier(tmp_path / "judge")
+    assert cluster.run(scores, "megatron:d1", judge, tmp_path / "out") == [(True, True)]
+    spec = load_spec(judge, True)
+    assert has_value_head(find_torch_dist(tmp_path / "out"), spec)
+    assert not has_value_head(find_torch_dist(written), spec), "verl would draw it at random"
+    make_tokenizer(judge)
+
+    def errors(path: Path) -> list[str]:
+        return check(
+            RunConfig.of(
+                model={"path": str(judge), "config": str(judge)}, reward={"model": {"path": str(path)}}, policy={"dtype": "float32"},
+                data={"train": ["none.jsonl"], "max_prompt_tokens": 64, "max_response_tokens": 64}, trainer={"device": "cpu"},
+            )
+        ).errors  # fmt: skip
+
+    assert not [error for error in errors(tmp_path / "out") if error.startswith("reward.model")]
+    (error,) = [error for error in errors(written) if error.startswith("reward.model")]
+    assert "has no value head (score.weight)" in error
 
 
 @pytest.fixture(scope="module")

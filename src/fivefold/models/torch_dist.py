@@ -17,7 +17,7 @@ from typing import Any
 from fivefold.errors import first_line, shown
 from fivefold.files import read_json_object, read_text
 from fivefold.models.families import parameters_of
-from fivefold.models.parameters import EMBEDDING, OUTPUT, MappedParameter, Sharding
+from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter, Sharding
 from fivefold.models.shapes import Shape, file_shapes
 from fivefold.models.spec import ModelSpec
 
@@ -211,6 +211,13 @@ class TorchDistNames:
     @cached_property
     def has_output(self) -> bool:
         return OUTPUT.mcore in self.tensors
+
+
+def has_value_head(directory: Path, spec: ModelSpec) -> bool:
+    """The last layer of a checkpoint gives one number a token, and not one a word."""
+    head = next((item for item in parameters_of(spec) if item.hf == VALUE_HEAD.hf), None)
+    found = [] if head is None else TorchDistNames.read(directory).find(head)
+    return bool(found) and found[0].shape[0] == 1
 
 
 def _spellings(item: MappedParameter) -> Iterator[tuple[str, Shape]]:

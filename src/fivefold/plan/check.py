@@ -30,7 +30,7 @@ from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
-from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, is_torch_dist
+from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, is_torch_dist
 from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
 from fivefold.plan.engine_checks import check_engine, report_engine
@@ -108,9 +108,7 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
     if Path(part.path).is_dir():
         try:
             checkpoint = find_torch_dist(part.path)
-            if checkpoint is not None and not has_config(
-                findings, config, part.where, part.key, part.path, part.settings.megatron
-            ):
+            if checkpoint is not None and not has_config(findings, config, part.key, part.path, part.settings.megatron):
                 return
             specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
@@ -181,12 +179,14 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
             own.error("transformer.recompute_modules", f": {spec.family} has no {module}")
     if not trained:
         # transformers leaves the labels of a classifier out where there are two, its default.
-        labels = len(read_config(Path(part.path)).get("id2label") or range(2))
-        findings.require(labels == 1, part.key, f": a reward model has one label: got {labels} in config.json")
-        head = VALUE_HEAD.hf[0]
-        if head not in tensor_places(Path(part.path)):
+        own, head, checkpoint = Path(config.described_by(part.path)), VALUE_HEAD.hf[0], find_torch_dist(part.path)
+        if checkpoint is None:
+            labels = len(read_config(own).get("id2label") or range(2))
+            findings.require(labels == 1, part.key, f": a reward model has one label: got {labels} in config.json")
+        is_there = head in tensor_places(own) if checkpoint is None else has_value_head(checkpoint, spec)
+        if not is_there:
             findings.error(part.key, f": {part.path} has no value head ({head}): it is not a sequence classifier")
-        check_tokenizer_files(findings, part.key, Path(part.path), spec)
+        check_tokenizer_files(findings, part.key, own, spec)
 
 
 def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfig) -> None:

@@ -10,12 +10,11 @@ from fivefold.config.schema import MegatronConfig
 from fivefold.plan.tokenizer_files import is_hub_id
 
 
-def has_config(findings: Findings, config: RunConfig, where: str, key: str, path: str, megatron: MegatronConfig) -> bool:
-    """The config.json of the checkpoint in `path` is here, and a model of section `where` can be read from it; errors and
-    notes otherwise."""
+def has_config(findings: Findings, config: RunConfig, key: str, path: str, megatron: MegatronConfig) -> bool:
+    """The config.json of the checkpoint in `path` is here, and a model can be read from it; errors and notes otherwise."""
     own, bridge = config.described_by(path), megatron.bridge_type
-    if where == "reward.model" or bridge != "native":
-        must = "a Hugging Face directory" if bridge == "native" else f"a Hugging Face directory for bridge_type {bridge}"
+    if bridge != "native":
+        must = f"a Hugging Face directory for bridge_type {bridge}"
         findings.error(key, f"must be {must}: got a checkpoint of Megatron-Core, {path}")
     elif (Path(own) / "config.json").is_file():
         return True

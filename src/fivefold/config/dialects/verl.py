@@ -182,12 +182,6 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
     """Weights of policy and reference that are not those of the Hugging Face directory."""
     if not is_megatron(source):
         return {}
-    if source.flag("reward_model.enable") and source.flag("reward_model.megatron.use_dist_checkpointing"):
-        source.lacks(
-            "reward_model.megatron.use_dist_checkpointing",
-            "a reward model in Megatron-Core's form, to which verl adds a value head at random: name its Hugging Face "
-            "directory",
-        )
     weights: dict[str, Any] = {}
     directory = shared.path(source, _M + "path")
     has_reference = source.flag(_A + "use_kl_loss") or source.flag("algorithm.use_kl_in_reward")
@@ -195,6 +189,7 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
         ("model.path", _A, _M + "path", True),
         ("reference.path", "actor_rollout_ref.ref.", _M + "path", has_reference),
         ("critic.path", _C, _C + "model.path", (source.text("algorithm.adv_estimator") or "gae") == "gae"),
+        ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
     ]
     for ours, role, describing, is_there in roles:
         if not (source.flag(f"{role}megatron.use_dist_checkpointing") and is_there):

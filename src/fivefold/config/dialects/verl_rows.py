@@ -363,7 +363,7 @@ SECTIONS = (
                 for role in _TRAINERS
                 for name in ("use_dist_checkpointing", "dist_checkpointing_path")
             ),
-            "model.path model.config reference.path critic.path",
+            "model.path model.config reference.path critic.path reward.model.path",
             "Weights of a checkpoint of Megatron-Core; config.json and tokenizer stay those of the Hugging Face "
             "directory. A value head that it lacks is drawn at random in verl: a critic's starts at 0 here, and a reward "
             "model without one is refused.",

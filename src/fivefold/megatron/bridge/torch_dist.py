@@ -17,9 +17,9 @@ from fivefold.errors import first_line
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.megatron.sharded_files import Box
 from fivefold.models.families import parameters_of
-from fivefold.models.parameters import VALUE_HEAD, MappedParameter, Sharding
+from fivefold.models.parameters import MappedParameter, Sharding
 from fivefold.models.spec import ModelSpec
-from fivefold.models.torch_dist import LATEST, Chunk, Stored, TorchDistNames, stored_name
+from fivefold.models.torch_dist import LATEST, Chunk, Stored, TorchDistNames, has_value_head, stored_name
 
 _KEPT_CHUNKS = 4
 """One chunk may hold all experts of a layer, which are asked for one after another."""
@@ -38,8 +38,7 @@ class TorchDistSource:
     @property
     def has_value_head(self) -> bool:
         """The last layer gives one number a token, and not one a word."""
-        item = self._items.get(VALUE_HEAD.hf[0])
-        return item is not None and bool(found := self._names.find(item)) and found[0].shape[0] == 1
+        return has_value_head(self._directory, self._spec)
 
     def __getitem__(self, name: str) -> Sliceable:
         item = self._items[name]
