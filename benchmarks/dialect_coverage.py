@@ -168,6 +168,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
     data = directory / "data.jsonl"
     reward = directory / "reward.py"
     reward.write_text("def f(response, ground_truth):\n    return 0.0\n")
+    tree.setdefault("model", {}).setdefault("path", "/stand/in")
     for key in ("train", "val"):
         if tree.get("data", {}).get(key):
             tree["data"][key] = [str(data)]

@@ -295,6 +295,12 @@ SECTIONS = (
         used(VERL + "trainer.critic_warmup", "critic.warmup_steps"),
         used(VERL + "trainer.max_actor_ckpt_to_keep", "trainer.keep"),
         lacks(f"{VERL}algorithm.rollout_correction.bypass_mode", "verl's correction below Trinity's losses", [False]),
+        lacks(
+            f"{ACTOR}tau {ACTOR}opmd_baseline {ACTOR}use_uid",
+            "OPMD's numbers of before 2025-05: algorithm.policy_loss_fn_args and algorithm.advantage_fn_args",
+            [0.0, "mean", False],
+        ),
+        fixed(f"{ACTOR}checkpoint.contents {CRITIC}checkpoint.contents", "a checkpoint has the whole state"),
         fixed(VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
         used("trainer.trainer_config_path", "policy.backend"),
         lacks(
