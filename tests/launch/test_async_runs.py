@@ -75,6 +75,13 @@ def test_what_is_sampled_ahead_is_as_old_as_it_may_be_and_no_older(ahead):
     assert [row["async/unused_groups"] for row in ahead[1:]] == [8, 8, 8, 8, 4, 0], "nothing is sampled for after the end"
 
 
+def test_half_a_step_ahead_has_samples_of_two_ages(root):
+    """Of four groups a step two are given out ahead: half of a step's samples are of the weights before."""
+    found = train(root, "half", "rollout.max_staleness=0.5", "trainer.steps=4", "trainer.eval_every=0")[1:]
+    assert [row["async/staleness_mean"] for row in found] == [0, 0.5, 0.5, 0.5]
+    assert [row["async/unused_groups"] for row in found] == [2, 2, 2, 0]
+
+
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
     """Groups that were complete are those of older weights: sampled again they would be others."""
