@@ -492,6 +492,24 @@ def test_a_penalty_in_the_reward_comes_before_advantages_are_made():
     assert advantages.tolist() == pytest.approx([0, 0.5, 0.75, 0, 1.0])
 
 
+def test_a_second_penalty_in_the_reward_is_that_of_a_first_one_there_and_the_loss_keeps_its_own():
+    """By hand: advantages are those of KL sums 2 and 0 with 0.25 in the reward, the loss has 0.8 x k2 more."""
+    mask = torch.tensor([False, True, True, False, True])
+    batch = TokenBatch(torch.zeros(5, dtype=torch.long), mask, [3, 2], update_tokens=3)
+    batch.old_logprobs_T = torch.tensor([0.0, -1.0, -1.0, 0.0, -1.0])
+    batch.ref_logprobs_T = torch.tensor([0.0, -2.0, -2.0, 0.0, -1.0])
+    both = make_objective("dr_grpo", kl=methods.KLConfig(estimator="k2", coef=0.8, reward_coef=0.25))
+    advantages, _ = both.advantages(batch, scores([1.0, 1.0]), torch.tensor([True, True]), Alone())
+    assert advantages.tolist() == pytest.approx([0, -0.25, -0.25, 0, 0.25])
+    batch.advantages_T, batch.loss_weights_T = advantages, mask / 3
+    one = make_objective("dr_grpo", kl=methods.KLConfig(estimator="k1", coef=0.25, place="reward"))
+    now_T = torch.tensor([0.0, -0.5, -1.0, 0.0, -1.5])
+    losses = [float(each.loss(now_T, torch.zeros(5), batch).loss) for each in (both, one)]
+    k2 = [(now + distance) ** 2 / 2 for now, distance in ((-0.5, 2.0), (-1.0, 2.0), (-1.5, 1.0))]
+    assert losses[0] - losses[1] == pytest.approx(0.8 * sum(k2) / 3)
+    assert both.needs_reference and both.needs(1) == {"old_logprobs_T", "ref_logprobs_T"}
+
+
 # --- rewards, weights ------------------------------------------------------------------------------------------------
 
 
@@ -965,6 +983,14 @@ def test_a_number_that_is_not_finite_is_refused(number):
         ("dpo", {"kl": methods.KLConfig(coef=0.1)}, "has the reference in its loss already"),
         ("dpo", {"aggregate": "token-mean"}, "every pair counts alike"),
         ("grpo", {"kl": methods.KLConfig(estimator="k3+", place="reward")}, "write k3"),
+        ("grpo", {"kl": methods.KLConfig(reward_coef=0.1, coef=0.0)}, "second penalty beside one in the loss"),
+        (
+            "grpo",
+            {"kl": methods.KLConfig(reward_coef=0.1, coef=0.1, place="reward")},
+            "second penalty beside one in the loss",
+        ),
+        ("grpo", {"kl": methods.KLConfig(reward_coef=0.1, coef=0.1, reward_estimator="k3+")}, "write k3"),
+        ("sft", {"kl": methods.KLConfig(reward_coef=0.1, coef=0.1)}, "kl.reward_coef has nothing to act on"),
         ("dapo", {"kl": methods.KLConfig(target=0.1)}, "must start above 0"),
         (
             "grpo",

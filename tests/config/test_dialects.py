@@ -576,6 +576,15 @@ CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
     # -A log π + τ/2 (log ρ)², and nothing is left out.
     "roll kimi": (["roll", pg_variant("kimi15")], {"surrogate": "rec", "clip_mode": "none", "token_weight": "none", "proximal_coef": 0.05}),
     "roll ppo of that worker": (["roll", pg_variant("ppo")], {"surrogate": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.4}),
+    # Both of them with 0.001: k3 off the reward, k2 in the loss.
+    "trinity two penalties": (
+        ["trinity", of_type("ppo", "kl_penalty_fn: k3")],
+        {"kl.place": "loss", "kl.estimator": "k2", "kl.coef": 0.001, "kl.reward_coef": 0.001, "kl.reward_estimator": "k3"},
+    ),
+    "verl two penalties": (
+        ["verl", *GRPO_VERL, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.02", "algorithm.use_kl_in_reward=True"],
+        {"kl.place": "loss", "kl.estimator": "k3", "kl.coef": 0.02, "kl.reward_coef": 0.001, "kl.reward_estimator": "k1"},
+    ),
     # Without arguments: τ 1, the mean of the group, k2 with 0.001.
     "trinity opmd": (
         ["trinity", of_type("opmd")], {**_REINFORCE, "advantage": "group", "normalize": "none", "surrogate": "opmd", "tau": 1.0, "kl.estimator": "k2", "kl.coef": 0.001},
@@ -747,6 +756,9 @@ def test_details_of_those_runs():
     ("verl", [*FULLY_ASYNC, "actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1"], "", "a schedule over the whole run"),
     ("verl", [*FULLY_ASYNC, "async_training.use_rollout_log_probs=False"], "", "old log-probs by the weights of each"),
     ("verl", [*FULLY_ASYNC, "algorithm.filter_groups.enable=True"], "", "dynamic sampling, which this program leaves out"),
+    ("skyrl", [*SKYRL, "trainer.algorithm.use_kl_in_reward=true"], "", "which SkyRL refuses too"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "", "a coefficient in the reward that moves"),
+    ("trinity", [], of_type("ppo", "kl_penalty_fn: k3, kl_penalty_fn_args: {adaptive: true}"), "two penalties of which one"),
     ("skyrl", [*SKYRL, "trainer.fully_async.enabled=true"], "", "asynchronous training on shared GPUs"),
     ("skyrl", [*SKYRL, "trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"], "", "a step of another size than train_batch_size"),
 ])  # fmt: skip

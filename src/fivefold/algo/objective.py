@@ -62,6 +62,9 @@ class Objective:
     kl_horizon: int = 10000
     kl_ratio_weighted: bool = False
     """The penalty of a token is multiplied by its ratio to the old policy."""
+    kl_reward_coef: float = 0.0
+    """Of a second penalty, in the reward beside the one in the loss."""
+    kl_reward_estimator: kl.Estimator = kl.ESTIMATORS["k1"]
     entropy_coef: float = 0.0
     whiten: bool = False
     advantage_clip: float | None = None
@@ -99,16 +102,27 @@ class Objective:
             ratio_reference=methods.surrogate_row(str(chosen.surrogate)).ratio_reference,
             per_micro_batch=chosen.aggregate == methods.LEGACY_AGGREGATE,
             kl_in_reward=chosen.kl.place == "reward",
+            kl_reward_estimator=_choose(str(chosen.kl.reward_estimator), kl.ESTIMATORS.__getitem__),
             old_is_engine=correction.old_logprobs_from == "engine",
             needs_greedy=chosen.advantage == "greedy_baseline",
             vanishes=methods.vanishes(chosen),
-            **{f"kl_{name}": getattr(chosen.kl, name) for name in ("coef", "target", "horizon", "ratio_weighted")},
+            **{
+                f"kl_{name}": getattr(chosen.kl, name)
+                for name in ("coef", "target", "horizon", "ratio_weighted", "reward_coef")
+            },
             **{name: getattr(chosen, name) for name in as_they_are},
         )
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_coef != 0 or self.ratio_reference == "reference"
+        return self.kl_coef != 0 or self.kl_reward_coef != 0 or self.ratio_reference == "reference"
+
+    @property
+    def reward_penalty(self) -> tuple[float, kl.Estimator] | None:
+        """Coefficient and estimator of the KL that is taken off the reward."""
+        if self.kl_coef and self.kl_in_reward:
+            return self.kl_coef, self.kl_estimator
+        return (self.kl_reward_coef, self.kl_reward_estimator) if self.kl_reward_coef else None
 
     @property
     def needs_critic(self) -> bool:
@@ -121,7 +135,7 @@ class Objective:
 
     def needs_old_logprobs(self, updates: int) -> bool:
         """Whether the log-probs before the first update are wanted; one update on fresh samples has them itself."""
-        if self.kl_coef and self.kl_in_reward:
+        if self.reward_penalty is not None:
             return True
         if self.token_selector is not None and not self.old_is_engine:
             return True
@@ -186,7 +200,7 @@ class Objective:
         what others add, so that none can be left out.
         """
         selects = self.token_selector is not None or self.rollout_correction.second_moment is not None
-        in_reward, moves = self.kl_coef and self.kl_in_reward, self.kl_target is not None
+        in_reward, moves = self.reward_penalty is not None, self.kl_target is not None
         if not self.vanishes or selects or self.per_micro_batch or in_reward or moves:
             return None
         kept_N = self.kept(stats)
@@ -209,10 +223,11 @@ class Objective:
         """
         segments, own_N = Segments.of(batch), batch.sample_index_N
         penalties_T = torch.zeros(len(batch.token_ids_T))
-        if self.kl_coef and self.kl_in_reward:
+        if (penalty := self.reward_penalty) is not None:
+            coef, estimator = penalty
             old_T = batch.rollout_logprobs_T if self.old_is_engine else batch.old_logprobs_T
             assert old_T is not None and batch.ref_logprobs_T is not None
-            penalties_T = self.kl_coef * self.kl_estimator(old_T, batch.ref_logprobs_T) * batch.loss_mask_T
+            penalties_T = coef * estimator(old_T, batch.ref_logprobs_T) * batch.loss_mask_T
             if not self.credit.by_token:
                 # Each sample is on one replica: the sum over replicas is every sample's own penalty.
                 penalties_N = torch.zeros(len(inputs.rewards_N), dtype=torch.float64)

@@ -155,6 +155,7 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")
     findings.require(overrides.rollout_correction == CorrectionConfig(), "rollout_correction", nothing)
     findings.require(overrides.kl.place != "reward", "kl.place", f": reward has nothing to act on: {name} has no rewards")
+    findings.require(not overrides.kl.reward_coef, "kl.reward_coef", nothing)
     if surrogate_row(str(method.surrogate)).ratio_reference == "reference":
         message = f": {name} has the reference in its loss already, weighted by beta"
         findings.require(not overrides.kl.coef, "kl.coef", message)
@@ -171,6 +172,20 @@ def _check_kl(findings: Findings, name: str, overrides: Choices, chosen: Choices
             "kl.estimator",
             f": {kl.estimator} changes the gradient, which a reward has not: write {str(kl.estimator)[:-1]}",
         )
+    if kl.reward_coef:
+        findings.require(
+            kl.place == "loss" and bool(kl.coef),
+            "kl.reward_coef",
+            f"is a second penalty beside one in the loss: with kl.place {kl.place} and kl.coef {kl.coef:g} write "
+            "kl: {place: reward, coef: ...}",
+        )
+        findings.require(
+            not str(kl.reward_estimator).endswith("+"),
+            "kl.reward_estimator",
+            f": {kl.reward_estimator} changes the gradient, which a reward has not: write {str(kl.reward_estimator)[:-1]}",
+        )
+    elif own.reward_estimator is not None:
+        findings.ignore("kl.reward_estimator", "kl.reward_coef is 0")
     if kl.ratio_weighted:
         findings.require(kl.place == "loss", "kl.ratio_weighted", f"belongs to place: loss: got {kl.place}")
         findings.require(

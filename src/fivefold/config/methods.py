@@ -35,6 +35,10 @@ class KLConfig:
     ratio_weighted: bool | None = None
     """Multiply the penalty of a token by π / π_old: samples of the old policy then estimate the KL of the new one without
     bias (DeepSeek-V3.2, 2512.02556)."""
+    reward_coef: Annotated[float, at_least(0)] | None = None
+    """Weight of a second penalty beside the one in the loss, taken off the reward; 0, none, when left out."""
+    reward_estimator: str | None = None
+    """Estimator of that one: k1 when left out, k2, k3, abs, or `path.py:function`."""
 
 
 @dataclass(frozen=True)
@@ -374,6 +378,7 @@ NAMES: dict[str, Collection[str]] = {
     "aggregate": AGGREGATES,
     "penalty_aggregate": AGGREGATES,
     "kl.estimator": ESTIMATORS,
+    "kl.reward_estimator": ESTIMATORS,
     "rollout_correction.weight": WEIGHTS,
 }
 """Axis -> the names that it takes besides `path.py:function`."""
@@ -387,7 +392,9 @@ USUAL = Choices(
     surrogate="ppo_clip",
     aggregate="token-mean",
     entropy_coef=0.0,
-    kl=KLConfig(estimator="k3", coef=0.0, place="loss", horizon=10000, ratio_weighted=False),
+    kl=KLConfig(
+        estimator="k3", coef=0.0, place="loss", horizon=10000, ratio_weighted=False, reward_coef=0.0, reward_estimator="k1",
+    ),
     rollout_correction=CorrectionConfig(
         name="none", weight="none", low=0.0, high=2.0, outside="truncate", reject="none", reject_low=0.0, reject_high=2.0,
         reject_divergence={}, old_logprobs_from="trainer",

@@ -366,7 +366,8 @@ class AlgorithmConfig(Choices):
     def needs_reference(self) -> bool:
         """The KL has weight, or the surrogate compares with the reference."""
         chosen = self.resolved
-        return chosen.kl.coef != 0 or surrogate_row(str(chosen.surrogate)).ratio_reference == "reference"
+        has_penalty = chosen.kl.coef != 0 or chosen.kl.reward_coef != 0
+        return has_penalty or surrogate_row(str(chosen.surrogate)).ratio_reference == "reference"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def needs_old_logprobs(config: RunConfig) -> bool:
         return False
     corrected = chosen.rollout_correction.name != "none"
     compares = corrected or surrogate_row(str(chosen.surrogate)).ratio_reference == "old"
-    in_reward = bool(chosen.kl.coef) and chosen.kl.place == "reward"
+    in_reward = bool(chosen.kl.reward_coef) or (bool(chosen.kl.coef) and chosen.kl.place == "reward")
     return in_reward or (config.algorithm.updates > 1 and compares)
 
 

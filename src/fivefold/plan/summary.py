@@ -25,6 +25,8 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
     most = -(-longest // (layout.dp * config.policy.tokens_per_micro_batch))
     chosen = algorithm.resolved
     kl = f"{chosen.kl.estimator} x {chosen.kl.coef:g} in the {chosen.kl.place}" if chosen.kl.coef else "none"
+    if chosen.kl.reward_coef:
+        kl += f", {chosen.kl.reward_estimator} x {chosen.kl.reward_coef:g} in the reward"
     correction = "" if chosen.rollout_correction.name == "none" else f", correction {chosen.rollout_correction.name}"
     left_out = f", {dropped} longer than {data.max_prompt_tokens} tokens left out" if dropped else ""
     virtual = config.policy.megatron.pipeline_split.virtual_stages(layout)

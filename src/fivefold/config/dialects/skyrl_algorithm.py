@@ -105,7 +105,7 @@ def kl(source: Source) -> dict[str, Any]:
     if not coef or not (in_loss or in_reward):
         return {"algorithm.kl.coef": 0.0}
     if in_loss and in_reward:
-        said.lacks("use_kl_in_reward", "a KL in the loss and another in the reward")
+        said.lacks("use_kl_in_reward", "a KL in the loss and another in the reward, which SkyRL refuses too: say one")
     name = said.text("kl_estimator_type") or "k3"
     if name not in shared.ESTIMATORS:
         said.lacks("kl_estimator_type", f"the estimator {name}")

@@ -219,27 +219,27 @@ def rec(said: Source) -> dict[str, Any]:
 def kl(source: Source) -> dict[str, Any]:
     if offline(source) or kind(source) not in ALGORITHMS:
         return {}
-    penalty, in_loss = source.text("algorithm.kl_penalty_fn") or "none", chosen(source, "kl", "kl_loss_fn")
-    where, name = ("reward", penalty) if penalty != "none" else ("loss", in_loss)
-    section = "kl_penalty_fn" if where == "reward" else "kl_loss_fn"
-    said = source.under(f"algorithm.{section}_args.")
+    found: dict[str, Any] = {"coef": 0.0}
+    loss, reward = _penalty(source, "kl_loss_fn", chosen(source, "kl", "kl_loss_fn")), _penalty(source, "kl_penalty_fn")
+    if loss and reward:
+        if "target" in loss or "target" in reward:
+            source.lacks("algorithm.kl_penalty_fn", "two penalties of which one has a coefficient that moves")
+        found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
+    elif loss or reward:
+        found = {**(loss or reward), "place": "loss" if loss else "reward"}
+    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+def _penalty(source: Source, section: str, name: str | None = None) -> dict[str, Any]:
+    """Estimator and coefficient of one of the two penalties; nothing where it is off."""
+    name, said = name or source.text(f"algorithm.{section}") or "none", source.under(f"algorithm.{section}_args.")
     coef = said.number("kl_coef") if said.has("kl_coef") else 0.001
     if name == "none" or not coef:
-        return {"algorithm.kl.coef": 0.0}
-    if (
-        where == "reward"
-        and in_loss != "none"
-        and (
-            source.number("algorithm.kl_loss_fn_args.kl_coef") if source.has("algorithm.kl_loss_fn_args.kl_coef") else 0.001
-        )
-    ):
-        source.lacks(
-            "algorithm.kl_penalty_fn", "a KL in the reward and another in the loss: set algorithm.kl_loss_fn to none"
-        )
+        return {}
     if name not in shared.ESTIMATORS:
         source.lacks(f"algorithm.{section}", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
         return {}
-    found: dict[str, Any] = {"place": where, "estimator": shared.ESTIMATORS[name], "coef": coef}
+    found: dict[str, Any] = {"estimator": shared.ESTIMATORS[name], "coef": coef}
     if said.flag("adaptive"):
         found |= {"target": said.number("target_kl"), "horizon": said.whole("horizon")}
-    return {f"algorithm.kl.{key}": value for key, value in found.items()}
+    return found

@@ -116,31 +116,28 @@ def loss(source: Source) -> dict[str, Any]:
 
 
 def kl(source: Source) -> dict[str, Any]:
-    in_loss, in_reward = source.flag(_A + "use_kl_loss"), source.flag("algorithm.use_kl_in_reward")
-    if in_loss and in_reward and source.number(_A + "kl_loss_coef") and source.number("algorithm.kl_ctrl.kl_coef"):
-        source.lacks("algorithm.use_kl_in_reward", "a KL in the loss and another in the reward")
-    if in_reward and source.number("algorithm.kl_ctrl.kl_coef"):
-        name, control = source.text("algorithm.kl_penalty") or "kl", source.under("algorithm.kl_ctrl.")
-        found: dict[str, Any] = {
-            "place": "reward",
-            "estimator": _estimator(source, "algorithm.kl_penalty", name).removesuffix("+"),
-            "coef": control.number("kl_coef"),
-        }
-        if control.text("type") == "adaptive":
+    found: dict[str, Any] = {"coef": 0.0}
+    control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
+    in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
+    in_reward = source.flag("algorithm.use_kl_in_reward") and bool(control.number("kl_coef"))
+    is_adaptive = control.text("type") == "adaptive"
+    reward = _estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
+    if in_loss:
+        estimator = _estimator(source, _A + "kl_loss_type", "low_var_kl")
+        found = {"place": "loss", "estimator": estimator, "coef": loss_coef}
+        if in_reward:
+            found |= {"reward_coef": control.number("kl_coef"), "reward_estimator": reward}
+            if is_adaptive:
+                control.lacks("type", "a coefficient in the reward that moves, beside one in the loss")
+    elif in_reward:
+        found = {"place": "reward", "estimator": reward, "coef": control.number("kl_coef")}
+        if is_adaptive:
             found |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
-    elif in_loss and source.number(_A + "kl_loss_coef"):
-        name = source.text(_A + "kl_loss_type") or "low_var_kl"
-        found = {
-            "place": "loss",
-            "estimator": _estimator(source, _A + "kl_loss_type", name),
-            "coef": source.number(_A + "kl_loss_coef"),
-        }
-    else:
-        found = {"coef": 0.0}
     return {f"algorithm.kl.{key}": value for key, value in found.items()}
 
 
-def _estimator(source: Source, key: str, name: str) -> str:
+def _estimator(source: Source, key: str, usual: str) -> str:
+    name = source.text(key) or usual
     if name not in shared.ESTIMATORS:
         source.lacks(key, f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
     return shared.ESTIMATORS.get(name, "k3")

@@ -45,10 +45,9 @@ SECTIONS = (
                 f"algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.kl_ctrl.* {_A}use_kl_loss "
                 f"{_A}kl_loss_coef {_A}kl_loss_type"
             ),
-            "algorithm.kl.place algorithm.kl.estimator algorithm.kl.coef",
-            "Off unless one of the two is set. low_var_kl is k3, mse is k2. verl keeps k3 within ±10, which "
-            "is reached where "
-            "log π differs by more than 2.5.",
+            "algorithm.kl",
+            "Off unless one of the two is set; both are two penalties. low_var_kl is k3, mse is k2. verl keeps k3 within "
+            "±10, which is reached where log π differs by more than 2.5.",
         ),
         used(
             _A + "policy_loss.loss_mode",
