@@ -140,6 +140,14 @@ VERSIONS: dict[str, dict[str, Any]] = {
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 REWARDS = {"gsm8k": {"gsm8k": 1.0}, "aime": {"math": 2.0}, "math": {"math": 1.0}}
 PROGRAMS = ("main_base", "main_dapo", "main_tis_dapo", "main_async", "main_fully_async", "main_dapo_fully_async")
+OTHER_PROGRAMS = {
+    "main_full_ctx": "a test of memory on made-up sequences of the longest length, which learns nothing: `fivefold check`",
+    "main_custom_policy_loss": "a loss in Python, of which keys tell the name: the mean of A log π over a padded batch, "
+    "which algorithm.surrogate: log_likelihood takes over tokens",
+    "main_dapo_flashrl": "engines that FlashRL's vLLM quantizes by a file: engine.vllm.quantization has fp8",
+    "main_fully_async_sim": "training that is only simulated",
+}
+"""Programs that are refused, with what they do besides their keys."""
 
 
 def of_engine(source: Source, name: str) -> str:
@@ -158,8 +166,8 @@ def longest(source: Source) -> int:
 
 def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
-    if name is not None and name.rpartition(".")[2] not in PROGRAMS:
-        source.lacks("-m", "another program than main_base: it may do what no key says")
+    if name is not None and (program := name.rpartition(".")[2]) not in PROGRAMS:
+        source.lacks("-m", OTHER_PROGRAMS.get(program, "another program than main_base: it may do what no key says"))
     return {}
 
 

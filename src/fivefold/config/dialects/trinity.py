@@ -85,7 +85,9 @@ def gpus(source: Source) -> int:
 def program(source: Source) -> dict[str, Any]:
     mode = source.text("mode") or "both"
     if mode not in ("both", "train") or (mode == "train" and not offline(source)):
-        source.lacks("mode", f"{mode}: a run samples and trains here (both), or learns from data (train with dpo or sft)")
+        halves = ("explore", "train")
+        reason = "half of a run of two programs that meet in a data base, each at its own pace" if mode in halves else mode
+        source.lacks("mode", f"{reason}: a run samples and trains here (both), or learns from data (train with dpo or sft)")
     if source.text("trainer.trainer_config_path"):
         source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
     return {}

@@ -32,6 +32,13 @@ PROGRAMS = (
 """Programs whose configuration says all of what they do."""
 
 
+OTHER_PROGRAMS = {
+    "recipe.entropy.main_entropy": "rewards of the recipe's own, which no key names (recipe/entropy/reward.py): its losses "
+    "clip_cov and kl_cov are those of verl.trainer.main_ppo, with custom_reward_function",
+}
+"""Programs that are refused, with what they do besides their keys."""
+
+
 def is_megatron(source: Source) -> bool:
     """The actor trains with Megatron-Core: by its strategy, or by the configuration that it starts from."""
     for key in (_A + "strategy", "model_engine"):
@@ -48,7 +55,8 @@ def gpus(source: Source) -> int:
 def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
     if name is not None and name not in (*PROGRAMS, *verl_async.DEFAULTS):
-        source.lacks("-m", "another program than verl.trainer.main_ppo: it may do what no key says")
+        usual = "another program than verl.trainer.main_ppo: it may do what no key says"
+        source.lacks("-m", OTHER_PROGRAMS.get(name, usual))
     elsewhere = "GPUs of their own for sampling, of another program than one_step_off_policy and fully_async_policy"
     if source.has(_R + "nnodes") and source.whole(_R + "nnodes"):
         source.lacks(_R + "nnodes", elsewhere)
