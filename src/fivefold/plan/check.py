@@ -179,14 +179,14 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
             own.error("transformer.recompute_modules", f": {spec.family} has no {module}")
     if not trained:
         # transformers leaves the labels of a classifier out where there are two, its default.
-        own, head, checkpoint = Path(config.described_by(part.path)), VALUE_HEAD.hf[0], find_torch_dist(part.path)
+        described, head, checkpoint = Path(config.described_by(part.path)), VALUE_HEAD.hf[0], find_torch_dist(part.path)
         if checkpoint is None:
-            labels = len(read_config(own).get("id2label") or range(2))
+            labels = len(read_config(described).get("id2label") or range(2))
             findings.require(labels == 1, part.key, f": a reward model has one label: got {labels} in config.json")
-        is_there = head in tensor_places(own) if checkpoint is None else has_value_head(checkpoint, spec)
+        is_there = head in tensor_places(described) if checkpoint is None else has_value_head(checkpoint, spec)
         if not is_there:
             findings.error(part.key, f": {part.path} has no value head ({head}): it is not a sequence classifier")
-        check_tokenizer_files(findings, part.key, own, spec)
+        check_tokenizer_files(findings, part.key, described, spec)
 
 
 def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfig) -> None:
