@@ -120,7 +120,9 @@ def check_values(part: Any, findings: Findings) -> None:
             elif isinstance(item, int) and abs(item) > LARGEST:
                 findings.error(key, f"must be at most {LARGEST}: got {shown(item)}")
             elif item is not None:
-                for rule in rules:
+                # A name beside which there are numbers is one of its type.
+                applying = [rule for rule in rules if not (isinstance(item, str) and isinstance(rule, Range))]
+                for rule in applying:
                     if fault := rule.fault(item):
                         findings.error(key, fault)
 

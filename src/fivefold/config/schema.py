@@ -52,7 +52,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls from `lr` to `min_lr` after the warm-up."""
-    schedule_per: Literal["update", "step"] | int = "update"
+    schedule_per: Literal["update", "step"] | Annotated[int, above(0)] = "update"
     """What warm-up and decay count: optimizer steps, steps of the run, or so many optimizer steps; through each of them the
     rate stays the same."""
     warmup_steps: Annotated[float, at_least(0)] = 0.0

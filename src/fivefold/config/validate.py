@@ -272,10 +272,6 @@ def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
         "warmup_steps",
         f"must be a whole number, or a share of the run below 1: got {warmup:g}",
     )
-    per = optimizer.schedule_per
-    findings.require(
-        isinstance(per, str) or per >= 1, "schedule_per", f"must be update, step, or optimizer steps, at least 1: got {per}"
-    )
     findings.require(optimizer.min_lr <= optimizer.lr, "min_lr", f"must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
     if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
         findings.require(
