@@ -17,8 +17,10 @@ from fivefold.build_engine import build_engine
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.config.mixture import counts, domains_of
+from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
-from fivefold.data.prompt_loader import PromptLoader
+from fivefold.data.prompt_loader import Loader, PromptLoader
 from fivefold.data.prompts import PromptSet, Reading, encode_conversation, load_prompts
 from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
@@ -102,7 +104,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
     pool, first_prompts = build_reward_pool(config, training, evaluation_set)
-    loader = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
+    loader = build_loader(config, training)
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
     if config.uses_critic and config.critic.warmup_steps >= steps:
         raise ValueError(
@@ -180,6 +182,15 @@ def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks)
     if not config.data.val:
         return training, None
     return training, _evaluation_set(config, read(config.data.val, first=config.eval.max_prompts))
+
+
+def build_loader(config: RunConfig, training: PromptSet) -> Loader[Prompt]:
+    """The order of the training prompts; raises ValueError for a domain of the mixture that has too few of them."""
+    data, seed = config.data, config.trainer.seed
+    if not data.mixture:
+        return PromptLoader(training.prompts, data.prompts_per_step, seed, data.shuffle)
+    places = places_by_domain((source for _, source, _ in training.ground_truths()), domains_of(data.domains))
+    return MixedLoader(training.prompts, places, counts(data.mixture, data.prompts_per_step), seed, data.shuffle)
 
 
 def build_reward_pool(
@@ -266,7 +277,7 @@ def _refresh(models: Models, engine: Engine) -> None:
 
 def build_rollouts(
     config: RunConfig,
-    loader: PromptLoader[Prompt],
+    loader: Loader[Prompt],
     generator: Generator | None,
     ranks: Ranks,
     logger: RunLogger,

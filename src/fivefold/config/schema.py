@@ -389,6 +389,15 @@ class DataConfig:
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
     ground_truth_key: str = "reward_model.ground_truth"
     """What a response is compared with; elsewhere, of a solution that ends in `#### answer`, it is the answer."""
+    ground_truth_by_source: dict[str, str] = field(default_factory=dict)
+    """data_source -> the column that has it there, such as one with tests of programs."""
+    source_key: str = "data_source"
+    """Column with the data_source, which chooses the reward; where a row has none it is the name of its file."""
+    domains: dict[str, list[str]] = field(default_factory=dict)
+    """Name -> data_sources that are one domain, `'*'` for all that no domain names; another one is a domain of its own."""
+    mixture: dict[str, Annotated[float, within("(0, 1]")]] = field(default_factory=dict)
+    """Domain -> its share of every step's prompts; they sum to 1, and rows of other domains are left out. When left out
+    all rows are shuffled together."""
     response_key: str = "response"
     """Column with the response to imitate, for methods that learn from responses (sft)."""
     messages_key: str = "messages"
