@@ -350,6 +350,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         max_response_tokens=config.data.max_response_tokens,
         work=work,
         skipped=objective.skipped if skips else nothing_skipped,
+        domain_of=domains_of(config.data.domains) if config.algorithm.resolved.whiten_by == "domain" else None,
         share_prefix=config.policy.shares_prefix_on(config.layout),
     )
 
