@@ -10,29 +10,17 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from fivefold.reward.boxed import last_boxed
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
+from fivefold.reward.ifeval import ifeval, ifeval_fraction
 from fivefold.reward.tagged import countdown, think_answer
+from fivefold.reward.texts import multiple_choice, multiple_choice_soft, repetition
 from fivefold.user_code import check_user_code, is_user_code, load_user_code, parameters_of
 
 RewardFunction = Callable[..., float]
 
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
-_BRACES = re.compile(r"\\boxed\{|[{}]")
 _AFTER_HASHES = re.compile(r"####\s*\$?\s*(" + _NUMBER + r")")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} whose braces close, or None."""
-    opened: list[tuple[int, bool]] = []
-    last: tuple[int, int] | None = None
-    for brace in _BRACES.finditer(text):
-        if brace[0] != "}":
-            opened.append((brace.end(), brace[0] != "{"))
-        elif opened:
-            start, is_box = opened.pop()
-            if is_box and (last is None or start > last[0]):
-                last = (start, brace.start())
-    return None if last is None else text[slice(*last)]
 
 
 def _number(text: str) -> Decimal | None:
@@ -173,10 +161,15 @@ BUILT_IN: dict[str, RewardFunction] = {
     "countdown": countdown,
     "code": code,
     "code_fraction": code_fraction,
+    "ifeval": ifeval,
+    "ifeval_fraction": ifeval_fraction,
+    "multiple_choice": multiple_choice,
+    "multiple_choice_soft": multiple_choice_soft,
+    "repetition": repetition,
 }
 CODE = ("code", "code_fraction")
 """Those that run programs."""
-WITH_TRUTH = ("gsm8k", "math", "countdown", *CODE)
+WITH_TRUTH = tuple(name for name in BUILT_IN if name not in ("format", "think_answer", "repetition"))
 """Those that compare with the ground truth."""
 
 SOURCES = {"gsm8k": "gsm8k", "arithmetic": "gsm8k", "math": "math", "deepscaler": "math", "aime": "math"}
