@@ -126,7 +126,7 @@ def test_rows_are_taken_by_the_domain_of_their_source_and_a_domain_without_enoug
     taken = build_loader(asked, found).take(0, 8)
     assert Counter(prompt.source in "ab" for prompt in taken) == {True: 6, False: 2}
     few = config(train=[str(path)], domains={"both": ["a", "b"]}, mixture={"both": 0.25, "c": 0.75})
-    with pytest.raises(ValueError, match="data.mixture: a step takes 3 prompts of 'c', of which there are 0"):
+    with pytest.raises(ValueError, match=r"data\.mixture: a step takes 3 prompts of 'c', of which there are 0"):
         build_loader(few, found)
     findings = Findings()
     check_data(findings, few, None, None)

@@ -54,7 +54,9 @@ LIVE = [
     {"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"},
 ]
 CHECKS = [
-    {"assert_code": "from solution import add\n\ndef test_numbers():\n    assert add(1, 2) == 3\n\ndef test_texts():\n    assert add('a', 'b') == 'ab'"},
+    {
+        "assert_code": "from solution import add\n\ndef test_numbers():\n    assert add(1, 2) == 3\n\ndef test_texts():\n    assert add('a', 'b') == 'ab'"
+    },
     {"assert_code": "assert add(List[int] and [1], []) == [1]"},
 ]
 LIVE_STDIN = [{"input": "5\n", "output": "10\n", "testtype": "stdin", "metadata": {}}]

@@ -141,9 +141,7 @@ def test_an_instruction_is_followed_by_these_texts_and_not_by_those(name):
 
 
 def test_every_instruction_of_a_prompt_must_be_followed_and_a_share_of_them_is_counted():
-    both = json.dumps(
-        {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [None, {}]}
-    )
+    both = json.dumps({"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [None, {}]})
     assert [ifeval(text, both) for text in ('"so"', "so", '"a, b"', "a, b")] == [1, 0, 0, 0]
     assert [ifeval_fraction(text, both) for text in ('"so"', "so", '"a, b"', "a, b")] == [1, 0.5, 0.5, 0]
 
@@ -207,7 +205,15 @@ def test_a_choice_needs_a_letter_as_its_truth():
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("", 0), ("a b", 0), ("a b c", 0), ("a b c A B C", 0), ("a b c a b c", 1 / 4), ("a a a a a", 2 / 3), ("A a a a", 1 / 2)],
+    [
+        ("", 0),
+        ("a b", 0),
+        ("a b c", 0),
+        ("a b c A B C", 0),
+        ("a b c a b c", 1 / 4),
+        ("a a a a a", 2 / 3),
+        ("A a a a", 1 / 2),
+    ],
 )
 def test_repetition_is_the_share_of_3_grams_that_came_before(response, expected):
     grams = [tuple(response.lower().split()[i : i + 3]) for i in range(len(response.split()) - 2)]

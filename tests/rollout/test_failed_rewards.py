@@ -107,7 +107,9 @@ def test_every_objective_learns_as_if_the_failed_samples_were_not_there(cluster)
 def by_domain(mesh):
     """(tokens' advantages, their groups' sources) of a step of two domains of other scales, and of each domain alone."""
     sources = ["a", "b", "c", "b"]
-    groups = [group_of(*rewards, index=n) for n, rewards in enumerate([(1.0, 0.0), (30.0, 50.0), (0.5, FAILED), (20.0, 70.0)])]
+    groups = [
+        group_of(*rewards, index=n) for n, rewards in enumerate([(1.0, 0.0), (30.0, 50.0), (0.5, FAILED), (20.0, 70.0)])
+    ]
     groups = [replace(group, prompt=replace(group.prompt, source=name)) for group, name in zip(groups, sources, strict=True)]
     objective = make_objective("grpo", advantage="reward", normalize="none", whiten=True, whiten_by="domain")
     plan = BatchPlan(max_response_tokens=5, domain_of={"a": "x", "b": "y", "c": "x"}.__getitem__)

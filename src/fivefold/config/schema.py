@@ -427,6 +427,53 @@ class RewardModelConfig:
         return policy.for_role(self.backend, self.megatron)
 
 
+JUDGE_PROMPT = """\
+You compare a response with a reference answer. Both may be in any language and of any form: an option, a number, an
+expression, a text. The response is right when its final answer says the same as the reference; a response that is not
+finished, or gives no clear final answer, is wrong.
+
+Question:
+{prompt}
+
+Response:
+{response}
+
+Reference answer:
+{ground_truth}
+
+Is the response right? Answer with one word, YES or NO.
+"""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A model that the reward `judge` asks, over OpenAI's HTTP API."""
+
+    url: Annotated[list[str], HARMLESS] = field(default_factory=list)
+    """Servers, as `http://host:8000/v1`; requests go to them in turn."""
+    model: str | None = None
+    """The model's name, as the servers know it."""
+    api_key_variable: Annotated[str | None, Matches(VARIABLE, "the name of a variable"), HARMLESS] = None
+    """Environment variable with the servers' key. Ranks read it; reward functions and the run's files do not get it."""
+    prompt: str = JUDGE_PROMPT
+    """What the judge is told: {prompt} is the last user message, {response} the whole response, {ground_truth} the truth."""
+    verdict: Literal["yes_no", "score"] = "yes_no"
+    """How its answer is read: 1 or 0 for the first yes or no in it, or a number by `pattern`; one without fails."""
+    pattern: str = r"[Ss]core:\s*([0-9.]+)"
+    """Regular expression with one group, the number; the last match counts."""
+    scale: Annotated[float, above(0)] = 10.0
+    """The largest number, whose reward is 1."""
+    temperature: Annotated[float, within("[0, 100]")] = 0.0
+    max_tokens: Annotated[int, above(0)] = 1024
+    """Of an answer."""
+    timeout_seconds: Annotated[float, within("(0, 3600]"), HARMLESS] = 60.0
+    """Time that one verdict may take, with all attempts; over it the sample has failed."""
+    retries: Annotated[int, within("[0, 100]"), HARMLESS] = 2
+    """Further attempts where a server is not reached, is busy or fails."""
+    concurrency: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
+    """Verdicts that each rank asks for at once."""
+
+
 @dataclass(frozen=True)
 class CodeConfig:
     """What a program may take that the reward `code` or `code_fraction` runs."""
@@ -440,8 +487,8 @@ class CodeConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     functions: dict[str, Annotated[float, within("[-1000000, 1000000]")]] = field(default_factory=dict)
-    """Reward name (gsm8k, math, format, code, code_fraction) or `path.py:function` -> weight; empty: chosen by
-    `data_source`."""
+    """Reward name (gsm8k, math, format, code, ifeval, judge, ...: docs/rewards.md) or `path.py:function` -> weight; empty:
+    chosen by `data_source`."""
     by_source: dict[str, dict[str, Annotated[float, within("[-1000000, 1000000]")]]] = field(default_factory=dict)
     """data_source -> its own `functions`."""
     accuracy: str | None = None
@@ -462,6 +509,7 @@ class RewardConfig:
     """Environment variables that reward processes get besides the usual ones (PATH, HOME, ...), such as the key of a judge:
     they get no other of the trainer's."""
     code: CodeConfig = field(default_factory=CodeConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
 

@@ -8,16 +8,15 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class Loader(Protocol[T_co]):
+class Loader(Protocol[T]):
     """The items of a run by their position, over all epochs."""
 
     @property
     def steps_per_epoch(self) -> int: ...
     def epoch(self, position: int) -> int: ...
-    def take(self, position: int, count: int) -> list[T_co]: ...
+    def take(self, position: int, count: int) -> list[T]: ...
 
 
 class PromptLoader(Generic[T]):

@@ -97,8 +97,8 @@ def _check_domains(findings: Findings, config: RunConfig, training: _Seen) -> No
     for name, count in counts(data.mixture, data.prompts_per_step).items():
         message = f": a step takes {count} prompts of {name!r}, of which there are {found[name]}; there are {dict(found)}"
         findings.require(found[name] >= count, "data.mixture", message)
-    if others := {name: rows for name, rows in found.items() if name not in data.mixture}:
-        findings.note(f"data.mixture leaves out the rows of {', '.join(f'{name} ({rows})' for name, rows in others.items())}")
+    if others := [f"{name} ({rows})" for name, rows in found.items() if name not in data.mixture]:
+        findings.note(f"data.mixture leaves out the rows of {', '.join(others)}")
 
 
 def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) -> None:

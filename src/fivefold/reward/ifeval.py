@@ -52,7 +52,7 @@ def read_instructions(ground_truth: str) -> list[tuple[Verifier, dict[str, Any]]
         if "func_name" in found:
             names, given, known = [found["func_name"]], [found], FUNCTIONS
         else:
-            names, given, known = found.get("instruction_id_list", found.get("instruction_id")), found["kwargs"], INSTRUCTIONS
+            names, given, known = found["instruction_id_list"], found["kwargs"], INSTRUCTIONS
         if not names or len(names) != len(given):
             raise ValueError(f"{len(names or ())} instructions and {len(given)} kwargs")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -293,8 +293,8 @@ def _capital_words(text: str, N: int, quantifier: str) -> bool:
 FUNCTIONS: dict[str, Verifier] = {
     "verify_keywords": lambda text, keyword_list: has_keywords(text, keyword_list),
     "verify_keyword_frequency": _keyword_times,
-    "validate_forbidden_words": lambda text, forbidden_words: not any(
-        word.lower() in text.lower() for word in forbidden_words
+    "validate_forbidden_words": lambda text, forbidden_words: (
+        not any(word.lower() in text.lower() for word in forbidden_words)
     ),
     "verify_letter_frequency": lambda text, letter, N: text.count(letter) == N,
     "validate_response_language": in_language,

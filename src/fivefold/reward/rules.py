@@ -167,6 +167,8 @@ BUILT_IN: dict[str, RewardFunction] = {
     "multiple_choice_soft": multiple_choice_soft,
     "repetition": repetition,
 }
+JUDGED = ("judge",)
+"""Those that a model gives, and no function."""
 CODE = ("code", "code_fraction")
 """Those that run programs."""
 WITH_TRUTH = tuple(name for name in BUILT_IN if name not in ("format", "think_answer", "repetition"))
@@ -182,12 +184,11 @@ SOURCES |= dict.fromkeys(("apps", "taco", "codecontests", "codeforces", "livecod
 
 def check_name(name: str) -> None:
     """Raise ValueError for a reward name that `resolve` would not find; runs none of the user's code."""
-    if name in BUILT_IN:
+    if name in BUILT_IN or name in JUDGED:
         return
     if not is_user_code(name):
-        raise ValueError(
-            f"unknown reward {name!r}; built in: {', '.join(BUILT_IN)}; your own is written path/to/file.py:function"
-        )
+        known = ", ".join((*BUILT_IN, *JUDGED))
+        raise ValueError(f"unknown reward {name!r}; built in: {known}; your own is written path/to/file.py:function")
     try:
         check_user_code(name)
     except ValueError as error:
@@ -196,6 +197,8 @@ def check_name(name: str) -> None:
 
 def takes_ground_truth(name: str) -> bool:
     """Whether a reward compares with the ground truth: of the user's functions those with a parameter of that name."""
+    if name in JUDGED:
+        return True
     return name in WITH_TRUTH if name in BUILT_IN else "ground_truth" in parameters_of(name)
 
 

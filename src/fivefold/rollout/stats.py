@@ -60,7 +60,9 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
     Numbers per sample travel as one tensor; tokens stay where they are until they are packed. Samples whose reward failed
     are left out: the step is that of the others.
     """
-    own = torch.tensor([row for group in groups for row in _rows(group, plan.domain_of)], dtype=torch.float64).view(-1, len(_COLUMNS))
+    own = torch.tensor([row for group in groups for row in _rows(group, plan.domain_of)], dtype=torch.float64).view(
+        -1, len(_COLUMNS)
+    )
     gathered = ranks.all_gather_world(own)
     rank_N = torch.cat([torch.full((len(rows),), rank) for rank, rows in enumerate(gathered)])
     everyone = torch.cat(gathered)

@@ -66,8 +66,8 @@ def read_cases(ground_truth: str) -> Cases:
 
     JSON of `{"inputs": [...], "outputs": [...], "fn_name": name or absent}` (APPS, TACO, PRIME's Eurus-2-RL-data, verl's
     forms of LiveCodeBench), of `[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]` with `fn_name` or
-    `metadata: {"func_name": name}` (LiveCodeBench), or of `[{"assert_code": Python}]`, assertions and `def test_...` that are
-    called (KodCode, as ROLL keeps it).
+    `metadata: {"func_name": name}` (LiveCodeBench), or of `[{"assert_code": Python}]`, assertions and functions `test_...`
+    that are called (KodCode, as ROLL keeps it).
     """
     must = f"the ground truth of `code` is {FORMS}"
     try:

@@ -42,7 +42,9 @@ class ProgramTests:
             clock = min(_CLOCK_FACTOR * self.test_seconds, left)
             # Nobody knows it beforehand: a program that ends before its check does not write it.
             end_mark = secrets.token_hex(8)
-            ran = self.sandbox.run(case.program(program, end_mark), case.given, tests.function, min(self.test_seconds, left), clock)
+            ran = self.sandbox.run(
+                case.program(program, end_mark), case.given, tests.function, min(self.test_seconds, left), clock
+            )
             is_right = ran.status == "ended" and tests.is_right(case, ran.output, end_mark)
             passed += is_right
             if not is_right and not to_the_end:
