@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
-from fivefold.build_engine import build_engine
+from fivefold.build_engine import build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
@@ -26,6 +26,7 @@ from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
+from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
@@ -120,13 +121,17 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     logger.log(describe(config, spec, steps=steps, **sizes))
+    judges: list[ServerProcess] = []
+    if config.reward.judge_layout is not None and config.may_generate:
+        judges, urls = start_judges(config, directories[str(config.reward.judge.model)], ranks, device)
+        pool.ask_judges_at(urls)
     start_reward_pool(pool, first_prompts, logger.log)
     models = build_models(config, directories, meshes, objective, steps, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
         reward_model = build_reward_model(config, directories[config.reward.model.path], meshes)
-    rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
+    rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, judges)
     if generates:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():

@@ -450,9 +450,16 @@ class JudgeConfig:
     """A model that the reward `judge` asks, over OpenAI's HTTP API."""
 
     url: Annotated[list[str], HARMLESS] = field(default_factory=list)
-    """Servers, as `http://host:8000/v1`; requests go to them in turn."""
+    """Servers that are there, as `http://host:8000/v1`; requests go to them in turn."""
     model: str | None = None
-    """The model's name, as the servers know it."""
+    """The model's name, as those servers know it; with `backend` its Hugging Face directory or hub id."""
+    backend: Annotated[str | None, HARMLESS] = None
+    """Servers that the run starts instead, by a layout of vLLM (`vllm:d2t2`), on GPUs of their own: those behind the ranks'
+    and the engine's servers' on each machine."""
+    memory_fraction: Annotated[float, within("(0, 1)"), HARMLESS] = 0.9
+    """Share of a GPU's memory for one of these servers."""
+    max_model_len: Annotated[int | None, above(0), HARMLESS] = None
+    """Longest sequence that these servers make room for; the judge's own when left out."""
     api_key_variable: Annotated[str | None, Matches(VARIABLE, "the name of a variable"), HARMLESS] = None
     """Environment variable with the servers' key. Ranks read it; reward functions and the run's files do not get it."""
     prompt: str = JUDGE_PROMPT
@@ -466,6 +473,8 @@ class JudgeConfig:
     temperature: Annotated[float, within("[0, 100]")] = 0.0
     max_tokens: Annotated[int, above(0)] = 1024
     """Of an answer."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, as the servers take them: `{top_p: 0.8, chat_template_kwargs: {...}}`."""
     timeout_seconds: Annotated[float, within("(0, 3600]"), HARMLESS] = 60.0
     """Time that one verdict may take, with all attempts; over it the sample has failed."""
     retries: Annotated[int, within("[0, 100]"), HARMLESS] = 2
@@ -511,6 +520,12 @@ class RewardConfig:
     code: CodeConfig = field(default_factory=CodeConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+    @property
+    def judge_layout(self) -> ParallelLayout | None:
+        """Of the judge's servers that the run starts; None where it starts none. Raises ValueError where it is none."""
+        asked = any("judge" in weights for weights in (self.functions, *self.by_source.values()))
+        return ParallelLayout.parse(self.judge.backend) if asked and self.judge.backend else None
 
 
 @dataclass(frozen=True)
@@ -729,6 +744,7 @@ class RunConfig:
         """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
         others = [self.reference.path if self.algorithm.needs_reference else None]
         others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
+        others.append(self.reward.judge.model if self.may_generate and self.reward.judge_layout else None)
         paths = [path for path in (self.model.path, *others) if path]
         return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 

@@ -56,6 +56,11 @@ def _check_layouts(findings: Findings, config: RunConfig) -> None:
                 f"write for example megatron:d{policy.world_size}, or leave it out for {policy}",
             )
 
+    try:
+        _ = config.reward.judge_layout
+    except ValueError as error:
+        findings.error("reward.judge.backend", f": {error}")
+
 
 def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | None:
     try:

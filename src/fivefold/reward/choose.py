@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from fivefold.config.findings import Findings
 from fivefold.config.schema import JudgeConfig, RewardConfig
+from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
 from fivefold.reward.rules import CODE, JUDGED, SOURCES, check_name, takes_ground_truth
 
@@ -63,7 +64,13 @@ def _check_accuracy(config: RewardConfig) -> None:
 
 
 def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
-    findings.require(bool(judge.url), "url", "must name the judge's servers: http://host:8000/v1")
+    message = "must name the judge's servers, as http://host:8000/v1, or judge.backend those that the run is to start"
+    findings.require(bool(judge.url) or judge.backend is not None, "url", message)
+    findings.require(not judge.url or judge.backend is None, "url", "and judge.backend are two places: keep one")
+    if judge.backend is not None:
+        layout = ParallelLayout.parse(judge.backend)
+        usable = layout.backend == "vllm" and layout.pp == layout.ep == 1
+        findings.require(usable, "backend", f"must be a layout of vllm with d and t: got {judge.backend}")
     for url in judge.url:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username and not parts.query

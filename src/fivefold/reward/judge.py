@@ -98,7 +98,7 @@ class Judge:
     async def _ask(self, messages: list[dict[str, str]]) -> str:
         config = self._config
         sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        body = {"model": config.model, "messages": messages, **sampling}
+        body = {**config.request, "model": config.model, "messages": messages, **sampling}
         first, reason = next(self._turns), ""
         for attempt in range(config.retries + 1):
             if attempt:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,10 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(count)
         self._judge: Judge | None = None
         self._is_closed = False
+
+    def ask_judges_at(self, urls: Sequence[str]) -> None:
+        """Before the first sample: where the judge's servers are."""
+        self._config = replace(self._config, judge=replace(self._config.judge, url=list(urls)))
 
     def weights(self, source: str) -> dict[str, float]:
         """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.known import known
-from fivefold.config.dialects.roll_data import batch, lengths, rewards
+from fivefold.config.dialects.roll_data import batch, columns, lengths, mixture
 from fivefold.config.dialects.roll_method import critic, loss, method, optimizer
 from fivefold.config.dialects.roll_placement import engine, layout, megatron
 from fivefold.config.dialects.roll_roles import INFER, TRAIN, kind, role
@@ -133,7 +133,10 @@ def model(source: Source) -> dict[str, Any]:
 tracked = shared.tracked(
     "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
 )
-DERIVED = (ahead, model, method, loss, batch, lengths, layout, megatron, optimizer, critic, engine, rewards, run, tracked)
+DERIVED = (
+    *(ahead, model, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
+    *(run, tracked),
+)
 TABLE = Table(
     "ROLL",
     SECTIONS,
@@ -142,8 +145,8 @@ TABLE = Table(
     command="`fivefold train --from roll --config_path DIR --config_name FILE`, as `python "
     "examples/start_rlvr_pipeline.py`.",
     loses=(
-        "domains that are mixed by probability, judges and sandboxes as rewards",
         "environments and agents",
+        "sandboxes behind an address, and reward workers of your own as classes",
     ),
     gains=(
         "device mappings that are parsed instead of evaluated",

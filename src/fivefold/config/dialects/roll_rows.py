@@ -164,7 +164,15 @@ SECTIONS = (
         fixed("train_batch_size val_batch_size", "per_device_train_batch_size x gradient_accumulation_steps says it"),
         used(_of("actor_train sft_train", "data_args.file_name"), "data.train"),
         used("validation.data_args.file_name", "data.val"),
-        used("actor_train.data_args.domain_interleave_probs.*", "reward.functions"),
+        used(
+            "actor_train.data_args.domain_interleave_probs.*",
+            "data.mixture",
+            "As many prompts of each domain in every step: its share of rollout_batch_size rounded down, and what is left "
+            "to the one that is named last, so shares need not sum to 1 (rlvr_pipeline.py:282). A domain's rows are "
+            "shuffled anew when they end, within the step (generate_scheduler.py:796), as here. Advantages are whitened "
+            "in each domain (rlvr_pipeline.py:706).",
+        ),
+        used("actor_train.data_args.tag", "data.source_key"),
         used(
             "actor_train.data_args.messages actor_train.data_args.prompt",
             "data.prompt_key",
@@ -179,8 +187,41 @@ SECTIONS = (
             ),
             "how data are read",
         ),
-        used("rewards.math_rule.**", "reward.functions", "Ground truths are in the column ground_truth."),
-        used("rewards.**", "reward.functions", "math_rule is math; other domains need a function of reward.by_source."),
+        used(
+            "rewards.*.tag_included",
+            "data.domains reward.by_source data.ground_truth_by_source",
+            "A row's tag decides; a column `domain`, which goes before it in ROLL, is not read. Other tags are math_rule's.",
+        ),
+        used(
+            "rewards.*.worker_cls rewards.*.reward_type",
+            "reward.functions reward.by_source",
+            "By the worker's class: math; ifeval and multiple choices with ROLL's penalty of repeated 3-grams; programs "
+            "with their tests in `test_cases`; a judge. ROLL's exact keyword count of ifeval counts all words "
+            "(ifeval_rule_reward_worker.py:102), here that word. What cannot be judged has 0 there, and fails here.",
+        ),
+        used("rewards.*.use_local rewards.*.response_length_penalty_coef", "reward.by_source"),
+        used(
+            "rewards.*.judge_model_type rewards.*.judge_prompt rewards.*.judge_api_url rewards.*.judge_model_name",
+            "reward.judge",
+            "The judge's prompt asks the same in words of ours; reward.judge.prompt takes others. A verdict is its first "
+            "yes or no, where ROLL looks for a yes anywhere (llm_judge_reward_worker.py:148).",
+        ),
+        fixed("rewards.*.judge_api_key", "never copied: the variable JUDGE_API_KEY is to have it"),
+        used(
+            "rewards.*.model_args.model_name_or_path rewards.*.device_mapping rewards.*.strategy_args.strategy_config.* "
+            "rewards.*.generating_args.* rewards.*.num_gpus_per_worker",
+            "reward.judge",
+            "Of a judge of the type inference: servers on GPUs of their own, as many, behind those of policy and engine, "
+            "where ROLL lends it GPUs of the policy.",
+        ),
+        lacks(
+            "rewards.*.query_filter_config.type rewards.*.response_filter_config.type",
+            "filters of prompts and responses: algorithm.dynamic_sampling",
+            ["no_filter"],
+        ),
+        lacks("rewards.*.reward_manager_config", "plugins of rewards"),
+        lacks("rewards.*.format_pattern rewards.*.code_url", "read by other workers than those that are known"),
+        fixed("rewards.**", "how the worker is run"),
         used("validation.generating_args.*", "eval.samples eval.temperature eval.top_p"),
     ),
     Section.of(
