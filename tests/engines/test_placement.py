@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.engines.servers.placement import Machine, ServerPlace, machines_of, place_servers
+from fivefold.engines.servers.placement import Machine, ServerPlace, behind, machines_of, place_servers
 from fivefold.layout import ParallelLayout
 
 
@@ -88,3 +88,13 @@ def test_a_server_sees_its_own_gpus_only(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,1,GPU-a,3,0")
     assert devices_from(torch.device("cuda", 2), 2) == {"CUDA_VISIBLE_DEVICES": "GPU-a,3"}
     assert devices_from(torch.device("cpu"), 2) == {}
+
+
+def test_servers_of_a_judge_come_behind_those_of_the_engine():
+    machines = [Machine(range(2), 8), Machine(range(2, 4), 6)]
+    free = behind(machines, ParallelLayout.parse("vllm:d3t2"))
+    assert [machine.first for machine in free] == [6, 4]
+    judge = place_servers(ParallelLayout.parse("vllm:d2t1"), free)
+    assert [(place.machine, place.first_gpu) for place in judge] == [(0, 6), (1, 4)]
+    with pytest.raises(ValueError, match="8 GPUs for 2 ranks, 6 GPUs for 2 ranks and 6 for other servers"):
+        place_servers(ParallelLayout.parse("vllm:d2t4"), free)
