@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 OTHERS = "*"
 """In a domain's data_sources: every one that no domain names."""
-_SAME = 1e-9
 
 
 def domains_of(domains: Mapping[str, Sequence[str]]) -> Callable[[str], str]:
@@ -22,8 +21,8 @@ def counts(mixture: Mapping[str, float], per_step: int) -> dict[str, int]:
     Equal remainders go to the domain that is named first. Raises ValueError where a domain would have none.
     """
     exact = {name: share * per_step for name, share in mixture.items()}
-    found = {name: int(number + _SAME * per_step) for name, number in exact.items()}
-    # sorted() keeps the order of equals.
+    found = {name: int(number) for name, number in exact.items()}
+    # Thirds of a number are equals; sorted() keeps their order.
     most = sorted(exact, key=lambda name: round(found[name] - exact[name], 9))
     for name in most[: per_step - sum(found.values())]:
         found[name] += 1

@@ -51,7 +51,7 @@ class Judge:
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
         self._at_once = asyncio.Semaphore(config.concurrency)
-        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=config.timeout_seconds)
 
