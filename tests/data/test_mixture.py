@@ -132,3 +132,16 @@ def test_rows_are_taken_by_the_domain_of_their_source_and_a_domain_without_enoug
     check_data(findings, few, None, None)
     assert any("a step takes 3 prompts of 'c', of which there are 0" in error for error in findings.errors)
     assert any("leaves out the rows of z (3)" in note for note in findings.notes)
+
+
+def test_domains_that_nothing_tells_apart_are_said_to_be_without_effect(tmp_path):
+    from fivefold.plan.check import check
+
+    plain, mixed, whitened = ({}, {"mixture": {"a": 0.5, "b": 0.5}}, {})
+    for data, choices, expected in (
+        (plain, {}, True),
+        (mixed, {}, False),
+        (whitened, {"whiten": True, "whiten_by": "domain"}, False),
+    ):
+        asked = replace(config(domains={"a": ["x"]}, **data), algorithm=replace(config().algorithm, **choices))
+        assert ("data.domains" in dict(check(asked).ignored)) == expected

@@ -220,6 +220,9 @@ def test_nothing_is_left_of_a_judge_when_the_pool_is_closed(server):
         ({"url": ["host:8000"], "model": "m"}, "judge.url must be an address as http://host:8000/v1: got 'host:8000'"),
         ({"url": ["http://user:secret@host/v1"], "model": "m"}, "judge.url must be an address"),
         ({"url": ["http://host/v1"]}, "judge.model must name the judge's model"),
+        ({"url": ["http://host/v1"], "model": "m", "backend": "vllm:d1"}, "judge.url and judge.backend are two places"),
+        ({"backend": "sglang:d1", "model": "m"}, "judge.backend must be a layout of vllm with d and t: got sglang:d1"),
+        ({"backend": "vllm:d1p2", "model": "m"}, "judge.backend must be a layout of vllm with d and t: got vllm:d1p2"),
         ({"url": ["http://host/v1"], "model": "m", "prompt": "right?"}, "judge.prompt must hold {response}"),
         ({"url": ["http://host/v1"], "model": "m", "pattern": "("}, "judge.pattern must be a regular expression"),
         ({"url": ["http://host/v1"], "model": "m", "pattern": "a"}, "judge.pattern must have one group"),
@@ -235,5 +238,9 @@ def test_a_judge_that_nobody_asks_is_said_to_be_without_effect():
     findings = Findings()
     check_rewards(findings, RewardConfig(functions={"math": 1.0}, judge=JudgeConfig(model="m")))
     assert ("judge", "no reward is named judge") in findings.ignored
+    findings = Findings()
+    judge = JudgeConfig(url=["http://host/v1"], model="m", memory_fraction=0.5, scale=5)
+    check_rewards(findings, RewardConfig(functions={"judge": 1.0}, judge=judge))
+    assert not findings.errors and [key for key, _ in findings.ignored] == ["judge.memory_fraction", "judge.scale"]
     with pytest.raises(ConfigError, match="api_key_variable must be the name of a variable"):
         make_config({"model": {"path": "m"}, "data": {"train": ["x"]}, "reward": {"judge": {"api_key_variable": "sk-1 2"}}})

@@ -236,6 +236,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
                 findings.ignore(f"data.{key}", f"{name} does not read it")
+    if config.data.domains and not config.data.mixture and algorithm.resolved.whiten_by != "domain":
+        findings.ignore("data.domains", "neither data.mixture nor algorithm.whiten_by: domain tells domains apart")
     if config.model.config is not None and not any(is_torch_dist(part.path) for part in roles(config)):
         findings.ignore("model.config", "no model is a checkpoint of Megatron-Core: a Hugging Face directory has its own")
     if config.reference != ReferenceConfig() and not algorithm.needs_reference:

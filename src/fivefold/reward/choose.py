@@ -84,6 +84,14 @@ def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
         findings.error("pattern", f"must be a regular expression: {error}")
     else:
         findings.require(groups == 1, "pattern", f"must have one group, the number: got {groups} in {judge.pattern!r}")
+    usual, unread = JudgeConfig(), dict[str, str]()
+    if judge.backend is None:
+        unread |= dict.fromkeys(("memory_fraction", "max_model_len"), "the servers of url were started with what they have")
+    if judge.verdict != "score":
+        unread |= dict.fromkeys(("pattern", "scale"), f"the verdict is {judge.verdict}")
+    for key, reason in unread.items():
+        if getattr(judge, key) != getattr(usual, key):
+            findings.ignore(key, reason)
     name = judge.api_key_variable
     findings.require(name is None or name in os.environ, "api_key_variable", f"names a variable that is set: got {name!r}")
 

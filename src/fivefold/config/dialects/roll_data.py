@@ -50,7 +50,7 @@ def lengths(source: Source) -> dict[str, Any]:
 
 
 MATH = "math_rule"
-"""The domain of every row whose tag no domain names (rlvr_pipeline.py:109)."""
+"""The domain of every row whose tag no domain names (rlvr_pipeline.py:116)."""
 _SCORED: dict[str, dict[str, float]] = {
     "MathRuleRewardWorker": {"math": 1.0},
     "GeneralRuleRewardWorker": {"ifeval": 1.0, "repetition": -0.5},
@@ -63,7 +63,7 @@ _JUDGE_PROMPT = "Qwen2.5-7B-Instruct-RLVR-prompt"
 
 
 def domains(source: Source) -> dict[str, int]:
-    """Domain -> its prompts in a step: each share rounded down, and what is left to the last (rlvr_pipeline.py:282)."""
+    """Domain -> its prompts in a step: each share rounded down, and what is left to the last (rlvr_pipeline.py:283)."""
     start, prompts = TRAIN + "data_args.domain_interleave_probs.", source.count("rollout_batch_size")
     names = [key.removeprefix(start) for key in source.keys(start)]
     counts = {name: int((source.number(start + name) or 0.0) * prompts) for name in names}

@@ -65,7 +65,7 @@ SECTIONS = (
         ),
         fixed("reward_shift", "it has no effect on normalized rewards"),
         used("reward_clip", "algorithm.reward_clip", "ROLL's bound stands behind the normalization (functionals.py:666)."),
-        used("whiten_advantages", "algorithm.whiten"),
+        used("whiten_advantages", "algorithm.whiten algorithm.whiten_by"),
         used("advantage_clip", "algorithm.advantage_clip"),
         used("gamma", "algorithm.gamma"),
         used("lambd", "algorithm.lam"),
@@ -91,7 +91,7 @@ SECTIONS = (
         used("max_len_mask", "algorithm.overlong_filter"),
         used(
             "difficulty_mask difficulty_low_threshold difficulty_high_threshold",
-            "algorithm.difficulty_low algorithm.difficulty_high",
+            "algorithm.difficulty_low algorithm.difficulty_high algorithm.difficulty_by",
             "By the mean score of a prompt, both bounds excluded (functionals.py:608).",
         ),
         lacks(
@@ -168,15 +168,15 @@ SECTIONS = (
             "actor_train.data_args.domain_interleave_probs.*",
             "data.mixture",
             "As many prompts of each domain in every step: its share of rollout_batch_size rounded down, and what is left "
-            "to the one that is named last, so shares need not sum to 1 (rlvr_pipeline.py:282). A domain's rows are "
+            "to the one that is named last, so shares need not sum to 1 (rlvr_pipeline.py:283). A domain's rows are "
             "shuffled anew when they end, within the step (generate_scheduler.py:796), as here. Advantages are whitened "
-            "in each domain (rlvr_pipeline.py:706).",
+            "in each domain (rlvr_pipeline.py:713).",
         ),
         used("actor_train.data_args.tag", "data.source_key"),
         used(
             "actor_train.data_args.messages actor_train.data_args.prompt",
             "data.prompt_key",
-            "The column of messages, which may be JSON in a text, goes before that of the prompt (rlvr_pipeline.py:90).",
+            "The column of messages, which may be JSON in a text, goes before that of the prompt (rlvr_pipeline.py:96).",
         ),
         lacks("**.data_args.custom_data_kwargs_func", "a function that reads the data"),
         fixed(
@@ -197,14 +197,14 @@ SECTIONS = (
             "reward.functions reward.by_source",
             "By the worker's class: math; ifeval and multiple choices with ROLL's penalty of repeated 3-grams; programs "
             "with their tests in `test_cases`; a judge. ROLL's exact keyword count of ifeval counts all words "
-            "(ifeval_rule_reward_worker.py:102), here that word. What cannot be judged has 0 there, and fails here.",
+            "(ifeval_rule_reward_worker.py:118), here that word. What cannot be judged has 0 there, and fails here.",
         ),
         used("rewards.*.use_local rewards.*.response_length_penalty_coef", "reward.by_source"),
         used(
             "rewards.*.judge_model_type rewards.*.judge_prompt rewards.*.judge_api_url rewards.*.judge_model_name",
             "reward.judge",
             "The judge's prompt asks the same in words of ours; reward.judge.prompt takes others. A verdict is its first "
-            "yes or no, where ROLL looks for a yes anywhere (llm_judge_reward_worker.py:148).",
+            "yes or no, where ROLL looks for a yes anywhere (llm_judge_reward_worker.py:152).",
         ),
         fixed("rewards.*.judge_api_key", "never copied: the variable JUDGE_API_KEY is to have it"),
         used(
