@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,22 +106,39 @@ def runs(found: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any
         yield record
 
 
+TRUTHS = {
+    "code": json.dumps({"inputs": ["1"], "outputs": ["1"]}),
+    "countdown": json.dumps({"target": 2, "numbers": [1, 1]}),
+    "ifeval": json.dumps({"func_name": "validate_no_commas"}),
+    "multiple_choice": "A",
+}
+"""By the beginning of a reward's name; others take a number."""
+
+
+def truth_for(names: Iterable[str]) -> str:
+    found = [truth for name in names for start, truth in TRUTHS.items() if name.startswith(start)]
+    return found[0] if found else "11"
+
+
 def write_data(path: Path, config: RunConfig) -> None:
-    """More rows than `check` looks at and a step takes, with what the configuration looks for in them."""
+    """More rows than `check` looks at and a step takes, with what the configuration looks for in them: of every source that
+    has rewards of its own, and of one of every domain."""
     data, conversation = config.data, [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "11"}]
-    runs_code = any(name.startswith("code") for name in config.reward.functions)
-    truth = json.dumps({"inputs": ["1"], "outputs": ["1"]}) if runs_code else "11"
-    if "countdown" in config.reward.functions:
-        truth = json.dumps({"target": 2, "numbers": [1, 1]})
-    row = {
-        "data_source": "openai/gsm8k",
-        "reward_model": {"ground_truth": truth},
-        data.ground_truth_key: truth,
-        data.prompt_key: conversation[:1],
-        data.response_key: "11",
-        **dict.fromkeys((data.messages_key, data.chosen_key, data.rejected_key), conversation),
-    }
-    path.write_text((json.dumps(row) + "\n") * (data.prompts_per_step + 2 * ROWS))
+    domains = [own[0] for own in data.domains.values() if own and own[0] != "*"]
+    rows = ""
+    for source in dict.fromkeys([*config.reward.by_source, *domains]) or ["openai/gsm8k"]:
+        truth = truth_for(config.reward.by_source.get(source, config.reward.functions))
+        row = {
+            data.source_key: source,
+            "reward_model": {"ground_truth": truth},
+            data.ground_truth_key: truth,
+            data.ground_truth_by_source.get(source, data.ground_truth_key): truth,
+            data.prompt_key: conversation[:1],
+            data.response_key: "11",
+            **dict.fromkeys((data.messages_key, data.chosen_key, data.rejected_key), conversation),
+        }
+        rows += json.dumps(row) + "\n"
+    path.write_text(rows * (data.prompts_per_step + 2 * ROWS))
 
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -49,7 +49,9 @@ def of_tree(tree: Mapping[str, Any], start: str) -> Iterator[str]:
 
 
 def of_class(classes: Mapping[str, Any], name: str, start: str, depth: int = 0) -> Iterator[str]:
-    for field, said in classes[name].items():
+    # Where a name is that of several classes, `NAME (path)` is another one: a key of either is known.
+    same = [each for each in classes if each == name or each.startswith(f"{name} (")]
+    for field, said in (item for each in same for item in classes[each].items()):
         kind = said["type"]
         yield f"{start}{field}"
         inner = [each for each in re.findall(r"\w+", kind) if each in classes]

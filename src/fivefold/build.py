@@ -13,17 +13,20 @@ from torch import Tensor
 
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
-from fivefold.build_engine import build_engine
+from fivefold.build_engine import build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.config.mixture import counts, domains_of
+from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
-from fivefold.data.prompt_loader import PromptLoader
+from fivefold.data.prompt_loader import Loader, PromptLoader
 from fivefold.data.prompts import PromptSet, Reading, encode_conversation, load_prompts
 from fivefold.data.rows import Columns
 from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
+from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
@@ -102,7 +105,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
     pool, first_prompts = build_reward_pool(config, training, evaluation_set)
-    loader = PromptLoader(training.prompts, config.data.prompts_per_step, config.trainer.seed, config.data.shuffle)
+    loader = build_loader(config, training)
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
     if config.uses_critic and config.critic.warmup_steps >= steps:
         raise ValueError(
@@ -118,13 +121,17 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
     logger.log(describe(config, spec, steps=steps, **sizes))
+    judges: list[ServerProcess] = []
+    if config.reward.judge_layout is not None and config.may_generate:
+        judges, urls = start_judges(config, directories[str(config.reward.judge.model)], ranks, device)
+        pool.ask_judges_at(urls)
     start_reward_pool(pool, first_prompts, logger.log)
     models = build_models(config, directories, meshes, objective, steps, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
         reward_model = build_reward_model(config, directories, meshes)
-    rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log)
+    rewards = RewardManager(pool, ranks, reward_model, config.reward.max_failed, logger.log, judges)
     if generates:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():
@@ -180,6 +187,15 @@ def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks)
     if not config.data.val:
         return training, None
     return training, _evaluation_set(config, read(config.data.val, first=config.eval.max_prompts))
+
+
+def build_loader(config: RunConfig, training: PromptSet) -> Loader[Prompt]:
+    """The order of the training prompts; raises ValueError for a domain of the mixture that has too few of them."""
+    data, seed = config.data, config.trainer.seed
+    if not data.mixture:
+        return PromptLoader(training.prompts, data.prompts_per_step, seed, data.shuffle)
+    places = places_by_domain((source for _, source, _ in training.ground_truths()), domains_of(data.domains))
+    return MixedLoader(training.prompts, places, counts(data.mixture, data.prompts_per_step), seed, data.shuffle)
 
 
 def build_reward_pool(
@@ -267,7 +283,7 @@ def _refresh(models: Models, engine: Engine) -> None:
 
 def build_rollouts(
     config: RunConfig,
-    loader: PromptLoader[Prompt],
+    loader: Loader[Prompt],
     generator: Generator | None,
     ranks: Ranks,
     logger: RunLogger,
@@ -340,6 +356,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         max_response_tokens=config.data.max_response_tokens,
         work=work,
         skipped=objective.skipped if skips else nothing_skipped,
+        domain_of=domains_of(config.data.domains) if config.algorithm.resolved.whiten_by == "domain" else None,
         share_prefix=config.policy.shares_prefix_on(config.layout),
     )
 

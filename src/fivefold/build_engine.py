@@ -15,7 +15,7 @@ import torch
 from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.http import own_address
-from fivefold.engines.servers.placement import machines_of, place_servers
+from fivefold.engines.servers.placement import Machine, behind, machines_of, place_servers
 from fivefold.engines.servers.server import Server
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.transformers import TransformersEngine, stop_token_ids
@@ -127,9 +127,7 @@ def _build_servers(
 
 def _own_servers(layout: ParallelLayout, ranks: Ranks, device: torch.device) -> dict[int, tuple[torch.device, str | None]]:
     """By number, the servers apart that this rank starts: their first device, and where they listen if not on a socket."""
-    gpus = torch.cuda.device_count() if device.type == "cuda" else None
-    seen = ranks.gather_objects((socket.gethostname(), gpus))
-    machines = machines_of([host for host, _ in seen], [count for _, count in seen])
+    machines = _machines(ranks, device)
     # Ranks of other machines reach no socket of this one.
     host = own_address(f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}") if len(machines) > 1 else None
     return {
@@ -137,6 +135,49 @@ def _own_servers(layout: ParallelLayout, ranks: Ranks, device: torch.device) -> 
         for place in place_servers(layout, machines)
         if place.rank == ranks.rank
     }
+
+
+def _machines(ranks: Ranks, device: torch.device) -> list[Machine]:
+    """Those of the run. Collective."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else None
+    seen = ranks.gather_objects((socket.gethostname(), gpus))
+    return machines_of([host for host, _ in seen], [count for _, count in seen])
+
+
+def start_judges(
+    config: RunConfig, directory: Path, ranks: Ranks, device: torch.device
+) -> tuple[list[ServerProcess], list[str]]:
+    """(the judge's servers that this rank has started, the addresses of all), on GPUs that nobody else has; raises
+    ValueError where there are none, RuntimeError where one does not start. Collective."""
+    from fivefold.engines.vllm.probe import answers
+    from fivefold.engines.vllm.serve import server_process
+
+    judge, layout, machines = config.reward.judge, config.reward.judge_layout, _machines(ranks, device)
+    assert layout is not None
+    if config.engine.is_apart and config.engine.layout is not None:
+        machines = behind(machines, config.engine.layout)
+    meeting = f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if len(machines) > 1 else "unix:"
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "served_model_name": judge.model,
+        "tensor_parallel_size": layout.tp,
+        "seed": config.trainer.seed,
+        **({"max_model_len": judge.max_model_len} if judge.max_model_len else {}),
+    }
+    is_cpu = device.type == "cpu"
+    arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": judge.memory_fraction}
+    started = []
+    for place in place_servers(layout, machines):
+        if place.rank == ranks.rank:
+            where = device if place.first_gpu is None else torch.device("cuda", place.first_gpu)
+            log = config.run_dir / "logs" / f"judge-{place.number}.log"
+            started.append(server_process(arguments, where, layout.tp, log, answers, own_address(meeting)))
+    for server in started:
+        server.start()
+    for server in started:
+        server.wait()
+    addresses = ranks.gather_objects([server.address for server in started])
+    return started, [f"{address}/v1" for of_rank in addresses for address in of_rank]
 
 
 def _client(kind: str) -> Callable[..., Server]:

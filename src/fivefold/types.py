@@ -153,6 +153,8 @@ class RolloutStats:
     """The usual size of a group, with samples whose reward failed."""
     incomplete_N: Tensor | None = None
     """The reward of another sample of its group failed; None where none did."""
+    domain_N: Tensor | None = None
+    """Number of the domain of each sample's prompt, from 0; None where domains are not told apart."""
     skipped_N: Tensor | None = None
     """Samples that add exactly nothing to the policy's loss and gradient, which its passes leave out; None where that is
     off or cannot be said."""

@@ -214,6 +214,26 @@ def test_whitening_looks_at_the_tokens_of_all_replicas():
         assert whiten(values[part], mask[part], total_for(part)).tolist() == pytest.approx(expected[part], rel=1e-6)
 
 
+def test_whitening_by_domain_looks_at_each_domain_for_itself():
+    """Two domains of [1, 5, 9] and [100, 104], one of a single token, and one without any on this replica."""
+    values, mask = torch.tensor([1.0, 100.0, 5.0, 7.0, 104.0, 9.0, 3.0]), torch.tensor([True] * 3 + [False] + [True] * 3)
+    part = torch.tensor([0, 2, 0, 0, 2, 0, 3])
+    found = whiten(values, mask, lambda sums: sums, part, 4).tolist()
+    assert found == pytest.approx([-1, -(0.5**0.5), 0, 0, 0.5**0.5, 1, 0], rel=1e-6)
+    # Two replicas, each with tokens of both domains: the sums of each call are those of the two.
+    halves, calls = [slice(0, 3), slice(3, 7)], [[], []]
+    for place, half in enumerate(halves):
+        whiten(values[half], mask[half], lambda sums, own=calls[place]: own.append(sums) or sums, part[half], 4)
+    first = calls[0][0] + calls[1][0]
+    mean = first[4:] / first[:4].clamp(min=1)
+    second = torch.zeros(4, dtype=torch.float64).index_add(
+        0, part[mask], (values.double()[mask] - mean[part[mask]]).square()
+    )
+    for half in halves:
+        told = iter([first, second])
+        assert whiten(values[half], mask[half], lambda sums, told=told: next(told), part[half], 4).tolist() == found[half]
+
+
 # --- ratios and surrogates -------------------------------------------------------------------------------------------
 
 
@@ -570,6 +590,10 @@ def test_prompts_that_are_too_easy_or_too_hard_carry_no_loss_and_no_share_of_the
     both = make_objective("dapo", difficulty_low=0.1, difficulty_high=0.95, overlong_filter=True)
     assert both.kept(stats).tolist() == [False, False, True, False, False, False]
     assert make_objective("dapo", difficulty_high=0.95).kept(stats).tolist() == [True] * 4 + [False] * 2
+    # By correctness the means are 0.5, 0.5 and 1, whatever the rewards are.
+    graded = replace(stats, correct_N=torch.tensor([True, False, True, False, True, True]))
+    by = make_objective("dapo", difficulty_low=0.1, difficulty_high=0.95, difficulty_by="correct")
+    assert by.kept(graded).tolist() == [True] * 4 + [False] * 2
     # A mean on a bound is out, as in ROLL.
     assert make_objective("dapo", difficulty_low=0.5).kept(stats).tolist() == [False] * 4 + [True] * 2
     assert make_objective("dapo").kept(stats) is None

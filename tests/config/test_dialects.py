@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import pytest
@@ -18,6 +18,8 @@ from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import known_keys
 from fivefold.config.loader import read_mapping
+from fivefold.config.mixture import counts, domains_of
+from fivefold.reward.choose import choose_rewards
 
 HOME = {"HOME": "/home/me"}
 VERL = [
@@ -182,7 +184,7 @@ def test_a_value_that_cannot_be_used_is_a_sentence(word, says):
 
 
 def test_a_device_mapping_is_parsed_and_never_evaluated():
-    from fivefold.config.dialects.roll import devices
+    from fivefold.config.dialects.roll_roles import devices
 
     for text, count in (
         ("list(range(0,16))", 16),
@@ -997,6 +999,99 @@ def test_the_configuration_of_rolls_page_is_read_key_by_key():
     }
     assert found.policy.megatron.transformer == moe
     assert (found.policy.optimizer.lr, found.policy.optimizer.weight_decay, found.algorithm.updates) == (1e-6, 0.0, 2)
+
+
+DOMAINS_ROLL = (
+    GSM8K_ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce\nwhiten_advantages: true\ndifficulty_mask: true")
+    .replace("use_kl_loss: true\nkl_loss_coef: 0.01\n", "")
+    .replace(
+        "{file_name: [d.jsonl]}",
+        "{file_name: [d.jsonl], domain_interleave_probs: {math_rule: 0.4, code_sandbox: 0.3, llm_judge: 0.1, crossthinkqa: 0.1, ifeval: 0.1}}",
+    )
+    .replace("rewards: {math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker}}", """
+rewards:
+  crossthinkqa: {worker_cls: a.CrossThinkQARuleRewardWorker, reward_type: soft, response_length_penalty_coef: 0.0, tag_included: [crossthinkqa], world_size: 8}
+  ifeval: {worker_cls: a.GeneralRuleRewardWorker, reward_type: soft, tag_included: [ifeval]}
+  math_rule: {worker_cls: a.MathRuleRewardWorker, tag_included: [deepmath_103k, aime]}
+  code_sandbox: {use_local: true, worker_cls: a.CodeSandboxRewardWorker, tag_included: [KodCode]}
+  llm_judge:
+    worker_cls: a.LLMJudgeRewardWorker
+    judge_prompt: Qwen2.5-7B-Instruct-RLVR-prompt
+    judge_model_type: inference
+    tag_included: [RLVR]
+    model_args: {model_name_or_path: judge/7b, dtype: bf16}
+    generating_args: {max_new_tokens: 100, top_p: 0.8, top_k: 50, num_beams: 1, temperature: 0.8}
+    strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.7, block_size: 16, max_model_len: 8000}}
+    device_mapping: list(range(12,16))
+""")
+)  # fmt: skip
+
+
+def test_a_roll_run_of_several_domains_has_its_prompts_samples_updates_and_rewards():
+    """By hand: of 64 prompts int(25.6), int(19.2), int(6.4) and int(6.4), and the 8 that are left to the last; 512 samples
+    over 4 replicas of t2 that take 2 x 8 each are 8 updates; whitened and masked domain by domain, by scores of 0 and 1."""
+    found = config("roll", tree=DOMAINS_ROLL)
+    assert summary(found) == replace(
+        summary(found), prompts=64, samples=512, updates=8, kl=None, clip=(0.2, 0.2, 1.4), aggregate="seq-mean-token-mean",
+        layout="megatron:d4t2p1", sampler="vllm:d4t2",
+    )  # fmt: skip
+    by_hand = {"math_rule": 25, "code_sandbox": 19, "llm_judge": 6, "crossthinkqa": 6, "ifeval": 8}
+    assert counts(found.data.mixture, 64) == by_hand
+    domain_of = domains_of(found.data.domains)
+    tags = ("deepmath_103k", "aime", "another", "KodCode", "RLVR", "crossthinkqa", "ifeval")
+    assert [domain_of(tag) for tag in tags] == ["math_rule"] * 3 + ["code_sandbox", "llm_judge", "crossthinkqa", "ifeval"]
+    assert found.data.source_key == "tag" and found.data.ground_truth_by_source == {"KodCode": "test_cases"}
+    rewards = [choose_rewards(found.reward, tag) for tag in tags[2:]]
+    assert [(chosen.weights, chosen.accuracy) for chosen in rewards] == [
+        ({"math": 1.0}, "math"),
+        ({"code": 1.0}, "code"),
+        ({"judge": 1.0}, "judge"),
+        ({"multiple_choice": 0.0, "multiple_choice_soft": 1.0, "repetition": -0.5}, "multiple_choice"),
+        ({"ifeval": 1.0, "repetition": -0.5}, "ifeval"),
+    ]
+    chosen = found.algorithm.resolved
+    assert (chosen.whiten, chosen.whiten_by, chosen.difficulty_by, chosen.difficulty_low) == (True, "domain", "correct", 0.1)
+    judge = found.reward.judge
+    assert (judge.model, judge.backend, judge.url) == ("judge/7b", "vllm:d4t1", [])
+    assert (judge.temperature, judge.max_tokens, judge.request) == (0.8, 100, {"top_p": 0.8, "top_k": 50})
+    assert (judge.memory_fraction, judge.max_model_len) == (0.7, 8000)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("use_local: true", "use_local: false", "a sandbox behind an address"),
+        ("reward_type: soft, response", "reward_type: strict, response", "the reward strict of choices"),
+        ("response_length_penalty_coef: 0.0", "response_length_penalty_coef: 0.1", "a penalty of fewer than 400 tokens"),
+        ("a.MathRuleRewardWorker", "mine.MyWorker", "a reward worker of your own"),
+        ("Qwen2.5-7B-Instruct-RLVR-prompt", "~", "the prompt None"),
+        ("judge_model_type: inference", "judge_model_type: ~", "the judge None: api or inference"),
+        ("ifeval: 0.1}}", "ifeval: 0.1, other: 0.1}}", "a domain without a section in rewards"),
+        ("whiten_advantages: true", "add_token_level_kl: true\ntarget_kl: 0.1", "a KL coefficient that every domain moves"),
+    ],
+)
+def test_what_a_domain_of_roll_asks_for_and_we_lack_is_refused(old, new, says):
+    assert old in DOMAINS_ROLL
+    assert any(says in each for each in translated("roll", tree=DOMAINS_ROLL.replace(old, new)).refusals)
+
+
+def test_shares_of_roll_that_do_not_sum_to_1_leave_the_rest_to_the_last_and_unused_domains_are_left_out():
+    tree = DOMAINS_ROLL.replace("llm_judge: 0.1, ", "")
+    found = config("roll", tree=tree)
+    assert counts(found.data.mixture, 64) == {"math_rule": 25, "code_sandbox": 19, "crossthinkqa": 6, "ifeval": 14}
+    assert found.data.domains["llm_judge"] == ["RLVR"], "its rows are no rows of math_rule"
+
+
+def test_a_judge_of_roll_behind_an_address_is_asked_there_and_its_key_is_copied_nowhere():
+    asked = (
+        "judge_model_type: api\n    judge_api_url: http://host/v1\n    judge_model_name: big\n    judge_api_key: sk-secret"
+    )
+    tree = DOMAINS_ROLL.replace("judge_model_type: inference", asked)
+    found = translated("roll", tree=tree)
+    judge = found.tree["reward"]["judge"]
+    assert (judge["url"], judge["model"], judge["api_key_variable"]) == (["http://host/v1"], "big", "JUDGE_API_KEY")
+    assert "backend" not in judge and not found.refusals
+    assert "sk-secret" not in writer.write(found, "roll") + str(writer.notes(found))
 
 
 def test_ground_truths_are_looked_for_where_each_system_has_them():

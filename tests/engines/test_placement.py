@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.engines.servers.placement import Machine, ServerPlace, machines_of, place_servers
+from fivefold.config import make_config
+from fivefold.engines.servers.placement import Machine, ServerPlace, behind, machines_of, place_servers
 from fivefold.layout import ParallelLayout
+from fivefold.plan.engine_placement import device_rows
 
 
 def test_servers_stand_behind_the_ranks_and_are_started_by_them_in_turn():
@@ -88,3 +90,28 @@ def test_a_server_sees_its_own_gpus_only(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,1,GPU-a,3,0")
     assert devices_from(torch.device("cuda", 2), 2) == {"CUDA_VISIBLE_DEVICES": "GPU-a,3"}
     assert devices_from(torch.device("cpu"), 2) == {}
+
+
+def test_servers_of_a_judge_come_behind_those_of_the_engine():
+    machines = [Machine(range(2), 8), Machine(range(2, 4), 6)]
+    free = behind(machines, ParallelLayout.parse("vllm:d3t2"))
+    assert [machine.first for machine in free] == [6, 4]
+    judge = place_servers(ParallelLayout.parse("vllm:d2t1"), free)
+    assert [(place.machine, place.first_gpu) for place in judge] == [(0, 6), (1, 4)]
+    with pytest.raises(ValueError, match="8 GPUs for 2 ranks, 6 GPUs for 2 ranks and 6 for other servers"):
+        place_servers(ParallelLayout.parse("vllm:d2t4"), free)
+
+
+def test_check_says_which_gpus_a_judge_has():
+    config = make_config(
+        {
+            "model": {"path": "m"},
+            "policy": {"backend": "megatron:d2"},
+            "engine": {"backend": "vllm:d2t1", "placement": "apart"},
+            "data": {"train": ["x.jsonl"]},
+            "reward": {"functions": {"judge": 1.0}, "judge": {"model": "j", "backend": "vllm:d1t2"}},
+            "launch": {"gpu": "h100-80g"},
+        }
+    )
+    assert [where for where, _ in device_rows(config)] == ["GPU 0-1", "GPU 2", "GPU 3", "GPU 4-5"]
+    assert device_rows(config)[-1][1].startswith("judge 0 of vllm:d1t2")

@@ -53,6 +53,12 @@ LIVE = [
     {"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}},
     {"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"},
 ]
+CHECKS = [
+    {
+        "assert_code": "from solution import add\n\ndef test_numbers():\n    assert add(1, 2) == 3\n\ndef test_texts():\n    assert add('a', 'b') == 'ab'"
+    },
+    {"assert_code": "assert add(List[int] and [1], []) == [1]"},
+]
 LIVE_STDIN = [{"input": "5\n", "output": "10\n", "testtype": "stdin", "metadata": {}}]
 FRACTION = [
     (DOUBLE, STDIN, 1),
@@ -66,6 +72,14 @@ FRACTION = [
     ("print(12345678)", {"inputs": [""], "outputs": ["12345679"]}, 0),
     ("print('a  b')", {"inputs": [""], "outputs": ["a b"]}, 1),
     ("print('Yes')", {"inputs": [""], "outputs": ["YES"]}, 0),
+    ("print(input())", [{"stdin": "5\n", "expected_stdout": "5"}, {"stdin": "6", "expected_stdout": "7"}], 0.5),
+    (ADD, CHECKS, 1),
+    ("def add(a, b): return str(a) + str(b)", CHECKS, 0),
+    ("def add(a, b): return a + b if isinstance(a, int) else a", CHECKS, 0.5),
+    ("def add(a, b): return [1] if a == [1] else 0", CHECKS, 0.5),
+    ("import os, sys\nsys.exit(0)", CHECKS, 0),
+    ("import os\ndef add(a, b): os._exit(0)", CHECKS, 0),
+    ("def add(a, b): raise SystemExit(0)", CHECKS, 0),
     ("def add(a, b): return str(a) + str(b)", CALLS, 1 / 3),
     ("def other(a, b): return a + b", CALLS, 0),
     ("def add(a, b) return a + b", CALLS, 0),

@@ -104,6 +104,35 @@ def test_every_objective_learns_as_if_the_failed_samples_were_not_there(cluster)
         assert any(with_failed[0]) or choices.get("advantage") == "greedy_baseline", choices
 
 
+def by_domain(mesh):
+    """(tokens' advantages, their groups' sources) of a step of two domains of other scales, and of each domain alone."""
+    sources = ["a", "b", "c", "b"]
+    groups = [
+        group_of(*rewards, index=n) for n, rewards in enumerate([(1.0, 0.0), (30.0, 50.0), (0.5, FAILED), (20.0, 70.0)])
+    ]
+    groups = [replace(group, prompt=replace(group.prompt, source=name)) for group, name in zip(groups, sources, strict=True)]
+    objective = make_objective("grpo", advantage="reward", normalize="none", whiten=True, whiten_by="domain")
+    plan = BatchPlan(max_response_tokens=5, domain_of={"a": "x", "b": "y", "c": "x"}.__getitem__)
+
+    def advantages(own):
+        stats = gather_stats(mesh.ranks.shard(own), mesh.ranks, plan)
+        batch = pack(mesh.ranks.shard(own), stats, mesh.ranks, plan)
+        objective.assign_advantages(batch, stats, mesh.ranks)
+        rewards = [stats.rewards_N[n] for n in batch.sample_index_N for _ in range(int(stats.lengths_N[n]))]
+        found = zip(rewards, batch.advantages_T.tolist(), batch.loss_mask_T.tolist(), strict=True)
+        return sorted({(float(reward), round(value, 5)) for reward, value, learned in found if learned})
+
+    return advantages(groups), *(advantages([groups[n] for n in chosen]) for chosen in ((0, 2), (1, 3)))
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_domains_are_whitened_as_if_each_were_alone(cluster, layout):
+    found = cluster.run(by_domain, f"megatron:{layout}")
+    whole, first, second = ([row for rank in part for row in rank] for part in zip(*found, strict=True))
+    assert sorted(whole) == sorted(first + second) and len(whole) == 7
+    assert max(value for _, value in whole) < 3 and min(value for _, value in whole) < -0.5
+
+
 def one_group(mesh, rewards: list[float]):
     advantages, weights, *_ = learned(mesh, [group_of(*rewards)], {"advantage": "group", "normalize": "none"})
     return [a for a, w in zip(advantages, weights, strict=True) if w]

@@ -159,13 +159,28 @@ class _Table:
         return found_T
 
 
-def whiten(values_T: Tensor, mask_T: Tensor, total: Callable[[Tensor], Tensor], eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(unbiased variance + eps) over the response tokens of all replicas; `total` sums over them."""
-    values = values_T[mask_T].double()
-    count, summed = total(torch.stack([torch.tensor(float(len(values)), dtype=torch.float64), values.sum()])).tolist()
-    mean = summed / max(count, 1)
-    variance = float(total((values - mean).square().sum()[None])) / max(count - 1, 1)
-    return torch.where(mask_T, (values_T.double() - mean) / (variance + eps) ** 0.5, 0.0).float()
+def whiten(
+    values_T: Tensor,
+    mask_T: Tensor,
+    total: Callable[[Tensor], Tensor],
+    part_T: Tensor | None = None,
+    parts: int = 1,
+    eps: float = 1e-8,
+) -> Tensor:
+    """(x - mean) / sqrt(unbiased variance + eps) over the response tokens of all replicas; `total` sums over them.
+
+    With `part_T`, numbers below `parts`, over the tokens of each part for itself.
+    """
+    values, part = values_T[mask_T].double(), torch.zeros_like(values_T, dtype=torch.long) if part_T is None else part_T
+    own = part[mask_T]
+
+    def by_part(of: Tensor) -> Tensor:
+        return torch.zeros(parts, dtype=torch.float64).index_add(0, own, of)
+
+    count, summed = total(torch.cat([by_part(torch.ones_like(values)), by_part(values)])).view(2, parts)
+    mean = summed / count.clamp(min=1)
+    deviation = (total(by_part((values - mean[own]).square())) / (count - 1).clamp(min=1) + eps).sqrt()
+    return torch.where(mask_T, (values_T.double() - mean[part]) / deviation[part], 0.0).float()
 
 
 def make_credit(name: str, gamma: float | None, lam: float | None) -> Credit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class Objective:
     kl_reward_estimator: kl.Estimator = kl.ESTIMATORS["k1"]
     entropy_coef: float = 0.0
     whiten: bool = False
+    whiten_by: Literal["step", "domain"] = "step"
     advantage_clip: float | None = None
     reward_clip: float | None = None
     overlong_buffer: float = 0.0
@@ -74,6 +75,7 @@ class Objective:
     overlong_filter: bool = False
     difficulty_low: float | None = None
     difficulty_high: float | None = None
+    difficulty_by: Literal["reward", "correct"] = "reward"
     old_is_engine: bool = False
     """The old log-probs are the engine's instead of the trainer's."""
     needs_greedy: bool = False
@@ -168,7 +170,8 @@ class Objective:
     def assign_advantages(self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas) -> None:
         """Set `advantages_T` and `returns_T` of this replica's batch from the rewards of the whole step. Collective."""
         inputs, kept_N = self._inputs(stats), self.kept(stats)
-        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, kept_N)
+        domain_N = stats.domain_N if self.whiten_by == "domain" else None
+        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, kept_N, domain_N)
 
     def _inputs(self, stats: RolloutStats) -> AdvantageInputs:
         limit, greedy_N = stats.max_response_tokens, stats.greedy_rewards_N
@@ -186,7 +189,8 @@ class Objective:
             kept_N = stats.finished_N
         if self.difficulty_low is not None or self.difficulty_high is not None:
             inputs = AdvantageInputs(stats.rewards_N, stats.group_N, stats.response_lengths_N)
-            mean_N = inputs.group_sums(stats.rewards_N) / inputs.count_N
+            judged_N = stats.rewards_N if self.difficulty_by == "reward" else stats.correct_N.double()
+            mean_N = inputs.group_sums(judged_N) / inputs.count_N
             low = -math.inf if self.difficulty_low is None else self.difficulty_low
             high = math.inf if self.difficulty_high is None else self.difficulty_high
             fair_N = (mean_N > low) & (mean_N < high)
@@ -216,10 +220,12 @@ class Objective:
         finished_N: Tensor,
         replicas: Replicas,
         kept_N: Tensor | None = None,
+        domain_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
 
-        `inputs`, `finished_N` (the response ended by itself) and `kept_N` (it carries loss) are those of the whole step.
+        `inputs`, `finished_N` (the response ended by itself) and `kept_N` (it carries loss) are those of the whole step, as
+        are the domains, numbered from 0, that are whitened each for itself.
         """
         segments, own_N = Segments.of(batch), batch.sample_index_N
         penalties_T = torch.zeros(len(batch.token_ids_T))
@@ -239,7 +245,9 @@ class Objective:
             counted_T = batch.loss_mask_T
             if kept_N is not None:
                 counted_T = counted_T & kept_N[own_N][segments.sample_T]
-            advantages_T = whiten(advantages_T, counted_T, replicas.all_reduce_sum)
+            part_T = None if domain_N is None else domain_N[own_N][segments.sample_T]
+            parts = 1 if domain_N is None else int(domain_N.max()) + 1
+            advantages_T = whiten(advantages_T, counted_T, replicas.all_reduce_sum, part_T, parts)
         if self.advantage_clip is not None:
             advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
         return advantages_T, returns_T

@@ -112,10 +112,9 @@ def _candidates(way: LearnsFrom, prompt: str | None, truth: str | None) -> Itera
         if way == "pairs":
             yield named
         else:
-            second = "ground_truth" if way == "rollouts" else "response"
             known = TRUTHS if way == "rollouts" else RESPONSES
             for other in known if truth is None else (truth,):
-                yield replace(named, **{second: other})
+                yield replace(named, ground_truth=other) if way == "rollouts" else replace(named, response=other)
 
 
 def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source: str) -> list[Row] | None:

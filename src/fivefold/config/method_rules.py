@@ -137,6 +137,10 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
     findings.require(overrides.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
     if overrides.overlong_penalty is not None and not chosen.overlong_buffer:
         findings.ignore("overlong_penalty", "overlong_buffer is 0")
+    if overrides.whiten_by is not None and not chosen.whiten:
+        findings.ignore("whiten_by", "whiten is off")
+    if overrides.difficulty_by is not None and low is None and high is None:
+        findings.ignore("difficulty_by", "neither difficulty_low nor difficulty_high is set")
     if overrides.dynamic_sampling_by is not None and not chosen.dynamic_sampling:
         findings.ignore("dynamic_sampling_by", "dynamic_sampling is off")
     elif overrides.dynamic_sampling_by == "shaped_reward" and not chosen.overlong_buffer and chosen.reward_clip is None:
@@ -148,8 +152,9 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     method = METHODS[name]
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (
-        "advantage", "credit", "whiten", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
+        "advantage", "credit", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
         "overlong_filter", "dynamic_sampling", "dynamic_sampling_by", "difficulty_low", "difficulty_high",
+        "difficulty_by",
     ):  # fmt: skip
         findings.require(getattr(overrides, key) in (None, False), key, nothing)
     findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")

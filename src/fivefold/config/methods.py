@@ -90,6 +90,8 @@ class Choices:
     """λ of GAE: 1 trusts returns only, 0 values only."""
     whiten: bool | None = None
     """Shift and scale advantages to mean 0 and variance 1 over all tokens of the step."""
+    whiten_by: Literal["step", "domain"] | None = None
+    """Over the tokens of the whole step, or of each domain (`data.domains`) for itself."""
     advantage_clip: Annotated[float, above(0)] | None = None
     """Advantages are kept within ± this."""
     importance_sampling_level: str | None = None
@@ -156,6 +158,8 @@ class Choices:
     difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
     """Responses to prompts whose mean reward is not above the one and below the other carry no loss and do not count in its
     denominators; off when left out."""
+    difficulty_by: Literal["reward", "correct"] | None = None
+    """Whose mean these bounds are of: the reward, or whether a response is correct (1 or 0)."""
     dynamic_sampling: bool | None = None
     """Sample further prompts in the place of those whose responses all have the same reward."""
     dynamic_sampling_by: Literal["reward", "shaped_reward"] | None = None
@@ -388,6 +392,7 @@ USUAL = Choices(
     normalize="none",
     credit="response",
     whiten=False,
+    whiten_by="step",
     importance_sampling_level="token",
     surrogate="ppo_clip",
     aggregate="token-mean",
@@ -402,6 +407,7 @@ USUAL = Choices(
     overlong_buffer=0.0,
     overlong_penalty=1.0,
     overlong_filter=False,
+    difficulty_by="reward",
     dynamic_sampling=False,
     dynamic_sampling_by="reward",
 )  # fmt: skip

@@ -29,6 +29,7 @@ EXTRAS = (
     Extra("ray", "ray", "launch.backend: ray"),
     Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge"),
     Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME"),
+    Extra("ifeval", "py3langid", "reward ifeval: the language of a response"),
     Extra("wandb", "wandb", "trainer.loggers: [wandb]"),
     Extra("mlflow", "mlflow-skinny", "trainer.loggers: [mlflow]"),
     Extra("swanlab", "swanlab", "trainer.loggers: [swanlab]"),

@@ -396,6 +396,15 @@ class DataConfig:
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
     ground_truth_key: str = "reward_model.ground_truth"
     """What a response is compared with; elsewhere, of a solution that ends in `#### answer`, it is the answer."""
+    ground_truth_by_source: dict[str, str] = field(default_factory=dict)
+    """data_source -> the column that has it there, such as one with tests of programs."""
+    source_key: str = "data_source"
+    """Column with the data_source, which chooses the reward; where a row has none it is the name of its file."""
+    domains: dict[str, list[str]] = field(default_factory=dict)
+    """Name -> data_sources that are one domain, `'*'` for all that no domain names; another one is a domain of its own."""
+    mixture: dict[str, Annotated[float, within("(0, 1]")]] = field(default_factory=dict)
+    """Domain -> its share of every step's prompts; they sum to 1, and rows of other domains are left out. When left out
+    all rows are shuffled together."""
     response_key: str = "response"
     """Column with the response to imitate, for methods that learn from responses (sft)."""
     messages_key: str = "messages"
@@ -425,6 +434,62 @@ class RewardModelConfig:
         return policy.for_role(self.backend, self.megatron)
 
 
+JUDGE_PROMPT = """\
+You compare a response with a reference answer. Both may be in any language and of any form: an option, a number, an
+expression, a text. The response is right when its final answer says the same as the reference; a response that is not
+finished, or gives no clear final answer, is wrong.
+
+Question:
+{prompt}
+
+Response:
+{response}
+
+Reference answer:
+{ground_truth}
+
+Is the response right? Answer with one word, YES or NO.
+"""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A model that the reward `judge` asks, over OpenAI's HTTP API."""
+
+    url: Annotated[list[str], HARMLESS] = field(default_factory=list)
+    """Servers that are there, as `http://host:8000/v1`; requests go to them in turn."""
+    model: str | None = None
+    """The model's name, as those servers know it; with `backend` its Hugging Face directory or hub id."""
+    backend: Annotated[str | None, HARMLESS] = None
+    """Servers that the run starts instead, by a layout of vLLM (`vllm:d2t2`), on GPUs of their own: those behind the ranks'
+    and the engine's servers' on each machine."""
+    memory_fraction: Annotated[float, within("(0, 1)"), HARMLESS] = 0.9
+    """Share of a GPU's memory for one of these servers."""
+    max_model_len: Annotated[int | None, above(0), HARMLESS] = None
+    """Longest sequence that these servers make room for; the judge's own when left out."""
+    api_key_variable: Annotated[str | None, Matches(VARIABLE, "the name of a variable"), HARMLESS] = None
+    """Environment variable with the servers' key. Ranks read it; reward functions and the run's files do not get it."""
+    prompt: str = JUDGE_PROMPT
+    """What the judge is told: {prompt} is the last user message, {response} the whole response, {ground_truth} the truth."""
+    verdict: Literal["yes_no", "score"] = "yes_no"
+    """How its answer is read: 1 or 0 for the first yes or no in it, or a number by `pattern`; one without fails."""
+    pattern: str = r"[Ss]core:\s*([0-9.]+)"
+    """Regular expression with one group, the number; the last match counts."""
+    scale: Annotated[float, above(0)] = 10.0
+    """The largest number, whose reward is 1."""
+    temperature: Annotated[float, within("[0, 100]")] = 0.0
+    max_tokens: Annotated[int, above(0)] = 1024
+    """Of an answer."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, as the servers take them: `{top_p: 0.8, chat_template_kwargs: {...}}`."""
+    timeout_seconds: Annotated[float, within("(0, 3600]"), HARMLESS] = 60.0
+    """Time that one verdict may take, with all attempts; over it the sample has failed."""
+    retries: Annotated[int, within("[0, 100]"), HARMLESS] = 2
+    """Further attempts where a server is not reached, is busy or fails."""
+    concurrency: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
+    """Verdicts that each rank asks for at once."""
+
+
 @dataclass(frozen=True)
 class CodeConfig:
     """What a program may take that the reward `code` or `code_fraction` runs."""
@@ -438,8 +503,8 @@ class CodeConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     functions: dict[str, Annotated[float, within("[-1000000, 1000000]")]] = field(default_factory=dict)
-    """Reward name (gsm8k, math, format, code, code_fraction) or `path.py:function` -> weight; empty: chosen by
-    `data_source`."""
+    """Reward name (gsm8k, math, format, code, ifeval, judge, ...: docs/rewards.md) or `path.py:function` -> weight; empty:
+    chosen by `data_source`."""
     by_source: dict[str, dict[str, Annotated[float, within("[-1000000, 1000000]")]]] = field(default_factory=dict)
     """data_source -> its own `functions`."""
     accuracy: str | None = None
@@ -460,7 +525,14 @@ class RewardConfig:
     """Environment variables that reward processes get besides the usual ones (PATH, HOME, ...), such as the key of a judge:
     they get no other of the trainer's."""
     code: CodeConfig = field(default_factory=CodeConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+    @property
+    def judge_layout(self) -> ParallelLayout | None:
+        """Of the judge's servers that the run starts; None where it starts none. Raises ValueError where it is none."""
+        asked = any("judge" in weights for weights in (self.functions, *self.by_source.values()))
+        return ParallelLayout.parse(self.judge.backend) if asked and self.judge.backend else None
 
 
 @dataclass(frozen=True)
@@ -679,6 +751,7 @@ class RunConfig:
         """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
         others = [self.reference.path if self.algorithm.needs_reference else None]
         others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
+        others.append(self.reward.judge.model if self.may_generate and self.reward.judge_layout else None)
         paths = [path for path in (self.model.path, *others) if path]
         return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 

@@ -8,8 +8,9 @@ from dataclasses import fields
 from fivefold.config.findings import Findings
 from fivefold.config.identity import leaves
 from fivefold.config.method_rules import check_method
+from fivefold.config.mixture import counts
 from fivefold.config.ranges import check_values, suggest
-from fivefold.config.schema import OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
+from fivefold.config.schema import DataConfig, OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
 
@@ -29,6 +30,7 @@ def validate(config: RunConfig) -> Findings:
         _check_engine(findings, config)
     check_method(findings.at("algorithm"), algorithm.name, algorithm, algorithm.group_size, algorithm.updates)
     _check_batch(findings, config)
+    _check_mixture(findings.at("data"), config.data)
     _check_rollout(findings.at("rollout"), config)
     if are_layouts_good:
         _check_models(findings, config)
@@ -53,6 +55,11 @@ def _check_layouts(findings: Findings, config: RunConfig) -> None:
                 f"shares the policy's ranks, so d·t·p·c must be {policy.world_size}: {own} has {own.world_size}; "
                 f"write for example megatron:d{policy.world_size}, or leave it out for {policy}",
             )
+
+    try:
+        _ = config.reward.judge_layout
+    except ValueError as error:
+        findings.error("reward.judge.backend", f": {error}")
 
 
 def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | None:
@@ -153,6 +160,22 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
             f": update needs algorithm.ppo_epochs: 1, for the values of an update are those before it: "
             f"got {algorithm.ppo_epochs}",
         )
+
+
+def _check_mixture(findings: Findings, data: DataConfig) -> None:
+    named = [source for sources in data.domains.values() for source in sources]
+    twice = next((source for source in named if named.count(source) > 1), "")
+    findings.require(not twice, "domains", f"must name every data_source once: got {twice!r} twice")
+    if not data.mixture:
+        return
+    whole = sum(data.mixture.values())
+    if abs(whole - 1) > 1e-6:
+        findings.error("mixture", f"must have shares that sum to 1: got {whole:g}")
+        return
+    try:
+        counts(data.mixture, data.prompts_per_step)
+    except ValueError as error:
+        findings.error("mixture", str(error))
 
 
 def _check_rollout(findings: Findings, config: RunConfig) -> None:

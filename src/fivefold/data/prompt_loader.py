@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
+
+
+class Loader(Protocol[T]):
+    """The items of a run by their position, over all epochs."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+    def epoch(self, position: int) -> int: ...
+    def take(self, position: int, count: int) -> list[T]: ...
 
 
 class PromptLoader(Generic[T]):

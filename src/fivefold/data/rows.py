@@ -6,7 +6,7 @@ A ValueError names the file, the row and the column of what cannot be used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ class Columns:
     chosen: str = "chosen"
     rejected: str = "rejected"
     ground_truth: str = "reward_model.ground_truth"
+    source: str = "data_source"
+    ground_truth_by_source: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
-        return cls(
-            data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key, data.ground_truth_key
-        )
+        texts = (data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key)
+        return cls(*texts, data.ground_truth_key, data.source_key, data.ground_truth_by_source)
 
 
 USUAL_COLUMNS = Columns()
@@ -107,13 +108,14 @@ def _parquet(path: Path) -> Any:
 def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, source: str) -> Row:
     """What a row says; `source` is its data_source where it names none. Raises ValueError naming the column."""
     messages, is_conversation, responses = _read_texts(row, columns, learns_from)
-    given = row.get("data_source")
+    given = _cell(row, columns.source)
     if given is not None and not isinstance(given, (str, int)):
-        raise ValueError(f"column 'data_source' must be a text: got {shown(given)}")
+        raise ValueError(f"column {columns.source!r} must be a text: got {shown(given)}")
+    source = source if given is None else str(given)
     return Row(
         messages,
-        source if given is None else str(given),
-        _ground_truth(row, columns.ground_truth),
+        source,
+        _ground_truth(row, columns.ground_truth_by_source.get(source, columns.ground_truth)),
         is_conversation,
         responses,
         _mapping(row, "extra_info"),

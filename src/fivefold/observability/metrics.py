@@ -20,7 +20,10 @@ class Metric:
 
 PLACEHOLDERS = {
     # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
-    "<part>": r"(?:gsm8k|math|format|code|code_fraction|think_answer|countdown|model|.+:.+)",
+    "<part>": (
+        r"(?:gsm8k|math|format|code|code_fraction|think_answer|countdown|ifeval|ifeval_fraction|multiple_choice"
+        r"|multiple_choice_soft|repetition|judge|model|.+:.+)"
+    ),
     "<source>": r".+",
     "<k>": r"\d+",
     "<layer>": r"\d+",

@@ -33,7 +33,7 @@ from fivefold.models.tensor_files import check_tensor_files, tensor_places
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, is_torch_dist
 from fivefold.plan.data_files import check_data
 from fivefold.plan.devices import elsewhere, is_joined, on_gpus, visible_gpus
-from fivefold.plan.engine_checks import check_engine, report_engine
+from fivefold.plan.engine_checks import check_engine, check_judge, report_engine
 from fivefold.plan.engine_placement import device_rows
 from fivefold.plan.fit import check_fit
 from fivefold.plan.gain import describe_step
@@ -78,6 +78,7 @@ def check(config: RunConfig) -> Findings:
     _check_devices(findings, config)
     if config.may_generate:
         check_engine(findings, config, policy)
+        check_judge(findings.at("reward.judge"), config)
     _report_ignored(findings, config, specs)
     chosen = config.algorithm.resolved.kl
     if chosen.coef and chosen.place == "loss" and chosen.estimator == "k1":
@@ -235,6 +236,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
                 findings.ignore(f"data.{key}", f"{name} does not read it")
+    if config.data.domains and not config.data.mixture and algorithm.resolved.whiten_by != "domain":
+        findings.ignore("data.domains", "neither data.mixture nor algorithm.whiten_by: domain tells domains apart")
     if config.model.config is not None and not any(is_torch_dist(part.path) for part in roles(config)):
         findings.ignore("model.config", "no model is a checkpoint of Megatron-Core: a Hugging Face directory has its own")
     if config.reference != ReferenceConfig() and not algorithm.needs_reference:
@@ -337,12 +340,13 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
 
 def _check_apart(findings: Findings, config: RunConfig) -> None:
     """GPUs for the servers behind those of the ranks, where they can be counted."""
-    if findings.errors or not config.may_generate or not config.engine.is_apart:
+    own = config.engine.is_apart or config.reward.judge_layout is not None
+    if findings.errors or not config.may_generate or not own:
         return
     try:
         rows = device_rows(config)
     except ValueError as error:
-        findings.error("engine.placement", f": {error}")
+        findings.error("engine.placement" if config.reward.judge_layout is None else "reward.judge.backend", f": {error}")
         return
     for devices, who in rows:
         findings.note(f"{devices}: {who}")

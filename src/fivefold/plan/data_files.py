@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,6 +11,7 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
+from fivefold.config.mixture import counts, domains_of
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
     TEMPLATE_NAMES,
@@ -37,7 +39,8 @@ class _Seen:
     """Rows that would become prompts, as far as they were looked at; of those behind all are taken to."""
     whole: bool = True
     """Every row was looked at."""
-    sources: set[str] = field(default_factory=set)
+    sources: Counter[str] = field(default_factory=Counter)
+    """data_source -> rows that were looked at and would become prompts."""
     responses: int = 0
     """Rows with something to learn from."""
 
@@ -62,6 +65,7 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
     try:
         training = reader.read(data.train, learns=config.algorithm.offline, scored=not config.algorithm.offline)
         _check_count(findings, config, training)
+        _check_domains(findings, config, training)
         if data.val:
             _check_validation(findings, config, reader)
     except ValueError as error:
@@ -80,6 +84,21 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
         steps = config.trainer.epochs * (rows // per_step)
         message = f"must be below the {steps} steps of the run, or the policy never learns: got {config.critic.warmup_steps}"
         findings.require(config.critic.warmup_steps < steps, "critic.warmup_steps", message)
+
+
+def _check_domains(findings: Findings, config: RunConfig, training: _Seen) -> None:
+    """Rows for each domain of the mixture, where all were looked at."""
+    data = config.data
+    if not data.mixture or not training.whole:
+        return
+    domain_of, found = domains_of(data.domains), Counter[str]()
+    for source, rows in training.sources.items():
+        found[domain_of(source)] += rows
+    for name, count in counts(data.mixture, data.prompts_per_step).items():
+        message = f": a step takes {count} prompts of {name!r}, of which there are {found[name]}; there are {dict(found)}"
+        findings.require(found[name] >= count, "data.mixture", message)
+    if others := [f"{name} ({rows})" for name, rows in found.items() if name not in data.mixture]:
+        findings.note(f"data.mixture leaves out the rows of {', '.join(others)}")
 
 
 def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) -> None:
@@ -126,7 +145,7 @@ class _Reader:
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
                 seen.rows += fits
-                seen.sources.add(found.source)
+                seen.sources[found.source] += fits
                 seen.responses += bool(found.responses) or found.is_conversation
         return seen
 
@@ -180,5 +199,6 @@ class _Reader:
         """Raise ValueError where the rewards of the row's source cannot score it."""
         for name in choose_rewards(self.config.reward, row.source).weights:
             if fault := ground_truth_fault(name, row.ground_truth):
-                column, _, part = self.config.data.ground_truth_key.partition(".")
+                data = self.config.data
+                column, _, part = data.ground_truth_by_source.get(row.source, data.ground_truth_key).partition(".")
                 raise ValueError(f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}")

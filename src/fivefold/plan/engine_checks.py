@@ -17,6 +17,7 @@ from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.devices import device_of, on_gpus
 from fivefold.plan.memory import BYTES, CPU_CACHE, ENGINE_GRAPHS
+from fivefold.plan.tokenizer_files import is_hub_id
 
 CACHE_SIZES = {"vllm": "kv_cache_memory_bytes", "sglang": "max_total_tokens"}
 """Their own arguments that say how large the cache is."""
@@ -76,6 +77,18 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             "engine.sampling draws from a part of the distribution: log-probs of the engine are those of that part, and the "
             "first step's comparison with the trainer's is left out"
         )
+
+
+def check_judge(findings: Findings, config: RunConfig) -> None:
+    """Whether the judge's servers can be started; `findings` are at `reward.judge`."""
+    if findings.errors or config.reward.judge_layout is None:
+        return
+    check_vllm(findings, {})
+    model = str(config.reward.judge.model)
+    message = f": no directory {model}, and no hub id, which is written owner/name"
+    findings.require(Path(model).is_dir() or is_hub_id(model), "model", message)
+    message = ": servers on GPUs of their own are not placed on a Ray cluster: start them elsewhere and name them in url"
+    findings.require(config.launch.backend != "ray", "backend", message)
 
 
 def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from fivefold.config import RunConfig
-from fivefold.engines.servers.placement import Machine, place_servers
+from fivefold.engines.servers.placement import Machine, ServerPlace, behind, place_servers
+from fivefold.layout import ParallelLayout
 from fivefold.plan.devices import on_gpus, visible_gpus
 
 
@@ -15,25 +16,32 @@ def machines_here(config: RunConfig) -> list[Machine]:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = None
     if on_gpus(config):
-        others = 0 if config.engine.layout is None else config.engine.layout.world_size
+        layouts = (config.engine.layout, config.reward.judge_layout)
+        others = sum(layout.world_size for layout in layouts if layout is not None)
         gpus = visible_gpus() if config.launch.gpu is None else here + others
     return [Machine(range(first, min(first + here, world)), gpus) for first in range(0, world, here)]
 
 
 def device_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """(devices, who is on them) of a run whose engine is apart; raises ValueError where GPUs are missing."""
-    layout, machines = config.engine.layout, machines_here(config)
-    assert layout is not None
-    places, rows = place_servers(layout, machines), []
+    """(devices, who is on them) of a run with servers on devices of their own; raises ValueError where GPUs are missing."""
+    machines = machines_here(config)
+    places: list[tuple[str, ParallelLayout, ServerPlace]] = []
+    free = machines
+    if config.engine.is_apart and config.engine.layout is not None:
+        places += [("server", config.engine.layout, place) for place in place_servers(config.engine.layout, free)]
+        free = behind(free, config.engine.layout)
+    if (judge := config.reward.judge_layout) is not None:
+        places += [("judge", judge, place) for place in place_servers(judge, free)]
+    rows = []
     for number, machine in enumerate(machines):
         where = f"machine {number} " if len(machines) > 1 else ""
         ranks = _span(machine.ranks[0], len(machine.ranks))
         devices = "processes" if machine.gpus is None else f"GPU {_span(0, len(machine.ranks))}"
         rows.append((f"{where}{devices}", f"ranks {ranks} of {config.layout}"))
-        for place in places:
+        for what, layout, place in places:
             if place.machine == number:
                 own = "processes" if place.first_gpu is None else f"GPU {_span(place.first_gpu, layout.tp)}"
-                rows.append((f"{where}{own}", f"server {place.number} of {layout}, started by rank {place.rank}"))
+                rows.append((f"{where}{own}", f"{what} {place.number} of {layout}, started by rank {place.rank}"))
     return rows
 
 

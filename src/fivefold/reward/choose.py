@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from fivefold.config.findings import Findings
-from fivefold.config.schema import RewardConfig
+from fivefold.config.schema import JudgeConfig, RewardConfig
+from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
-from fivefold.reward.rules import CODE, SOURCES, check_name, takes_ground_truth
+from fivefold.reward.rules import CODE, JUDGED, SOURCES, check_name, takes_ground_truth
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,39 @@ def _check_accuracy(config: RewardConfig) -> None:
         )
 
 
+def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
+    message = "must name the judge's servers, as http://host:8000/v1, or judge.backend those that the run is to start"
+    findings.require(bool(judge.url) or judge.backend is not None, "url", message)
+    findings.require(not judge.url or judge.backend is None, "url", "and judge.backend are two places: keep one")
+    if judge.backend is not None:
+        layout = ParallelLayout.parse(judge.backend)
+        usable = layout.backend == "vllm" and layout.pp == layout.ep == 1
+        findings.require(usable, "backend", f"must be a layout of vllm with d and t: got {judge.backend}")
+    for url in judge.url:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username and not parts.query
+        findings.require(usable, "url", f"must be an address as http://host:8000/v1: got {url.partition('?')[0]!r}")
+    findings.require(bool(judge.model), "model", "must name the judge's model, as its servers know it")
+    message = f"must hold {{response}}, what is to be judged: got {judge.prompt[:100]!r}"
+    findings.require("{response}" in judge.prompt, "prompt", message)
+    try:
+        groups = re.compile(judge.pattern).groups
+    except re.error as error:
+        findings.error("pattern", f"must be a regular expression: {error}")
+    else:
+        findings.require(groups == 1, "pattern", f"must have one group, the number: got {groups} in {judge.pattern!r}")
+    usual, unread = JudgeConfig(), dict[str, str]()
+    if judge.backend is None:
+        unread |= dict.fromkeys(("memory_fraction", "max_model_len"), "the servers of url were started with what they have")
+    if judge.verdict != "score":
+        unread |= dict.fromkeys(("pattern", "scale"), f"the verdict is {judge.verdict}")
+    for key, reason in unread.items():
+        if getattr(judge, key) != getattr(usual, key):
+            findings.ignore(key, reason)
+    name = judge.api_key_variable
+    findings.require(name is None or name in os.environ, "api_key_variable", f"names a variable that is set: got {name!r}")
+
+
 def check_rewards(findings: Findings, config: RewardConfig) -> None:
     """Errors for functions that cannot be found; data_sources that choose by themselves are looked at when data are read."""
     sections = {"functions": config.functions} | {f"by_source.{source}": own for source, own in config.by_source.items()}
@@ -79,6 +115,10 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
             findings.note(f"programs are locked up by {layers()}")
         fits = config.code.memory_mb <= config.memory_mb
         findings.require(fits, "code.memory_mb", f"must be at most reward.memory_mb = {config.memory_mb}")
+    if any(name in JUDGED for weights in sections.values() for name in weights):
+        _check_judge(findings.at("judge"), config.judge)
+    elif config.judge != JudgeConfig():
+        findings.ignore("judge", "no reward is named judge")
     for name in config.environment:
         findings.require(name in os.environ, "environment", f"names variables that are set here: got {name!r}")
     try:

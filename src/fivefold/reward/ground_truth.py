@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold.reward.code.cases import FORMS, read_cases
+from fivefold.reward.ifeval import read_instructions
 from fivefold.reward.rules import CODE, gsm8k
 from fivefold.reward.tagged import countdown_fault
 
@@ -17,6 +18,13 @@ def ground_truth_fault(name: str, ground_truth: str) -> str | None:
         return "must not be empty for the reward math"
     if name == "countdown":
         return countdown_fault(ground_truth)
+    if name.startswith("multiple_choice") and not ground_truth[:1].isupper():
+        return f"must begin with the capital letter of the right choice for the reward {name}"
+    if name.startswith("ifeval"):
+        try:
+            read_instructions(ground_truth)
+        except ValueError as error:
+            return f"{error} for the reward {name}"
     if name in CODE:
         try:
             read_cases(ground_truth)

@@ -29,6 +29,12 @@ class Scorer(Protocol):
     def close(self) -> None: ...
 
 
+class Closing(Protocol):
+    """What is started and ended."""
+
+    def close(self) -> None: ...
+
+
 class RewardModel(Protocol):
     """Adds a model's score to the rewards; called on all ranks of a replica, each with its own groups."""
 
@@ -47,6 +53,8 @@ class RewardManager:
     max_failed: float = 0.1
     """Largest share of samples, over all ranks, whose reward may fail."""
     log: Callable[[str], None] = print
+    servers: Sequence[Closing] = ()
+    """Of a judge, that end with the run."""
 
     def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
         """Begin to score a sample while others are still being sampled."""
@@ -86,5 +94,7 @@ class RewardManager:
         self.log(message)
 
     def close(self) -> None:
-        """End the reward processes."""
+        """End the reward processes and a judge's servers."""
         self.pool.close()
+        for server in self.servers:
+            server.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -14,12 +15,13 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import RewardConfig
 from fivefold.reward.choose import ChosenRewards, choose_rewards
+from fivefold.reward.judge import JUDGE, Judge, JudgeError
 from fivefold.reward.messages import Messages
 
 if TYPE_CHECKING:
@@ -69,7 +71,12 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(count)
+        self._judge: Judge | None = None
         self._is_closed = False
+
+    def ask_judges_at(self, urls: Sequence[str]) -> None:
+        """Before the first sample: where the judge's servers are."""
+        self._config = replace(self._config, judge=replace(self._config.judge, url=list(urls)))
 
     def weights(self, source: str) -> dict[str, float]:
         """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
@@ -78,7 +85,7 @@ class RewardPool:
     def _rewards(self, source: str) -> ChosenRewards:
         if source not in self._chosen:
             self._chosen[source] = choose_rewards(self._config, source)
-            self._names |= set(self._chosen[source].weights)
+            self._names |= set(_functions(self._chosen[source]))
         return self._chosen[source]
 
     def start(self, trials: Sequence[tuple[Prompt, Sample]]) -> str | None:
@@ -87,9 +94,13 @@ class RewardPool:
         What a function imports and prepares is then not on a sample's time. Gives the first error of a call; raises
         ValueError where a function cannot be loaded or does not answer.
         """
-        requests = [self._request(*trial) for trial in trials if self.weights(trial[0].source)]
+        requests = [self._request(*trial) for trial in trials if _functions(self._rewards(trial[0].source))]
         for worker in self._workers:
             worker.names, worker.trials = sorted(self._names), requests
+        judged = [trial for trial in trials if JUDGE in self.weights(trial[0].source)]
+        if judged and (error := self.submit(*judged[0]).result()) is not None:
+            # Nothing that is wrong here is the response's: it is the ground truth.
+            raise ValueError(f"reward.judge: {error}")
         if not requests:
             return None
         # The others are started where they are needed, and do the same before their first sample.
@@ -104,13 +115,19 @@ class RewardPool:
         """Set reward, reward_parts, correct and reward_failed of a sample, in the time until that is done."""
         # It has failed until it is scored.
         _fail(sample)
-        return self._threads.submit(self._score, prompt, sample)
+        if JUDGE not in self._rewards(prompt.source).weights:
+            return self._threads.submit(self._score, prompt, sample)
+        if self._judge is None:
+            self._judge = Judge(self._config.judge)
+        return self._judge.submit(self._score_with(self._judge, prompt, sample))
 
     def wait(self, scoring: Sequence[Scoring]) -> str | None:
         """Until all of these are done, or those that were not begun within `reward.wait_seconds` have failed; the first of
         their errors."""
         late = wait(scoring, self._config.wait_seconds).not_done
         given_up = {each for each in late if each.cancel()}
+        if given_up and self._judge is not None:
+            self._judge.settle()
         # What has begun ends within its own time.
         wait(late - given_up)
         waited = f"no reward within {self._config.wait_seconds:g} s after the last response (reward.wait_seconds)"
@@ -120,6 +137,9 @@ class RewardPool:
     def close(self) -> None:
         """End the processes, and what is still being scored with them."""
         self._is_closed = True
+        if self._judge is not None:
+            self._judge.close()
+            self._judge = None
         for _ in range(2):
             for worker in self._workers:
                 worker.kill()
@@ -142,6 +162,30 @@ class RewardPool:
         if chosen.accuracy is None:
             sample.reward, sample.reward_failed = 0.0, False
             return None
+        found = self._values(prompt, sample)
+        return found if isinstance(found, str) else _finish(sample, chosen, found)
+
+    async def _score_with(self, judge: Judge, prompt: Prompt, sample: Sample) -> str | None:
+        """As `_score`, with a judge's verdict; in the judge's thread."""
+        chosen = self._rewards(prompt.source)
+        try:
+            parts: dict[str, float] = {JUDGE: await judge.value(prompt, sample.text)}
+            if _functions(chosen):
+                found = await asyncio.wrap_future(self._threads.submit(self._values, prompt, sample))
+                if isinstance(found, str):
+                    return found
+                parts |= found
+            error = _finish(sample, chosen, parts)
+        except JudgeError as failed:
+            return str(failed)
+        except Exception:
+            error = traceback.format_exc()
+        if error is not None:
+            _fail(sample)
+        return error
+
+    def _values(self, prompt: Prompt, sample: Sample) -> dict[str, float] | str:
+        """What the functions of a sample's rewards give, or why one does not."""
         if self._is_closed:
             return "the run has ended"
         worker = self._idle.get()
@@ -152,13 +196,7 @@ class RewardPool:
         error = _error_of(answer)
         if error is not None:
             return error
-        parts = {name: float(answer["values"][name]) for name in chosen.weights}
-        reward = sum(chosen.weights[name] * value for name, value in parts.items())
-        if not all(map(math.isfinite, [reward, *parts.values()])):
-            return f"a reward must be finite: got {parts}"
-        sample.reward, sample.reward_parts, sample.reward_failed = reward, parts, False
-        sample.correct = parts[chosen.accuracy] >= 1
-        return None
+        return {name: float(answer["values"][name]) for name in _functions(self._rewards(prompt.source))}
 
     def _request(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
         offered = {
@@ -169,7 +207,22 @@ class RewardPool:
             "data_source": prompt.source,
             "extra_info": prompt.extra,
         }
-        return {"rewards": list(self._rewards(prompt.source).weights), "sample": offered}
+        return {"rewards": _functions(self._rewards(prompt.source)), "sample": offered}
+
+
+def _functions(chosen: ChosenRewards) -> list[str]:
+    """Those of the rewards that are functions."""
+    return [name for name in chosen.weights if name != JUDGE]
+
+
+def _finish(sample: Sample, chosen: ChosenRewards, parts: dict[str, float]) -> str | None:
+    """Set the reward of a sample from its parts; why there is none."""
+    reward = sum(weight * parts[name] for name, weight in chosen.weights.items())
+    if not all(map(math.isfinite, [reward, *parts.values()])):
+        return f"a reward must be finite: got {parts}"
+    sample.reward, sample.reward_parts, sample.reward_failed = reward, parts, False
+    sample.correct = parts[str(chosen.accuracy)] >= 1
+    return None
 
 
 def _fail(sample: Sample) -> None:

@@ -10,29 +10,17 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from fivefold.reward.boxed import last_boxed
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
+from fivefold.reward.ifeval import ifeval, ifeval_fraction
 from fivefold.reward.tagged import countdown, think_answer
+from fivefold.reward.texts import multiple_choice, multiple_choice_soft, repetition
 from fivefold.user_code import check_user_code, is_user_code, load_user_code, parameters_of
 
 RewardFunction = Callable[..., float]
 
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
-_BRACES = re.compile(r"\\boxed\{|[{}]")
 _AFTER_HASHES = re.compile(r"####\s*\$?\s*(" + _NUMBER + r")")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} whose braces close, or None."""
-    opened: list[tuple[int, bool]] = []
-    last: tuple[int, int] | None = None
-    for brace in _BRACES.finditer(text):
-        if brace[0] != "}":
-            opened.append((brace.end(), brace[0] != "{"))
-        elif opened:
-            start, is_box = opened.pop()
-            if is_box and (last is None or start > last[0]):
-                last = (start, brace.start())
-    return None if last is None else text[slice(*last)]
 
 
 def _number(text: str) -> Decimal | None:
@@ -173,10 +161,17 @@ BUILT_IN: dict[str, RewardFunction] = {
     "countdown": countdown,
     "code": code,
     "code_fraction": code_fraction,
+    "ifeval": ifeval,
+    "ifeval_fraction": ifeval_fraction,
+    "multiple_choice": multiple_choice,
+    "multiple_choice_soft": multiple_choice_soft,
+    "repetition": repetition,
 }
+JUDGED = ("judge",)
+"""Those that a model gives, and no function."""
 CODE = ("code", "code_fraction")
 """Those that run programs."""
-WITH_TRUTH = ("gsm8k", "math", "countdown", *CODE)
+WITH_TRUTH = tuple(name for name in BUILT_IN if name not in ("format", "think_answer", "repetition"))
 """Those that compare with the ground truth."""
 
 SOURCES = {"gsm8k": "gsm8k", "arithmetic": "gsm8k", "math": "math", "deepscaler": "math", "aime": "math"}
@@ -189,12 +184,11 @@ SOURCES |= dict.fromkeys(("apps", "taco", "codecontests", "codeforces", "livecod
 
 def check_name(name: str) -> None:
     """Raise ValueError for a reward name that `resolve` would not find; runs none of the user's code."""
-    if name in BUILT_IN:
+    if name in BUILT_IN or name in JUDGED:
         return
     if not is_user_code(name):
-        raise ValueError(
-            f"unknown reward {name!r}; built in: {', '.join(BUILT_IN)}; your own is written path/to/file.py:function"
-        )
+        known = ", ".join((*BUILT_IN, *JUDGED))
+        raise ValueError(f"unknown reward {name!r}; built in: {known}; your own is written path/to/file.py:function")
     try:
         check_user_code(name)
     except ValueError as error:
@@ -203,6 +197,8 @@ def check_name(name: str) -> None:
 
 def takes_ground_truth(name: str) -> bool:
     """Whether a reward compares with the ground truth: of the user's functions those with a parameter of that name."""
+    if name in JUDGED:
+        return True
     return name in WITH_TRUTH if name in BUILT_IN else "ground_truth" in parameters_of(name)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from fivefold.data.prompt_loader import PromptLoader
+from fivefold.data.prompt_loader import Loader
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import Load, Stream
 from fivefold.observability.run_logger import RunLogger
@@ -69,7 +69,7 @@ class AsyncRollouts:
     def __init__(
         self,
         generator: Generator,
-        prompts: PromptLoader[Prompt],
+        prompts: Loader[Prompt],
         log: RunLogger,
         sampling: Sampling,
         admission: Admission,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fivefold.data.prompt_loader import PromptLoader
+from fivefold.data.prompt_loader import Loader
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
@@ -23,7 +23,7 @@ from fivefold.types import Group, Prompt, Sample, Sampling
 class PromptQueue:
     """The prompts of a run in their order, as far as they were taken."""
 
-    def __init__(self, loader: PromptLoader[Prompt], log: RunLogger) -> None:
+    def __init__(self, loader: Loader[Prompt], log: RunLogger) -> None:
         self._loader, self._log = loader, log
         self.position = 0
 

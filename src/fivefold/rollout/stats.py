@@ -5,6 +5,7 @@ A sample whose reward failed ends here: nothing behind compares with it, learns 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -41,13 +42,15 @@ class BatchPlan:
     """lengths_N -> what a forward and backward pass over each sample costs, in any unit."""
     skipped: Callable[[RolloutStats], Tensor | None] = nothing_skipped
     """Stats of the step -> the samples that the policy's passes leave out."""
+    domain_of: Callable[[str], str] | None = None
+    """data_source -> domain, where domains are told apart."""
     share_prefix: bool = False
     """Samples of one prompt that are on one replica compute it once."""
 
 
 _COLUMNS = (
     "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "incomplete", "correct",
-    "repetition", "version", "versions_differ", "greedy_reward", "greedy_length", "has_logprobs", "is_used",
+    "repetition", "version", "versions_differ", "greedy_reward", "greedy_length", "has_logprobs", "is_used", "domain",
 )  # fmt: skip
 
 
@@ -57,7 +60,9 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
     Numbers per sample travel as one tensor; tokens stay where they are until they are packed. Samples whose reward failed
     are left out: the step is that of the others.
     """
-    own = torch.tensor([row for group in groups for row in _rows(group)], dtype=torch.float64).view(-1, len(_COLUMNS))
+    own = torch.tensor([row for group in groups for row in _rows(group, plan.domain_of)], dtype=torch.float64).view(
+        -1, len(_COLUMNS)
+    )
     gathered = ranks.all_gather_world(own)
     rank_N = torch.cat([torch.full((len(rows),), rank) for rank, rows in enumerate(gathered)])
     everyone = torch.cat(gathered)
@@ -112,6 +117,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         reward_parts=_reward_parts(groups, ranks),
         failed=int(failed_N.sum()),
         group_size=group_size,
+        domain_N=column["domain"].unique(return_inverse=True)[1] if plan.domain_of else None,
         incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
     )
     skipped_N = plan.skipped(stats)
@@ -136,16 +142,18 @@ def differ(samples: Iterable[Sample], shape: Shape | None = None) -> bool:
     return len(rewards_N.unique()) > 1
 
 
-def _rows(group: Group) -> list[list[float]]:
+def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[float]]:
     greedy = float("nan") if group.greedy_reward is None else group.greedy_reward
     prompt = len(group.prompt.token_ids)
     incomplete = any(sample.reward_failed for sample in group.samples)
+    # A number that is the same on every rank.
+    domain = 0 if domain_of is None else zlib.crc32(domain_of(group.prompt.source).encode())
     return [
         [
             group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
             sample.reward_failed, incomplete, sample.correct, repetition(sample.token_ids), sample.policy_version,
             sample.token_versions is not None, greedy, group.greedy_length,
-            len(sample.logprobs) == len(sample.token_ids), group.is_used,
+            len(sample.logprobs) == len(sample.token_ids), group.is_used, domain,
         ]
         for place, sample in enumerate(group.samples)
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.layout import ParallelLayout
 
@@ -16,10 +16,17 @@ class Machine:
     """Those of the world that are on it; each has the GPU of its number on the machine."""
     gpus: int | None
     """How many it has; None where servers are processes without GPUs."""
+    taken: int = 0
+    """Of those behind the ranks' the first ones, which other servers have."""
+
+    @property
+    def first(self) -> int:
+        """The first GPU that nobody has."""
+        return len(self.ranks) + self.taken
 
     def room(self, gpus_each: int) -> int | None:
         """Servers for which there are GPUs behind those of the ranks."""
-        return None if self.gpus is None else max(0, self.gpus - len(self.ranks)) // gpus_each
+        return None if self.gpus is None else max(0, self.gpus - self.first) // gpus_each
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,24 @@ def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[S
     places: list[ServerPlace] = []
     for place, (machine, count) in enumerate(zip(machines, counts, strict=True)):
         for index in range(count):
-            first = None if machine.gpus is None else len(machine.ranks) + index * layout.tp
+            first = None if machine.gpus is None else machine.first + index * layout.tp
             places.append(ServerPlace(len(places), place, machine.ranks[index % len(machine.ranks)], first))
     return places
 
 
+def behind(machines: Sequence[Machine], layout: ParallelLayout) -> list[Machine]:
+    """The machines with the GPUs taken that the servers of a layout have; raises ValueError where there are too few."""
+    places = place_servers(layout, machines)
+    counts = [sum(place.machine == number for place in places) for number in range(len(machines))]
+    return [
+        replace(machine, taken=machine.taken + layout.tp * count) for machine, count in zip(machines, counts, strict=True)
+    ]
+
+
 def _too_few(layout: ParallelLayout, machines: Sequence[Machine]) -> str:
+    others = sum(machine.taken for machine in machines)
     has = ", ".join(f"{machine.gpus} GPUs for {len(machine.ranks)} ranks" for machine in machines)
+    has += f" and {others} for other servers" if others else ""
     found = f"the machine has {has}" if len(machines) == 1 else f"its {len(machines)} machines have {has}"
     return (
         f"{layout} apart needs {layout.world_size} GPUs behind those of the ranks, {layout.tp} for each server on one "

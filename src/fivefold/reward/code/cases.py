@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FORMS = 'JSON of {"inputs": [...], "outputs": [...]} or [{"input": ..., "output": ...}, ...]'
+from fivefold.reward.code.program import GIVEN
+
+FORMS = (
+    'JSON of {"inputs": [...], "outputs": [...]}, [{"input": ..., "output": ...}, ...], '
+    '[{"stdin": ..., "expected_stdout": ...}, ...] or [{"assert_code": ...}, ...]'
+)
 """What a ground truth of `code` is."""
 _TOLERANCE = 1e-6
 """Relative and absolute, of numbers that are written with a point or an exponent."""
@@ -22,6 +29,12 @@ class Case:
     """Its standard input, or a function's arguments as a JSON list."""
     expected: Any
     """What it should write (a text), or what the function should return."""
+    check: str | None = None
+    """Python that runs behind the program, and passes where it runs to its end; nothing is then given or expected."""
+
+    def program(self, text: str, end: str) -> str:
+        """The program of a response as this test runs it; one that checks writes `end` when it is through."""
+        return text if self.check is None else f"{GIVEN}{text}\n\n{self.check}\nprint({end!r})\n"
 
 
 @dataclass(frozen=True)
@@ -32,8 +45,11 @@ class Cases:
     function: str | None
     """Name of the function that is called, or of the method of Solution; None where a program reads and writes."""
 
-    def is_right(self, case: Case, output: str) -> bool:
-        """Whether what a program wrote, or a function's result as JSON, is what the test expects."""
+    def is_right(self, case: Case, output: str, end: str) -> bool:
+        """Whether what a program wrote, or a function's result as JSON, is what the test expects; of a check whether it
+        came to its end."""
+        if case.check is not None:
+            return output.rstrip().endswith(end)
         if self.function is None:
             return same_text(output, case.expected)
         try:
@@ -49,15 +65,18 @@ def read_cases(ground_truth: str) -> Cases:
     """The tests of a ground truth; raises ValueError where there are none.
 
     JSON of `{"inputs": [...], "outputs": [...], "fn_name": name or absent}` (APPS, TACO, PRIME's Eurus-2-RL-data, verl's
-    forms of LiveCodeBench) or of `[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]` with `fn_name` or
-    `metadata: {"func_name": name}` (LiveCodeBench).
+    forms of LiveCodeBench), of `[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]` with `fn_name` or
+    `metadata: {"func_name": name}` (LiveCodeBench), or of `[{"assert_code": Python}]`, assertions and functions `test_...`
+    that are called (KodCode, as ROLL keeps it).
     """
-    must = (
-        'the ground truth of `code` is JSON of {"inputs": [...], "outputs": [...]} or [{"input": ..., "output": ...}, ...]'
-    )
+    must = f"the ground truth of `code` is {FORMS}"
     try:
         found = json.loads(ground_truth)
-        if isinstance(found, list):
+        if isinstance(found, list) and found and "assert_code" in found[0]:
+            return Cases([_check_case(row) for row in found], None)
+        if isinstance(found, list) and found and "stdin" in found[0]:
+            rows, function = [(row["stdin"], row["expected_stdout"]) for row in found], None
+        elif isinstance(found, list):
             rows = [(row["input"], row["output"]) for row in found]
             function = _function_of(found[0]) if found else None
         else:
@@ -75,6 +94,22 @@ def _function_of(row: dict[str, Any]) -> str | None:
     if row.get("testtype") == "stdin":
         return None
     return row.get("fn_name") or (row.get("metadata") or {}).get("func_name") or None
+
+
+_FROM_SOLUTION = re.compile(r"^from solution import .*$", re.MULTILINE)
+
+
+def _check_case(row: dict[str, Any]) -> Case:
+    """Assertions, whose functions `test_...` are called in their order; raises ValueError for what is no Python."""
+    text = _FROM_SOLUTION.sub("", row["assert_code"])
+    if "{response}" in text:
+        raise ValueError("checks of the text of a response are not supported: assert_code runs behind its program")
+    try:
+        parts = ast.parse(text).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"assert_code must be Python: {error}") from error
+    named = [part.name for part in parts if isinstance(part, ast.FunctionDef) and part.name.startswith("test_")]
+    return Case("", "", "\n".join([text, *(f"{name}()" for name in named)]))
 
 
 def _text_case(given: Any, expected: Any) -> Case:

@@ -20,7 +20,7 @@ _USUAL = (
     "string", "struct", "textwrap", "time", "typing", "unicodedata",
 )  # fmt: skip
 """Modules that programs import: here already, so that it costs them nothing."""
-_GIVEN = (
+GIVEN = (
     "import bisect, collections, copy, functools, heapq, itertools, math, random, re, string, sys\n"
     "from bisect import *\nfrom collections import *\nfrom functools import *\nfrom heapq import *\n"
     "from itertools import *\nfrom math import gcd, inf, sqrt, ceil, floor\nfrom typing import *\n"
@@ -81,7 +81,7 @@ def run(files: list[int], function: str | None, lock: Callable[[], None], begun:
 def _call(text: str, function: str, arguments: list[Any]) -> Any:
     """The result of a function, or of a method of the class Solution, of the program."""
     space: dict[str, Any] = {"__name__": "program"}
-    exec(_GIVEN, space)  # noqa: S102
+    exec(GIVEN, space)  # noqa: S102
     exec(compile(text, "<program>", "exec"), space)  # noqa: S102
     if function not in space and "Solution" in space:
         return getattr(space["Solution"](), function)(*arguments)

@@ -1,0 +1,172 @@
+"""AReaL's advantages, losses and optimizers -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.areal_placement import is_sft, trainer
+from fivefold.config.dialects.source import Source
+
+
+def advantage(source: Source) -> dict[str, Any]:
+    if is_sft(source):
+        return {}
+    said, has_critic = source.under("actor."), bool(source.keys("critic."))
+    found: dict[str, Any] = {
+        "name": "grpo",
+        "advantage": "reward",
+        "normalize": "none",
+        "credit": "response",
+        "whiten": False,
+    }
+    if source.keys("actor.reward_norm."):
+        norm = said.under("reward_norm.")
+        mean, std = norm.text("mean_level") or "batch", norm.text("std_level")
+        if mean != "group" or norm.flag("mean_leave1out"):
+            norm.lacks("mean_level", "a mean of rewards other than that of the group")
+        found |= {"advantage": "group", "normalize": std or "none"}
+    if has_critic:
+        found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
+    elif (said.number("discount"), said.number("gae_lambda")) != (1.0, 1.0):
+        # Without values the advantage of a token is the return discounted by both.
+        found |= {"credit": "discounted", "gamma": (said.number("discount") or 0.0) * (said.number("gae_lambda") or 0.0)}
+    if source.keys("actor.adv_norm.") and said.text("adv_norm.std_level") is not None:
+        if (said.text("adv_norm.mean_level"), said.text("adv_norm.std_level")) not in (
+            ("batch", "batch"),
+            ("group", "batch"),
+        ):
+            said.lacks("adv_norm.std_level", "advantages normalized in each group")
+        elif said.text("adv_norm.mean_level") == "group":
+            said.lacks("adv_norm.mean_level", "advantages with the mean of each group over the deviation of the batch")
+        else:
+            found["whiten"] = True
+    if said.number("reward_bias") and found["advantage"] != "group" and not found["whiten"]:
+        said.lacks("reward_bias", "a constant added to rewards that nothing takes away again")
+    if found["normalize"] == "none" and not found["whiten"] and (said.number("reward_scaling") or 1.0) != 1.0:
+        said.lacks(
+            "reward_scaling", "a factor of rewards that are not divided by their deviation: weigh them in reward.functions"
+        )
+    if source.flag("actor.mask_no_eos_with_zero"):
+        source.lacks("actor.mask_no_eos_with_zero", "a reward of 0 for responses that were cut off")
+    if said.flag("overlong_reward_penalty"):
+        found |= {
+            "overlong_buffer": said.whole("overlong_tokens"),
+            "overlong_penalty": said.number("overlong_penalty_factor"),
+        }
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if is_sft(source):
+        return {}
+    said = source.under("actor.")
+    low, high = said.number("eps_clip"), said.number("eps_clip_higher")
+    found: dict[str, Any] = {
+        "surrogate": "ppo_clip",
+        "clip_low": low,
+        "clip_high": low if high is None else high,
+        "aggregate": "token-mean",
+        "importance_sampling_level": said.text("importance_sampling_level"),
+        "dual_clip": said.number("c_clip"),
+        "entropy_coef": 0.0,
+    }
+    if said.flag("use_sapo_loss"):
+        found |= {
+            "surrogate": "sapo",
+            "clip_low": None,
+            "clip_high": None,
+            "dual_clip": None,
+            "temperature_positive": said.number("sapo_tau_pos"),
+            "temperature_negative": said.number("sapo_tau_neg"),
+        }
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def kl(source: Source) -> dict[str, Any]:
+    if is_sft(source):
+        return {}
+    coef = source.number("actor.kl_ctl")
+    if not coef:
+        return {"algorithm.kl.coef": 0.0}
+    if not source.keys("ref."):
+        source.lacks(
+            "actor.kl_ctl",
+            "a KL without a reference, where AReaL takes the log-prob itself off the reward (actor.py:192): "
+            "set it to 0 or configure ref",
+        )
+        return {}
+    name = source.text("actor.kl_estimator") or "k1"
+    return {
+        "algorithm.kl.coef": coef,
+        "algorithm.kl.place": "reward",
+        "algorithm.kl.estimator": shared.ESTIMATORS.get(name, name),
+    }
+
+
+def correction(source: Source) -> dict[str, Any]:
+    if is_sft(source):
+        return {}
+    said = source.under("actor.")
+    found: dict[str, Any] = {}
+    if not said.flag("use_decoupled_loss"):
+        if not said.flag("recompute_logprob"):
+            found["old_logprobs_from"] = "engine"
+        return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+    if (method := said.text("prox_logp_method")) == "metrics":
+        said.fixed("prox_logp_method", "log-probs are computed; estimates of them are only shown (actor.py:745)")
+    elif method not in (None, "recompute"):
+        said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
+    if (cap := said.number("behav_imp_weight_cap") or said.number("behave_imp_weight_cap")) is not None:
+        found = {"weight": "token", "high": cap, "outside": "mask"}
+    if source.keys("actor.rejection_sampling."):
+        rule = said.under("rejection_sampling.")
+        if (rule.text("metric") or "ratio") != "ratio":
+            rule.lacks("metric", "rejection by an estimate of the KL")
+        level, action = rule.text("level") or "token", rule.text("action") or "mask"
+        if level == "sequence" and (rule.text("agg") or "mean") != "mean":
+            rule.lacks("agg", "another mean over a sequence than the geometric one")
+        found = {
+            "weight": "token" if level == "token" else "geometric",
+            "low": rule.number("lower"),
+            "high": rule.number("upper"),
+            "outside": "mask" if action == "mask" else "truncate",
+        }
+    if (bound := said.number("m2_threshold")) is not None:
+        found["reject_divergence"] = {"second_moment": bound}
+    return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+
+
+def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
+    said = source.under(f"{role or trainer(source)}.optimizer.")
+    style = said.text("lr_scheduler_type") or "constant"
+    if style not in ("constant", "linear", "cosine"):
+        said.lacks("lr_scheduler_type", f"the schedule {style}")
+        style = "constant"
+    found: dict[str, Any] = {
+        "lr": said.number("lr"),
+        "weight_decay": said.number("weight_decay"),
+        "eps": said.number("eps"),
+        "clip_grad": said.number("gradient_clipping"),
+        "betas": [said.number("beta1"), said.number("beta2")],
+        "schedule": style,
+        "warmup_steps": said.number("warmup_steps_proportion"),
+        "schedule_per": "step",
+        "warmup_from": 0,
+    }
+    if style != "constant":
+        found["min_lr"] = (said.number("min_lr_ratio") or 0.0) * (found["lr"] or 0.0)
+    return {f"{ours}.{key}": value for key, value in found.items()}
+
+
+def critic(source: Source) -> dict[str, Any]:
+    if trainer(source) == "model" or not source.keys("critic."):
+        return {}
+    if (value := source.whole("critic.ppo_n_minibatches")) is not None and value != source.whole("actor.ppo_n_minibatches"):
+        source.lacks("critic.ppo_n_minibatches", "the critic learns in the policy's updates")
+    found: dict[str, Any] = {
+        "critic.path": shared.path(source, "critic.path"),
+        "critic.value_clip": source.number("critic.eps_clip"),
+    }
+    same = source.has("critic.optimizer")
+    return found | optimizer(source, "actor" if same else "critic", "critic.optimizer")

@@ -1,0 +1,295 @@
+"""What becomes of each of AReaL's keys: the rows of its table."""
+
+from __future__ import annotations
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
+from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+
+_BEFORE = "AReaL before 2025-08, whose trainer was another program: write the keys of today"
+SECTIONS = (
+    Section.of(
+        "Placement",
+        used(
+            "actor.backend model.backend allocation_mode",
+            "policy.backend",
+            "fsdp:d4 becomes megatron:d4. Names, dots (sglang.d4p1m1), `+eval` and the order of letters are read.",
+        ),
+        used(
+            "rollout.backend",
+            "engine.backend",
+            "On GPUs of its own, behind the trainer's; with | in allocation_mode or a scheduling_strategy that colocates "
+            "the two, on the trainer's. sglang becomes vLLM.",
+        ),
+        used(
+            "rollout.scheduling_strategy.type rollout.scheduling_strategy.target actor.scheduling_strategy.type "
+            "actor.scheduling_strategy.target",
+            "engine.placement engine.backend",
+        ),
+        used(
+            "rollout.max_head_offpolicyness rollout.consumer_batch_size async_training",
+            "rollout",
+            "The same number and the same rule: at most (k + v + 1) x consumer_batch_size prompts are given out when v "
+            "steps are done (staleness_manager.py:93), so consumer_batch_size must be train_dataset.batch_size. Responses "
+            "go on under new weights: interrupt: continue. A step takes the oldest prompts that are complete "
+            "(workflow_executor.py:591): tail: carry. What takes longer than k steps AReaL uses all the same, older than k; "
+            "here its prompt is sampled again.",
+        ),
+        used(
+            "rollout.max_concurrent_rollouts",
+            "engine.max_num_seqs",
+            "Prompts in flight at once, consumer_batch_size when left out: samples of each replica here, where that is less "
+            "than what may be given out. Without staleness it changes nothing.",
+        ),
+        used(
+            "critic.backend ref.backend",
+            "reference.backend critic.backend",
+            "On the policy's ranks. The policy's where it is left out, or where the ranks cannot be divided so.",
+        ),
+        fixed(
+            "critic.scheduling_* ref.scheduling_* **.scheduling_spec **.scheduling_strategy.* **.scheduling_strategy",
+            "all models of the trainer share the policy's GPUs",
+        ),
+        fixed(
+            "cluster.n_nodes cluster.n_gpus_per_node cluster.name_resolve.* cluster.cluster_name scheduler.* "
+            "scheduler launcher launcher.** enable_offload",
+            "the layout says how many GPUs; how they are started is launch's",
+        ),
+        fixed(
+            "rollout.queue_size "
+            "rollout.enable_rollout_tracing rollout.dump_to_file rollout.fileroot rollout.tokenizer_path "
+            "rollout.setup_timeout rollout.request_* rollout.pause_grace_period "
+            "rollout.check_trajectory_format rollout.experiment_name rollout.trial_name rollout._version "
+            "rollout.model "
+            "rollout.routing_strategy rollout.poll_interval rollout.*_api_key rollout.api_url",
+            "how requests are spread",
+        ),
+        lacks("rollout.use_lora rollout.return_routed_experts", "adapters, or the routing of experts", [False]),
+        fixed("rollout.agent.** rollout.openai.**", "read by agents only"),
+    ),
+    Section.of(
+        "Model and training",
+        used("actor.path model.path", "model.path"),
+        used("tokenizer_path", "model.tokenizer"),
+        used("actor.dtype model.dtype", "policy.dtype"),
+        used(
+            "actor.gradient_checkpointing model.gradient_checkpointing actor.megatron.recompute_* "
+            "model.megatron.recompute_*",
+            "policy.recompute policy.megatron.transformer",
+        ),
+        used("*.megatron.virtual_pipeline_parallel_size", "policy.megatron.pipeline"),
+        used("*.megatron.use_deterministic_algorithms", "trainer.deterministic"),
+        used(
+            "*.megatron.bridge_type",
+            "policy.megatron.bridge_type",
+            "mbridge is AReaL's default; weights are read by our own tables: the same numbers.",
+        ),
+        lacks("*.megatron.fp8_config *.archon.fp8_config.mode", "training in 8 bits", ["disabled"]),
+        fixed("*.megatron.** *.fsdp.** *.archon.**", SPREAD),
+        used(
+            "actor.mb_spec.max_tokens_per_mb model.mb_spec.max_tokens_per_mb",
+            "policy.tokens_per_micro_batch",
+            "At least the longest prompt and response.",
+        ),
+        fixed(
+            "**.mb_spec.* *.pad_to_maximum *.weight_update_mode *.offload *.attn_impl *.use_kernels "
+            "*.grad_reduce_dtype *.enable_tree_training",
+            "no cut and no kernel changes the numbers",
+        ),
+        fixed("*.disable_dropout", "there is no dropout"),
+        lacks("*.init_from_scratch", "weights that are drawn", [False]),
+        fixed(
+            "*.is_critic *.experiment_name *.trial_name *._version *.log_level *.admin_api_key "
+            "*.request_timeout *.setup_timeout",
+            "AReaL's own bookkeeping",
+        ),
+        lacks("*.use_lora", "low-rank adapters: all weights are trained", [False]),
+        fixed("*.lora_rank *.lora_alpha *.target_modules *.peft_type", "read with use_lora only"),
+        *(
+            row
+            for role in ("actor", "model")
+            for rows in (
+                used(f"{role}.optimizer.lr", "policy.optimizer.lr"),
+                used(f"{role}.optimizer.weight_decay", "policy.optimizer.weight_decay"),
+                used(f"{role}.optimizer.eps", "policy.optimizer.eps"),
+                used(f"{role}.optimizer.beta1 {role}.optimizer.beta2", "policy.optimizer.betas"),
+                used(f"{role}.optimizer.gradient_clipping", "policy.optimizer.clip_grad"),
+                used(f"{role}.optimizer.lr_scheduler_type", "policy.optimizer.schedule"),
+                used(f"{role}.optimizer.min_lr_ratio", "policy.optimizer.min_lr"),
+                used(
+                    f"{role}.optimizer.warmup_steps_proportion",
+                    "policy.optimizer.warmup_steps",
+                    "A share of the run, in steps of the run from rate 0 on: the schedule moves once a step.",
+                ),
+            )
+            for row in rows
+        ),
+        lacks("*.optimizer.type", "another optimizer than AdamW", ["adam", "adamw"]),
+        fixed("*.optimizer.hysteresis *.optimizer.*loss_scale* *.optimizer.offload *.optimizer", "read in float16 only"),
+        used("total_train_epochs", "trainer.epochs"),
+        used("total_train_steps", "trainer.steps"),
+        lacks("total_train_n_seqs", "a bound by sequences: say total_train_steps"),
+    ),
+    Section.of(
+        "PPO",
+        used(
+            "actor.ppo_n_minibatches",
+            "algorithm.updates_per_step",
+            "AReaL balances tokens between updates, here each has as many prompts.",
+        ),
+        used("actor.eps_clip actor.eps_clip_higher", "algorithm.clip_low algorithm.clip_high"),
+        used("actor.c_clip", "algorithm.dual_clip"),
+        used(
+            "actor.use_sapo_loss actor.sapo_tau_pos actor.sapo_tau_neg",
+            "algorithm.surrogate algorithm.temperature_positive algorithm.temperature_negative",
+        ),
+        used("actor.importance_sampling_level", "algorithm.importance_sampling_level"),
+        lacks("actor.beta actor.loss_type", "DPO's trainer: use algorithm.name: dpo"),
+        lacks(
+            "econfig.** tir.** workflow eval_workflow agent_run_args.** reward_fn_path agent_builder_path "
+            "export_style max_tokens_per_trajectory",
+            "agents",
+        ),
+        used(
+            "actor.m2_threshold",
+            "algorithm.rollout_correction.reject_divergence",
+            "Read with use_decoupled_loss. AReaL leaves out tokens in each micro-batch and divides by those that stay "
+            "(actor.py:769), here as in the paper (2510.01161): among the whole update, and by all of its tokens.",
+        ),
+        used(
+            "actor.reward_norm.mean_level actor.reward_norm.std_level actor.reward_norm.mean_leave1out",
+            "algorithm.advantage algorithm.normalize",
+            "Unbiased deviation, ε 1e-5 there and 1e-6 here.",
+        ),
+        fixed(
+            "actor.reward_norm.group_size actor.adv_norm.group_size actor.group_size actor.max_new_tokens "
+            "actor.reward_norm actor.adv_norm",
+            "gconfig says it",
+        ),
+        lacks("actor.reward_norm.std_unbiased actor.adv_norm.std_unbiased", "a biased deviation", [True]),
+        fixed("actor.reward_norm.eps actor.adv_norm.eps", "ε is 1e-6"),
+        used(
+            "actor.adv_norm.mean_level actor.adv_norm.std_level",
+            "algorithm.whiten",
+            "batch and batch: mean 0 and variance 1 over all tokens of the step.",
+        ),
+        used(
+            "actor.reward_bias actor.reward_scaling",
+            "algorithm.normalize",
+            "Of no effect behind reward_norm, which takes away a constant and a factor.",
+        ),
+        fixed("actor.reward_clip", "20 by default: no reward of a rule is beyond it"),
+        used("actor.discount actor.gae_lambda", "algorithm.gamma algorithm.lam"),
+        used(
+            "actor.kl_ctl actor.kl_estimator",
+            "algorithm.kl",
+            "0.1 when left out, in the reward, of the old log-probs (actor.py:192): refused without a reference.",
+        ),
+        used(
+            "actor.recompute_logprob actor.use_decoupled_loss actor.behav_imp_weight_cap "
+            "actor.behave_imp_weight_cap actor.rejection_sampling.* actor.prox_logp_method",
+            "algorithm.rollout_correction",
+            "Without recompute_logprob the old log-probs are the engine's. What is masked keeps its place in "
+            "the denominator (functional.py:459), as here.",
+        ),
+        used(
+            "actor.overlong_reward_penalty actor.overlong_tokens actor.overlong_penalty_factor",
+            "algorithm.overlong_buffer algorithm.overlong_penalty",
+        ),
+        used("actor.mask_no_eos_with_zero", "algorithm.overlong_filter"),
+        lacks("actor.dynamic_sampling dynamic_bs", "AReaL's own filter of groups", [False]),
+        used(
+            "actor.temperature",
+            "engine.sampling.temperature",
+            "It divides the trainer's logits: the same as gconfig.temperature, as here.",
+        ),
+        fixed("actor.log_agent_*", SHOWN),
+        used(
+            "critic.path critic.optimizer critic.optimizer.* critic.eps_clip critic.ppo_n_minibatches",
+            "critic.path critic.optimizer critic.value_clip",
+        ),
+        fixed("critic.**", "it has the policy's settings"),
+        fixed("ref.**", "the reference has the policy's settings, and only computes"),
+        lacks("teacher.**", "learning from a teacher"),
+    ),
+    Section.of(
+        "Generation",
+        used("gconfig.n_samples", "algorithm.group_size"),
+        used(
+            "gconfig.max_new_tokens gconfig.max_tokens train_dataset.max_length",
+            "data.max_prompt_tokens data.max_response_tokens",
+        ),
+        used(
+            "gconfig.temperature gconfig.top_p gconfig.top_k gconfig.min_new_tokens gconfig.stop_token_ids "
+            "gconfig.stop gconfig.ignore_eos gconfig.greedy",
+            "engine.sampling",
+        ),
+        fixed("gconfig.skip_special_tokens gconfig.lora_name", "tokens are scored as they were sampled"),
+        lacks("gconfig.frequency_penalty gconfig.use_beam_search", "another way of sampling", [0, 0.0, False]),
+        fixed("eval_gconfig eval_gconfig.**", "evaluation is greedy here: eval.samples asks for more"),
+        used(
+            "sglang.mem_fraction_static vllm.gpu_memory_utilization",
+            "engine.memory_fraction",
+            "At most 0.6 where the trainer shares the GPUs.",
+        ),
+        used("vllm.max_num_seqs", "engine.max_num_seqs"),
+        used("vllm.enforce_eager", "engine.vllm"),
+        fixed("sglang.** vllm.**", KERNELS),
+    ),
+    Section.of(
+        "Data and run",
+        to(
+            "train_dataset.path",
+            "data.train",
+            shared.files,
+            "A name on the hub is to be written as parquet first: `fivefold data gsm8k`.",
+        ),
+        to("valid_dataset.path", "data.val", shared.files),
+        used("train_dataset.batch_size", "data.prompts_per_step"),
+        to("train_dataset.shuffle", "data.shuffle", shared.flag),
+        fixed(
+            "train_dataset.type valid_dataset.** train_dataset.pin_memory train_dataset.num_workers "
+            "train_dataset.num_dataset_workers train_dataset.drop_last train_dataset.setup_timeout "
+            "train_dataset.scheduling_spec.**",
+            "how data are read",
+        ),
+        lacks("train_dataset.split", "another part of a data set of the hub", ["train"]),
+        lacks("train_dataset.dataset_kwargs train_dataset.dataset_kwargs.**", "arguments of a data set's code"),
+        used("seed", "trainer.seed"),
+        used("experiment_name trial_name cluster.fileroot", "trainer.run_dir tracking.project tracking.name"),
+        used("stats_logger.wandb.mode stats_logger.swanlab.mode", "trainer.loggers tracking.offline"),
+        used("stats_logger.tensorboard.path", "trainer.loggers"),
+        used("stats_logger.*.project stats_logger.*.name stats_logger.wandb.group stats_logger.wandb.tags", "tracking"),
+        fixed("stats_logger.*.api_key", "the tracker's own variable has the key: none stands in our files"),
+        used("saver.freq_steps", "trainer.save_every"),
+        used("evaluator.freq_steps", "trainer.eval_every"),
+        used("evaluator.eval_before_train", "trainer.eval_before_train"),
+        used("recover.mode", "trainer.resume"),
+        slower(
+            "recover.freq_* saver.freq_* evaluator.freq_*",
+            "epochs or seconds between checkpoints and evaluations: say freq_steps",
+        ),
+        fixed(
+            "saver.* evaluator.* recover.* stats_logger.** perf_tracer perf_tracer.** memory_profiler memory_profiler.**",
+            SHOWN,
+        ),
+        used("-m", "algorithm.name"),
+        fixed("--config-name --config-path", "how the program is started"),
+    ),
+    Section.of(
+        "Before 2025-08",
+        lacks(
+            "ppo.** dataset.** exp_ctrl.** actor.type._class ref.type._class actor.sglang.** actor.bf16 "
+            "ref.bf16 *_inf.** *_train.** group_size group_adv_norm rw_type mask_too_long "
+            "max_head_offpolicyness success_rate_* n_nodes n_gpus_per_node mode n_rollout_workers cpus_per_* "
+            "mem_per_* cache_clear_freq shuffle_dataset flush_request_timeout",
+            _BEFORE,
+        ),
+        fixed(
+            "wandb.mode wandb.entity wandb.project wandb.name wandb.job_type wandb.group wandb.notes wandb.tags "
+            "wandb.config tensorboard.path ray_temp_path torch_cache_mysophobia recover_mode recover_retries recover_after "
+            "metric_discovery_port",
+            SHOWN,
+        ),
+    ),
+)

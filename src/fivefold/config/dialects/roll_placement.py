@@ -1,0 +1,137 @@
+"""Layouts, Megatron-Core's options and engines of ROLL's roles -> ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.roll_roles import INFER, TRAIN, devices, kind, role, uses_critic
+from fivefold.config.dialects.shared import SPREAD
+from fivefold.config.dialects.source import Source
+
+
+def sizes(source: Source) -> dict[str, int]:
+    said = source.under(role(source))
+    name = said.text("strategy_args.strategy_name") or "megatron_train"
+    if not name.startswith("megatron"):
+        return {"cp": said.whole("model_args.ulysses_size") or 1}
+    return shared.parallel_sizes(said.under("strategy_args.strategy_config."))
+
+
+def layout(source: Source) -> dict[str, Any]:
+    """Of the policy, and of the other models that Megatron lays out otherwise, on the same ranks."""
+    policy = shared.world_layout(len(devices(source, role(source) + "device_mapping")), **sizes(source))
+    found: dict[str, Any] = {"policy.backend": str(policy)}
+    asked = {"reference": kind(source) != "sft", "critic": kind(source) == "rlvr" and uses_critic(source)}
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        said = source.under(f"{name}.strategy_args.")
+        if (said.text("strategy_name") or "").startswith("megatron"):
+            own = shared.own_layout(policy, **shared.parallel_sizes(said.under("strategy_config.")))
+            virtual = said.whole("strategy_config.virtual_pipeline_model_parallel_size") or 1
+            if own is not None:
+                found[f"{name}.backend"] = own
+                if virtual > 1:
+                    found[f"{name}.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    return found
+
+
+_OPTIONS_OF_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "sequence_parallel",
+    "additional_configs",
+)
+_OPTIONS_FIXED = (
+    "bf16",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "delay_grad_reduce",
+    "accumulate_allreduce_grads_in_fp32",
+    "ckpt_format",
+    "save_hf_model",
+    "distrib_optim_fully_reshardable",
+    "check_for_nan_in_loss_and_grad",
+    "ddp_average_in_collective",
+    "optimizer",
+    "transformer_impl",
+    "calculate_per_token_loss",
+    "apply_expert_patch",
+    "apply_tiled_mlp",
+    "use_batched_model_update",
+    "optimizer_cpu_offload",
+)
+
+
+def megatron(source: Source) -> dict[str, Any]:
+    said = source.under(role(source))
+    name = said.text("strategy_args.strategy_name") or "megatron_train"
+    checkpointing = not said.flag("model_args.disable_gradient_checkpointing")
+    if not name.startswith("megatron"):
+        return {"policy.recompute": "full"} if checkpointing else {}
+    start = role(source) + "strategy_args.strategy_config"
+    options = source.under(start + ".")
+    found: dict[str, Any] = {}
+    for key in options.keys(""):
+        value = options.value(key)
+        short = key.removeprefix("additional_configs.")
+        if short in _OPTIONS_OF_LAYOUT or value is None or short.startswith("recompute_"):
+            continue
+        if short in _OPTIONS_FIXED:
+            options.fixed(key, SPREAD)
+        elif short == "moe_layer_recompute":
+            options.fixed(key, "off") if not value else found.update(
+                {
+                    "policy.megatron.transformer.recompute_granularity": "selective",
+                    "policy.megatron.transformer.recompute_modules": ["moe"],
+                }
+            )
+        else:
+            shared.option(options, key, short, value, "policy.megatron", found)
+    virtual = options.whole("virtual_pipeline_model_parallel_size")
+    if virtual and virtual > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    if checkpointing and options.text("recompute_granularity"):
+        modules = options.text("recompute_modules")
+        again = shared.recompute(source, start, "policy")
+        if modules and "," in modules:
+            again["policy.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
+        if again:
+            found = {key: value for key, value in found.items() if "recompute" not in key} | again
+    return found | {"policy.sequence_parallel": True}
+
+
+def engine(source: Source) -> dict[str, Any]:
+    if kind(source) != "rlvr":
+        return {}
+    said = source.under(INFER + "strategy_args.strategy_config.")
+    trained, key = devices(source, TRAIN + "device_mapping"), INFER + "device_mapping"
+    # Where the two have some GPUs in common, the engine shares all of the policy's.
+    own = devices(source, key) if source.has(key) else []
+    is_apart = bool(own) and not set(own) & set(trained)
+    world = len(own if is_apart else trained)
+    tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(INFER + "num_gpus_per_worker") or 1
+    if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
+        return {"engine.backend": "transformers"}
+    found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
+    if is_apart:
+        found["engine.placement"] = "apart"
+    found["engine.memory_fraction"] = said.number(
+        "mem_fraction_static" if said.has("mem_fraction_static") else "gpu_memory_utilization"
+    )
+    if (longest := said.whole("max_model_len")) is not None:
+        found["engine.max_model_len"] = max(longest, source.count("prompt_length") + source.count("response_length"))
+    if name == "vllm" and said.has("enforce_eager"):
+        found["engine.vllm.enforce_eager"] = said.flag("enforce_eager")
+    drawn = source.under(INFER + "generating_args.")
+    if (drawn.whole("num_beams") or 1) != 1:
+        drawn.lacks("num_beams", "beam search")
+    return found | {
+        "engine.sampling.temperature": drawn.number("temperature"),
+        "engine.sampling.top_p": drawn.number("top_p"),
+        "engine.sampling.top_k": max(0, drawn.whole("top_k") or 0),
+    }

@@ -1,0 +1,359 @@
+"""What becomes of each of ROLL's keys: the rows of its table."""
+
+from __future__ import annotations
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.roll_roles import kind
+from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
+from fivefold.config.dialects.table import Section, fixed, lacks, to, used
+
+
+def _of(roles: str, names: str) -> str:
+    return " ".join(f"{role}.{name}" for role in roles.split() for name in names.split())
+
+
+_STRATEGY = "".join(
+    f"**.strategy_args.strategy_config.{name} "
+    for name in (
+        *("fsdp_size", "efsdp_size", "ep_size", "param_dtype", "reduce_dtype", "offload_policy", "reshard_after_forward"),
+        *("apply_expert_patch", "apply_tiled_mlp", "tiled_num_shards", "moe_use_grouped_mm", "use_batched_model_update"),
+        "bf16",
+    )
+)
+"""Of strategies other than Megatron's."""
+SECTIONS = (
+    Section.of(
+        "Run",
+        used("pretrain", "model.path"),
+        used("output_dir", "trainer.run_dir"),
+        used("seed", "trainer.seed"),
+        used("max_steps", "trainer.steps", "Steps of the pipeline decide; num_train_epochs of RLVR is read nowhere."),
+        used("save_steps", "trainer.save_every"),
+        used("eval_steps validation.eval_steps", "trainer.eval_every"),
+        used("resume_from_checkpoint", "trainer.resume"),
+        used("max_ckpt_to_keep", "trainer.keep", "0 keeps all."),
+        to("track_with", "trainer.loggers", shared.loggers),
+        used("exp_name", "tracking.name"),
+        used("tracker_kwargs.project tracker_kwargs.tags tracker_kwargs.group", "tracking"),
+        fixed("tracker_kwargs.api_key", "the tracker's own variable has the key: none stands in our files"),
+        fixed(
+            "tracker_kwargs.** logging_dir logging_steps checkpoint_config.** "
+            "system_envs.** rpc_* profiler_* defaults --config-name --config-path",
+            SHOWN,
+        ),
+        fixed("hydra.**", "how the program is started", takes_any=True),
+        fixed(
+            "num_gpus_per_node num_nodes offload_nccl **.offload_nccl **.backend_timeout **.world_size "
+            "**.num_gpus_per_worker model_update_buffer_size_mb is_num_return_sequences_expand",
+            "device_mapping says how many GPUs there are",
+        ),
+        lacks(
+            "-m",
+            "another program",
+            ["examples/start_rlvr_pipeline.py", "examples/start_sft_pipeline.py", "examples/start_dpo_pipeline.py"],
+        ),
+        used("reward_pretrain", "critic.path", "Where the critic starts."),
+        fixed("global_template **.data_args.template", "the tokenizer's chat template"),
+    ),
+    Section.of(
+        "Algorithm",
+        used("adv_estimator", "algorithm.name algorithm.advantage algorithm.credit", "gae when left out, with λ 0.95."),
+        used(
+            "norm_mean_type norm_std_type reward_norm reward_scale",
+            "algorithm.advantage algorithm.normalize",
+            "grpo forces group and group.",
+        ),
+        fixed("reward_shift", "it has no effect on normalized rewards"),
+        used("reward_clip", "algorithm.reward_clip", "ROLL's bound stands behind the normalization (functionals.py:666)."),
+        used("whiten_advantages", "algorithm.whiten algorithm.whiten_by"),
+        used("advantage_clip", "algorithm.advantage_clip"),
+        used("gamma", "algorithm.gamma"),
+        used("lambd", "algorithm.lam"),
+        used("pg_clip pg_clip_low pg_clip_high use_pg_clip_range", "algorithm.clip_low algorithm.clip_high"),
+        used("dual_clip_loss", "algorithm.dual_clip", "1 + 2 · pg_clip (actor_worker.py:85)."),
+        used("importance_sampling", "algorithm.importance_sampling_level"),
+        used(
+            "loss_agg_mode",
+            "algorithm.aggregate",
+            "seq-mean-token-mean when left out. ROLL's token-mean sums what lies outside of the mask too "
+            "(functionals.py:256); its seq-mean-token-sum-norm divides "
+            "by the padded width and not by the samples: a factor that AdamW does not see but clipping does.",
+        ),
+        used(
+            "use_kl_loss kl_loss_coef add_token_level_kl init_kl_coef kl_penalty target_kl kl_horizon",
+            "algorithm.kl",
+            "In the loss it is k3; in the reward only with add_token_level_kl.",
+        ),
+        used("entropy_loss_coef", "algorithm.entropy_coef"),
+        to("ppo_epochs", "algorithm.ppo_epochs", lambda s, k: s.whole(k) if kind(s) == "rlvr" else None),
+        used("value_clip", "critic.value_clip"),
+        used("max_grad_norm", "policy.optimizer.clip_grad"),
+        used("max_len_mask", "algorithm.overlong_filter"),
+        used(
+            "difficulty_mask difficulty_low_threshold difficulty_high_threshold",
+            "algorithm.difficulty_low algorithm.difficulty_high algorithm.difficulty_by",
+            "By the mean score of a prompt, both bounds excluded (functionals.py:608).",
+        ),
+        lacks(
+            "error_max_len_clip length_loss_weight difficulty_loss_weight use_topr* whiten_rewards",
+            "ROLL's own weights of samples",
+            [False],
+        ),
+        used(
+            "actor_train.worker_cls actor_train.pg_variant actor_train.tis_lower_bound actor_train.tis_upper_bound "
+            "actor_train.topr_positive_weight actor_train.topr_negative_weight actor_train.cispo_epsilon_low "
+            "actor_train.cispo_epsilon_high actor_train.cispo_use_unified_mask actor_train.kimi15_tau",
+            "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.clip_mode "
+            "algorithm.token_weight algorithm.proximal_coef algorithm.importance_sampling_level",
+            "With worker_cls ActorPGWorker, vanilla when left out: REINFORCE. TOPR divides good from bad by the reward "
+            "there, by the advantage here: the same for rewards of 0 and 1.",
+        ),
+        fixed("pg_variant", "ROLL reads it under actor_train only"),
+        lacks("rl_loss_coef", "a factor of the whole loss", [1, 1.0]),
+        lacks("positive_loss_coef", "an imitation of good samples beside the policy loss", [0, 0.0]),
+        lacks("actor_train.mtp_*", "multi-token prediction", [0]),
+        fixed("token_level_loss", "ROLL reads it nowhere: loss_agg_mode decides"),
+        fixed(
+            "enable_old_logprobs_recompute force_disable_old_logprobs_recompute **.system_envs.** "
+            "rollout_dump_dir render_save_dir world_size",
+            "old log-probs are the trainer's, computed before the updates",
+        ),
+        lacks("tag_to_template.**", "chat templates by domain: the tokenizer's is used"),
+        lacks(
+            "student_infer.** agent_config_common.** *agent_template *agent_system_template reward_normalization.** "
+            "max_tokens_per_step max_actions_per_traj batch_adjust_mode default_history_length reward_system_config.**",
+            "environments and agents",
+        ),
+        fixed("error_max_len_threshold", "read with error_max_len_clip only"),
+        lacks("train_infer_correction.**", "correction of the engine's log-probs: algorithm.rollout_correction", [False]),
+        used(
+            "async_generation_ratio",
+            "rollout",
+            "Whole ones are the same number and the same rule: (r + v + 1) x rollout_batch_size prompts have been begun "
+            "when v steps are done, and a step takes the oldest first and waits for them (generate_scheduler.py:228, 347). "
+            "Responses go on under new weights: interrupt: continue.",
+        ),
+        lacks("use_opd is_pure_opd *opd_* teacher.** student.** student_train.**", "learning from a teacher", [False]),
+        lacks(
+            "env_manager* custom_envs.** train_env_manager.** val_env_manager.** ratio_type step_reward_* episode_reward_*",
+            "environments and agents",
+        ),
+        used("beta label_smoothing ipo", "algorithm.beta algorithm.label_smoothing"),
+        used(
+            "chosen_key rejected_key prompt_key response_key",
+            "data.chosen_key data.rejected_key data.prompt_key data.response_key",
+        ),
+        fixed("query_key system_key", "the prompt is one column"),
+    ),
+    Section.of(
+        "Batch and data",
+        used(
+            "rollout_batch_size num_return_sequences_in_group actor_infer.generating_args.num_return_sequences",
+            "data.prompts_per_step algorithm.group_size",
+            "Prompts, and samples of each.",
+        ),
+        used(
+            _of(
+                "actor_train sft_train",
+                "training_args.per_device_train_batch_size training_args.gradient_accumulation_steps",
+            ),
+            "algorithm.updates_per_step policy.tokens_per_micro_batch data.prompts_per_step",
+            "Their product and the replicas are the samples of an update (base_config.py:787).",
+        ),
+        used("prompt_length response_length sequence_length", "data.max_prompt_tokens data.max_response_tokens"),
+        fixed("train_batch_size val_batch_size", "per_device_train_batch_size x gradient_accumulation_steps says it"),
+        used(_of("actor_train sft_train", "data_args.file_name"), "data.train"),
+        used("validation.data_args.file_name", "data.val"),
+        used(
+            "actor_train.data_args.domain_interleave_probs.*",
+            "data.mixture",
+            "As many prompts of each domain in every step: its share of rollout_batch_size rounded down, and what is left "
+            "to the one that is named last, so shares need not sum to 1 (rlvr_pipeline.py:283). A domain's rows are "
+            "shuffled anew when they end, within the step (generate_scheduler.py:796), as here. Advantages are whitened "
+            "in each domain (rlvr_pipeline.py:713).",
+        ),
+        used("actor_train.data_args.tag", "data.source_key"),
+        used(
+            "actor_train.data_args.messages actor_train.data_args.prompt",
+            "data.prompt_key",
+            "The column of messages, which may be JSON in a text, goes before that of the prompt (rlvr_pipeline.py:96).",
+        ),
+        lacks("**.data_args.custom_data_kwargs_func", "a function that reads the data"),
+        fixed(
+            _of(
+                "**.data_args",
+                "interleave_probs dataset_dir dataset_type preprocessing_num_workers messages prompt response tag id "
+                "file_name eval_file_name image_* video_* audio_folder",
+            ),
+            "how data are read",
+        ),
+        used(
+            "rewards.*.tag_included",
+            "data.domains reward.by_source data.ground_truth_by_source",
+            "A row's tag decides; a column `domain`, which goes before it in ROLL, is not read. Other tags are math_rule's.",
+        ),
+        used(
+            "rewards.*.worker_cls rewards.*.reward_type",
+            "reward.functions reward.by_source",
+            "By the worker's class: math; ifeval and multiple choices with ROLL's penalty of repeated 3-grams; programs "
+            "with their tests in `test_cases`; a judge. ROLL's exact keyword count of ifeval counts all words "
+            "(ifeval_rule_reward_worker.py:118), here that word. What cannot be judged has 0 there, and fails here.",
+        ),
+        used("rewards.*.use_local rewards.*.response_length_penalty_coef", "reward.by_source"),
+        used(
+            "rewards.*.judge_model_type rewards.*.judge_prompt rewards.*.judge_api_url rewards.*.judge_model_name",
+            "reward.judge",
+            "The judge's prompt asks the same in words of ours; reward.judge.prompt takes others. A verdict is its first "
+            "yes or no, where ROLL looks for a yes anywhere (llm_judge_reward_worker.py:152).",
+        ),
+        fixed("rewards.*.judge_api_key", "never copied: the variable JUDGE_API_KEY is to have it"),
+        used(
+            "rewards.*.model_args.model_name_or_path rewards.*.device_mapping rewards.*.strategy_args.strategy_config.* "
+            "rewards.*.generating_args.* rewards.*.num_gpus_per_worker",
+            "reward.judge",
+            "Of a judge of the type inference: servers on GPUs of their own, as many, behind those of policy and engine, "
+            "where ROLL lends it GPUs of the policy.",
+        ),
+        lacks(
+            "rewards.*.query_filter_config.type rewards.*.response_filter_config.type",
+            "filters of prompts and responses: algorithm.dynamic_sampling",
+            ["no_filter"],
+        ),
+        lacks("rewards.*.reward_manager_config", "plugins of rewards"),
+        lacks("rewards.*.format_pattern rewards.*.code_url", "read by other workers than those that are known"),
+        fixed("rewards.**", "how the worker is run"),
+        used("validation.generating_args.*", "eval.samples eval.temperature eval.top_p"),
+    ),
+    Section.of(
+        "Roles",
+        used(_of("actor_train sft_train", "device_mapping"), "policy.backend", "Parsed, never evaluated."),
+        used(
+            _of("actor_train sft_train", "strategy_args.strategy_name"),
+            "policy.backend",
+            "deepspeed_train and fsdp2_train become data-parallel Megatron-Core on as many GPUs.",
+        ),
+        used(
+            _of("actor_train sft_train", "strategy_args.strategy_config.*_parallel_size model_args.ulysses_size"),
+            "policy.backend policy.megatron.pipeline",
+        ),
+        used(
+            _of("actor_train", "strategy_args.strategy_config.**"),
+            "policy.megatron policy.recompute policy.sequence_parallel",
+        ),
+        fixed(
+            _of("actor_train sft_train", "strategy_args.strategy_config") + " sft_train.strategy_args.strategy_config.**",
+            SPREAD,
+        ),
+        used(_of("actor_train sft_train", "model_args.disable_gradient_checkpointing"), "policy.recompute"),
+        lacks(
+            _of("actor_train sft_train", "model_args.dtype"), "training in another type: policy.dtype", ["bf16", "bfloat16"]
+        ),
+        lacks("**.model_args.lora_rank lora_rank", "low-rank adapters: all weights are trained", [0]),
+        fixed("**.model_args.lora_* lora_* lora_target lora_alpha", "read with a rank of adapters only"),
+        lacks("actor_train.model_args.model_type", "other models than language models"),
+        lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
+        lacks("**.model_args.moe_aux_loss_coef", "balancing of experts by loss", [0, 0.0]),
+        lacks("actor_train.model_args.freeze_module_prefix", "parts of the model that do not learn"),
+        used(_of("actor_train sft_train", "model_args.model_name_or_path"), "model.path"),
+        used("reference.model_args.model_name_or_path", "reference.path"),
+        fixed(
+            _of(
+                "**.model_args",
+                "attn_implementation flash_attn dtype disable_gradient_checkpointing model_type model_name_or_path "
+                "gradient_checkpointing_use_reentrant device_map num_labels autocast_adapter_dtype additional_target "
+                "adapter_name_or_path ulysses_size freeze_module_prefix",
+            ),
+            KERNELS,
+        ),
+        *(
+            row
+            for start in ("actor_train", "sft_train")
+            for rows in (
+                used(f"{start}.training_args.learning_rate", "policy.optimizer.lr", "5e-5 when left out."),
+                used(f"{start}.training_args.weight_decay", "policy.optimizer.weight_decay"),
+                used(
+                    f"{start}.training_args.warmup_steps {start}.training_args.warmup_ratio",
+                    "policy.optimizer.warmup_steps",
+                    "Optimizer steps, the first with rate 0, as torch's schedulers: warmup_from: 0.",
+                ),
+                used(
+                    f"{start}.training_args.lr_scheduler_type",
+                    "policy.optimizer.schedule",
+                    "linear when left out: the rate falls to 0 over the run.",
+                ),
+                used(f"{start}.training_args.adam_beta*", "policy.optimizer.betas"),
+            )
+            for row in rows
+        ),
+        used(_of("actor_train sft_train", "training_args.num_train_epochs"), "trainer.epochs"),
+        fixed(_of("actor_train sft_train", "training_args.*"), "of transformers' trainer, which does not run"),
+        used(
+            _of("actor_train sft_train", "use_dynamic_batching_in_train max_tokens_per_microbatch_in_train"),
+            "policy.tokens_per_micro_batch",
+        ),
+        fixed(
+            _of(
+                "actor_train sft_train",
+                "infer_batch_size use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer "
+                "sequence_length_round_in_* use_remove_padding use_sequence_packing sequence_packing_args.** "
+                "logits_in_fp32 apply_loss_scale",
+            ),
+            "no cut changes the numbers",
+        ),
+        lacks(_of("actor_train", "router_replay.mode"), "replaying the routing of experts", ["disabled"]),
+        fixed("actor_train.router_replay.*", "read with its mode only"),
+        used("critic.training_args.*", "critic.optimizer"),
+        used(
+            "reference.strategy_args.strategy_name reference.strategy_args.strategy_config.*_parallel_size "
+            "critic.strategy_args.strategy_name critic.strategy_args.strategy_config.*_parallel_size",
+            "reference.backend critic.backend reference.megatron.pipeline critic.megatron.pipeline",
+            "Of Megatron, on the policy's ranks whatever their device_mapping says. The policy's where nothing is said, "
+            "with another strategy, or where the ranks cannot be divided so.",
+        ),
+        fixed("critic.**", "it has the policy's ranks and settings"),
+        fixed("reference.** reference_configs.**", "the reference has the policy's ranks, and only computes"),
+        used(
+            _of(
+                "actor_infer",
+                "strategy_args.strategy_name strategy_args.strategy_config.tensor_parallel_size "
+                "strategy_args.strategy_config.tp_size num_gpus_per_worker",
+            ),
+            "engine.backend",
+            "sglang becomes vLLM.",
+        ),
+        used(
+            "actor_infer.device_mapping",
+            "engine.backend engine.placement",
+            "GPUs of its own are those behind the policy's; where some are shared, the policy's.",
+        ),
+        used(
+            _of(
+                "actor_infer",
+                "strategy_args.strategy_config.gpu_memory_utilization strategy_args.strategy_config.mem_fraction_static",
+            ),
+            "engine.memory_fraction",
+        ),
+        used("actor_infer.strategy_args.strategy_config.max_model_len", "engine.max_model_len"),
+        used("actor_infer.strategy_args.strategy_config.enforce_eager", "engine.vllm"),
+        used(
+            "actor_infer.generating_args.temperature actor_infer.generating_args.top_p "
+            "actor_infer.generating_args.top_k actor_infer.generating_args.num_beams",
+            "engine.sampling",
+            "top_k is 50 when left out. ROLL's trainer does not divide logits by the temperature, ours does: "
+            "ratios compare the distribution that was sampled from.",
+        ),
+        fixed("actor_infer.generating_args.max_new_tokens", "response_length says it"),
+        fixed("actor_infer.generating_args.logprobs", "log-probs are always recorded"),
+        fixed("actor_infer.generating_args.length_penalty", "read with beams only"),
+        lacks("actor_infer.generating_args.do_sample", "the most likely tokens: temperature 0", [True]),
+        lacks("actor_infer.generating_args.*", "another way of sampling"),
+        lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
+        fixed("actor_infer.**", KERNELS),
+        fixed(
+            "**.strategy_args.strategy_config.additional_configs.** **.strategy_args.strategy_config.wrap_policy.*",
+            SPREAD,
+            takes_any=True,
+        ),
+        fixed(_STRATEGY + "**.strategy_args.strategy_config.** **.strategy_args.** validation.**", SPREAD),
+    ),
+)

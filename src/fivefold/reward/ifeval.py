@@ -1,0 +1,322 @@
+"""Instructions that a program can verify: a response and the instructions of its prompt -> whether it follows them.
+
+IFEval's 25 instructions (Zhou et al., 2311.07911, table 1, with the names and arguments of its data) and the 25 functions of
+the RLVR-IFEval set (Tülu 3, 2411.15124) that other trainers read. Each is a function of the text and its own arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fivefold.reward.texts import after_thinking
+
+Verifier = Callable[..., bool]
+FORMS = 'JSON of {"instruction_id_list": [...], "kwargs": [...]} or {"func_name": ..., ...}'
+"""What a ground truth of `ifeval` is."""
+_DETECTOR = "py3langid"
+_WORD = re.compile(r"\w+")
+_JOINED = re.compile(r"\w+(?:['’-]\w+)*")
+_SENTENCE = re.compile(r"""(?:[.!?]+|…)["'”’)\]]*(?=\s|$)""")
+_ABBREVIATION = re.compile(r"\b(?:(?i:mr|mrs|ms|dr|prof|jr|sr|vs|e\.g|i\.e|cf)|[A-Z])\.$")
+"""A point behind which the sentence goes on: titles, usual abbreviations, initials."""
+_FENCE = re.compile(r"^```(?:json)?\s*|\s*```$", re.IGNORECASE)
+
+
+def ifeval(response: str, ground_truth: str) -> float:
+    """1 when the response, behind the last </think>, follows every instruction, 0 otherwise."""
+    return float(all(_followed(response, ground_truth)))
+
+
+def ifeval_fraction(response: str, ground_truth: str) -> float:
+    """The share of the instructions that the response follows."""
+    followed = _followed(response, ground_truth)
+    return sum(followed) / len(followed)
+
+
+def _followed(response: str, ground_truth: str) -> list[bool]:
+    text = after_thinking(response)
+    # An empty response follows nothing, not even to use no comma.
+    return [bool(text.strip()) and verify(text, **given) for verify, given in read_instructions(ground_truth)]
+
+
+def read_instructions(ground_truth: str) -> list[tuple[Verifier, dict[str, Any]]]:
+    """(verifier, its arguments) of each instruction of a ground truth; raises ValueError for one that cannot be verified."""
+    try:
+        found = json.loads(ground_truth)
+        found = found[0] if isinstance(found, list) and len(found) == 1 else found
+        if "func_name" in found:
+            names, given, known = [found["func_name"]], [found], FUNCTIONS
+        else:
+            names, given, known = found["instruction_id_list"], found["kwargs"], INSTRUCTIONS
+        if not names or len(names) != len(given):
+            raise ValueError(f"{len(names or ())} instructions and {len(given)} kwargs")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"must be {FORMS}: {error}") from error
+    return [_verifier(name, own or {}, known) for name, own in zip(names, given, strict=True)]
+
+
+def _verifier(name: str, given: dict[str, Any], known: dict[str, Verifier]) -> tuple[Verifier, dict[str, Any]]:
+    if name not in known:
+        raise ValueError(f"must name instructions that are known: got {name!r}")
+    if known[name] is in_language and importlib.util.find_spec(_DETECTOR) is None:
+        raise ValueError(f"needs {_DETECTOR} for {name}: pip install 'fivefold[ifeval]', or leave such rows out")
+    parameters = list(inspect.signature(known[name]).parameters.values())[1:]
+    # Data files fill columns of other instructions with null.
+    own = {each.name: given[each.name] for each in parameters if given.get(each.name) is not None}
+    missing = [each.name for each in parameters if each.name not in own and each.default is each.empty]
+    if missing:
+        raise ValueError(f"must give {name} its {', '.join(missing)}")
+    return known[name], own
+
+
+def _compare(count: int, relation: str, wanted: int, tolerance: int = 0) -> bool:
+    """`relation` is "at least", "less than", "at most" or "around"; raises ValueError for another one."""
+    if relation == "around":
+        return abs(count - wanted) <= tolerance
+    compared = {"at least": count >= wanted, "less than": count < wanted, "at most": count <= wanted}
+    if relation not in compared:
+        raise ValueError(f"a relation is one of {', '.join(compared)}, around: got {relation!r}")
+    return compared[relation]
+
+
+# --- both forms ------------------------------------------------------------------------------------------------------
+
+
+def has_keywords(text: str, keywords: Sequence[str]) -> bool:
+    return all(word.lower() in text.lower() for word in keywords)
+
+
+def in_language(text: str, language: str) -> bool:
+    """By the most likely language of the whole text (ISO 639-1)."""
+    import py3langid
+
+    return bool(py3langid.classify(text)[0] == language.lower().partition("-")[0])
+
+
+def no_comma(text: str) -> bool:
+    return "," not in text
+
+
+def sentences(text: str) -> int:
+    """Ends of sentences: . ! ? or … before white space or the end, but for initials and usual abbreviations; and what is
+    left behind the last one."""
+    text, count, begin = text.strip(), 0, 0
+    for mark in _SENTENCE.finditer(text):
+        if mark.end() < len(text) and _ABBREVIATION.search(text[max(0, mark.end() - 8) : mark.end()]):
+            continue
+        count, begin = count + 1, mark.end()
+    return count + (begin < len(text))
+
+
+# --- IFEval ----------------------------------------------------------------------------------------------------------
+
+
+def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _compare(text.lower().count(keyword.lower()), relation, frequency)
+
+
+def _no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return _compare(sentences(text), relation, num_sentences)
+
+
+def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Paragraphs between `***`; only the first and the last one may be empty, and are then none."""
+    parts = [part.strip() for part in text.split("***")]
+    if not parts[0]:
+        parts = parts[1:]
+    if parts and not parts[-1]:
+        parts = parts[:-1]
+    return all(parts) and len(parts) == num_paragraphs
+
+
+def _number_words(text: str, num_words: int, relation: str) -> bool:
+    return _compare(len(_WORD.findall(text)), relation, num_words)
+
+
+def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    parts = [part.strip() for part in text.split("\n\n")]
+    if sum(map(bool, parts)) != num_paragraphs or not 1 <= nth_paragraph <= len(parts) or not parts[nth_paragraph - 1]:
+        return False
+    word = re.match(r"[^.,?!'\"]*", parts[nth_paragraph - 1].split()[0].lstrip("'\""))
+    return word is not None and word[0].lower() == first_word.lower()
+
+
+def _number_placeholders(text: str, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    usual = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(usual.get(postscript_marker, re.escape(postscript_marker)), text, re.IGNORECASE) is not None
+
+
+def _number_bullet_lists(text: str, num_bullets: int) -> bool:
+    """Lines that begin with one `*` or a `-`."""
+    return sum(bool(re.match(r"\s*(?:\*[^*]|-)", line)) for line in text.split("\n")) == num_bullets
+
+
+def _constrained_response(text: str) -> bool:
+    return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
+
+
+def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """Parts of a line between single or double asterisks that are not empty."""
+    found = [*re.findall(r"\*([^\n*]*)\*", text), *re.findall(r"\*\*([^\n*]*)\*\*", text)]
+    return sum(bool(part.strip()) for part in found) >= num_highlights
+
+
+def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    """Sections that begin with the splitter and a number."""
+    return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
+
+
+def _json_format(text: str) -> bool:
+    """The whole text is JSON, perhaps in a block of it."""
+    try:
+        json.loads(_FENCE.sub("", text.strip()))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(text: str) -> bool:
+    return any(part.strip("<> \t") for part in re.findall(r"<<[^\n]+>>", text))
+
+
+def _two_responses(text: str) -> bool:
+    """Two different parts between `******`; only the first and the last part may be empty."""
+    parts = [part.strip() for part in text.split("******")]
+    if not all(parts[1:-1]):
+        return False
+    said = [part for part in parts if part]
+    return len(said) == 2 and said[0] != said[1]
+
+
+def _repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _end_checker(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    return _compare(sum(word.isupper() for word in _JOINED.findall(text)), capital_relation, capital_frequency)
+
+
+def _quotation(text: str) -> bool:
+    plain = text.strip()
+    return len(plain) > 1 and plain[0] == plain[-1] == '"'
+
+
+INSTRUCTIONS: dict[str, Verifier] = {
+    "keywords:existence": has_keywords,
+    "keywords:frequency": _keyword_frequency,
+    "keywords:forbidden_words": _no_forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": in_language,
+    "length_constraints:number_sentences": _number_sentences,
+    "length_constraints:number_paragraphs": _number_paragraphs,
+    "length_constraints:number_words": _number_words,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
+    "detectable_content:number_placeholders": _number_placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _number_bullet_lists,
+    "detectable_format:constrained_response": _constrained_response,
+    "detectable_format:number_highlighted_sections": _number_highlighted_sections,
+    "detectable_format:multiple_sections": _multiple_sections,
+    "detectable_format:json_format": _json_format,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": _repeat_prompt,
+    "startend:end_checker": _end_checker,
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": _capital_word_frequency,
+    "change_case:english_capital": lambda text: text.isupper(),
+    "change_case:english_lowercase": lambda text: text.islower(),
+    "punctuation:no_comma": no_comma,
+}
+"""IFEval's, by their id."""
+
+
+# --- RLVR-IFEval -----------------------------------------------------------------------------------------------------
+
+
+def _keyword_times(text: str, word: str, N: int) -> bool:
+    return [found.lower() for found in _WORD.findall(text)].count(word.lower()) == N
+
+
+def _paragraph_count(text: str, N: int) -> bool:
+    parts = text.split("* * *")
+    return len(parts) == N and all(part.strip() for part in parts)
+
+
+def _word_constraint(text: str, N: int, quantifier: str) -> bool:
+    return _compare(len(text.split()), quantifier, N, tolerance=max(round(N * 0.1), 1))
+
+
+def _sentence_constraint(text: str, N: int, quantifier: str) -> bool:
+    return _compare(sentences(text), quantifier, N, tolerance=1)
+
+
+def _paragraphs(text: str, N: int, first_word: str, i: int) -> bool:
+    parts = text.split("\n\n")
+    return len(parts) == N and 1 <= i <= N and parts[i - 1].strip().startswith(first_word)
+
+
+def _postscript_of(text: str, postscript_marker: str) -> bool:
+    return bool(text.partition(postscript_marker)[2].strip())
+
+
+def _sections(text: str, N: int, section_splitter: str) -> bool:
+    parts = text.split(section_splitter)
+    return len(parts) - (parts[0] == "") == N
+
+
+def _capital_words(text: str, N: int, quantifier: str) -> bool:
+    return _compare(len(re.findall(r"\b[A-Z]+\b", text)), quantifier, N)
+
+
+FUNCTIONS: dict[str, Verifier] = {
+    "verify_keywords": lambda text, keyword_list: has_keywords(text, keyword_list),
+    "verify_keyword_frequency": _keyword_times,
+    "validate_forbidden_words": lambda text, forbidden_words: (
+        not any(word.lower() in text.lower() for word in forbidden_words)
+    ),
+    "verify_letter_frequency": lambda text, letter, N: text.count(letter) == N,
+    "validate_response_language": in_language,
+    "verify_paragraph_count": _paragraph_count,
+    "validate_word_constraint": _word_constraint,
+    "verify_sentence_constraint": _sentence_constraint,
+    "validate_paragraphs": _paragraphs,
+    "verify_postscript": _postscript_of,
+    "validate_placeholders": lambda text, N: len(re.findall(r"\[.*?\]", text)) >= N,
+    "verify_bullet_points": lambda text, N: sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N,
+    "validate_title": lambda text: re.search(r"<<.*?>>", text) is not None,
+    "validate_choice": lambda text, options: any(text.strip() in option for option in options),
+    "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N,
+    "validate_sections": _sections,
+    "validate_json_format": _json_format,
+    "validate_repeat_prompt": lambda text, original_prompt: text.startswith(original_prompt),
+    "validate_two_responses": lambda text: text.count("******") == 1 and _two_responses(text),
+    "validate_uppercase": lambda text: text == text.upper(),
+    "validate_lowercase": lambda text: text == text.lower(),
+    "validate_frequency_capital_words": _capital_words,
+    "validate_end": lambda text, end_phrase: text.rstrip().endswith(end_phrase),
+    "validate_quotation": _quotation,
+    "validate_no_commas": no_comma,
+}
+"""Those of the RLVR-IFEval set, by their name."""

@@ -1,0 +1,149 @@
+"""A model that judges responses, over OpenAI's HTTP API: asked as responses finish, many at once.
+
+The calls run in one thread of the rank with an event loop of its own. Nothing of a call is logged but why it failed, and
+that without the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import httpx2 as httpx
+
+from fivefold.config.schema import JudgeConfig
+from fivefold.reward.texts import after_thinking
+
+if TYPE_CHECKING:
+    from fivefold.types import Prompt
+
+JUDGE = "judge"
+"""Its name among rewards."""
+PLACEHOLDERS = ("prompt", "response", "ground_truth")
+_PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
+_YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+_PAUSE = 0.5
+"""Seconds before the second attempt; before each further one twice as long."""
+_LONGEST_VERDICT = 20_000
+"""Characters from its end."""
+_BUSY = (408, 409, 425, 429)
+"""HTTP states besides those from 500 on that another attempt may find changed."""
+
+
+class JudgeError(Exception):
+    """Why there is no verdict."""
+
+
+class Judge:
+    """Asks for verdicts; made once in a rank."""
+
+    def __init__(self, config: JudgeConfig, environment: Mapping[str, str] = os.environ) -> None:
+        self._config = config
+        self._key = environment.get(config.api_key_variable or "", "")
+        self._servers, self._turns = [url.rstrip("/") for url in config.url], itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
+        self._thread.start()
+        self._at_once = asyncio.Semaphore(config.concurrency)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=config.timeout_seconds)
+
+    def submit(self, work: Coroutine[Any, Any, str | None]) -> Future[str | None]:
+        """Run a coroutine in the judge's thread; cancelling what this gives ends it, and what it asks."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def settle(self) -> None:
+        """Return when nothing of what was cancelled runs any more."""
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
+
+    async def value(self, prompt: Prompt, response: str) -> float:
+        """The verdict on a response, as a number; raises JudgeError."""
+        messages = [{"role": "user", "content": self._question(prompt, response)}]
+        async with self._at_once:
+            try:
+                async with asyncio.timeout(self._config.timeout_seconds):
+                    return read_verdict(self._config, await self._ask(messages))
+            except TimeoutError:
+                raise JudgeError(
+                    f"no verdict within {self._config.timeout_seconds:g} s (reward.judge.timeout_seconds)"
+                ) from None
+
+    def close(self) -> None:
+        """End all calls."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._client.aclose()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _question(self, prompt: Prompt, response: str) -> str:
+        asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
+        texts = {"prompt": asked[-1] if asked else prompt.text, "response": response, "ground_truth": prompt.ground_truth}
+        return _PLACEHOLDER.sub(lambda found: texts[found[1]], self._config.prompt)
+
+    async def _ask(self, messages: list[dict[str, str]]) -> str:
+        config = self._config
+        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        body = {**config.request, "model": config.model, "messages": messages, **sampling}
+        first, reason = next(self._turns), ""
+        for attempt in range(config.retries + 1):
+            if attempt:
+                await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+            server = self._servers[(first + attempt) % len(self._servers)]
+            try:
+                answer = await self._client.post(f"{server}/chat/completions", json=body)
+            except httpx.HTTPError as error:
+                reason = f"{server}: {type(error).__name__}: {error}"
+                continue
+            if answer.status_code == 200:
+                return _text_of(answer, server)
+            reason = self._plain(f"{server} answers {answer.status_code}: {answer.text[:300]}")
+            if answer.status_code < 500 and answer.status_code not in _BUSY:
+                break
+        raise JudgeError(self._plain(f"no verdict: {reason}"))
+
+    def _plain(self, text: str) -> str:
+        """Without the key, which a server may repeat."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _text_of(answer: httpx.Response, server: str) -> str:
+    try:
+        text = answer.json()["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise JudgeError(f"{server} gave no text: {answer.text[:300]}")
+    return text
+
+
+def read_verdict(config: JudgeConfig, text: str) -> float:
+    """The number that a verdict says; raises JudgeError where it says none."""
+    said = after_thinking(text)[-_LONGEST_VERDICT:]
+    if config.verdict == "yes_no":
+        found = _YES_NO.search(said)
+        if found is None:
+            raise JudgeError(f"a verdict says yes or no: got {said[:200]!r}")
+        return float(found[1].lower() == "yes")
+    numbers = re.findall(config.pattern, said)
+    try:
+        score = float(numbers[-1]) / config.scale
+    except (IndexError, ValueError):
+        score = -1.0
+    if not 0 <= score <= 1:
+        raise JudgeError(f"a verdict has a score from 0 to {config.scale:g}, as {config.pattern}: got {said[:200]!r}")
+    return score
