@@ -43,6 +43,22 @@ def own_groups_only() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def as_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Whoever asks for all ranks, and for their objects, gets those of a group meanwhile: Megatron-Core does where it builds an
+    optimizer, and counts its groups from the number of all ranks."""
+    count, gather = dist.get_world_size, dist.all_gather_object
+
+    def size(asked: dist.ProcessGroup | None = None) -> int:
+        return count(asked or group)
+
+    def objects(found: list[Any], own: Any, asked: dist.ProcessGroup | None = None) -> None:
+        gather(found, own, group=asked or group)
+
+    with patch.object(dist, "get_world_size", size), patch.object(dist, "all_gather_object", objects):
+        yield
+
+
 def _name(ranks: list[int], use_hashed_name: bool) -> str:
     members = ",".join(map(str, ranks))
     _made[members] += 1

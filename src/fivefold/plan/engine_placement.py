@@ -11,13 +11,17 @@ from fivefold.plan.devices import on_gpus, visible_gpus
 
 def machines_here(config: RunConfig) -> list[Machine]:
     """Those of the run: all with as many ranks and GPUs as this one. With launch.gpu they are others, with GPUs enough."""
-    world = int(os.environ.get("WORLD_SIZE", config.layout.world_size))
+    world = int(os.environ.get("WORLD_SIZE", config.world_size))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = None
     if on_gpus(config):
         others = 0 if config.engine.layout is None else config.engine.layout.world_size
         gpus = visible_gpus() if config.launch.gpu is None else here + others
-    return [Machine(range(first, min(first + here, world)), gpus) for first in range(0, world, here)]
+    machines, policy = [], config.layout.world_size
+    for first in range(0, world, here):
+        ranks = range(first, min(first + here, world))
+        machines.append(Machine(ranks, gpus, range(first, max(first, min(ranks.stop, policy)))))
+    return machines
 
 
 def device_rows(config: RunConfig) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
+from fivefold.distributed.redealing import begin_forward
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import Model
 from fivefold.trainer.checks import SkipGuard
@@ -55,23 +56,24 @@ class Models:
         Samples that the policy does not train on (`skipped_N`, by their row in the stats) get no log-probs.
         """
         trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
-
-        def logprobs(model: Model) -> Tensor:
+        everything = list(range(len(batch.lengths_N)))
+        wanted = {
+            "old_logprobs_T": ("policy", self.policy, trained),
+            "ref_logprobs_T": ("reference", self.reference, trained),
+            "values_T": ("critic", self.critic, everything),
+        }
+        passes = []
+        for name, (role, model, samples) in wanted.items():
+            if name in needs:
+                assert model is not None
+                passes.append((name, role, samples, begin_forward(model, batch.select(samples))))
+        for _, role, _, one in passes:
+            with self.on_device(role):
+                one.compute()
+        for name, _, samples, one in passes:
             found_T = torch.zeros(len(batch.token_ids_T))
-            found_T[batch.token_index(trained)] = model.forward(batch.select(trained))
-            return found_T
-
-        if "old_logprobs_T" in needs:
-            with self.on_device("policy"):
-                batch.old_logprobs_T = logprobs(self.policy)
-        if "ref_logprobs_T" in needs:
-            assert self.reference is not None
-            with self.on_device("reference"):
-                batch.ref_logprobs_T = logprobs(self.reference)
-        if "values_T" in needs:
-            assert self.critic is not None
-            with self.on_device("critic"):
-                batch.values_T = self.critic.forward(batch)
+            found_T[batch.token_index(samples)] = one.numbers()
+            setattr(batch, name, found_T)
 
     def update_critic(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
         """The critic's optimizer steps; none without a critic."""

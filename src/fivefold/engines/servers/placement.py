@@ -16,9 +16,13 @@ class Machine:
     """Those of the world that are on it; each has the GPU of its number on the machine."""
     gpus: int | None
     """How many it has; None where servers are processes without GPUs."""
+    starters: Sequence[int]
+    """Those of its ranks that hold the policy: they start servers, and give them weights."""
 
     def room(self, gpus_each: int) -> int | None:
         """Servers for which there are GPUs behind those of the ranks."""
+        if not self.starters:
+            return 0
         return None if self.gpus is None else max(0, self.gpus - len(self.ranks)) // gpus_each
 
 
@@ -34,12 +38,13 @@ class ServerPlace:
     """Of those that it has, which follow each other."""
 
 
-def machines_of(hosts: Sequence[str], gpus: Sequence[int | None]) -> list[Machine]:
-    """The machines of a run, of whose ranks each says its host and how many GPUs it sees there."""
-    return [
-        Machine([rank for rank, other in enumerate(hosts) if other == host], gpus[hosts.index(host)])
-        for host in dict.fromkeys(hosts)
-    ]
+def machines_of(hosts: Sequence[str], gpus: Sequence[int | None], policy: range) -> list[Machine]:
+    """The machines of a run, of whose ranks each says its host and how many GPUs it sees there; `policy`: its ranks."""
+    found = []
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        found.append(Machine(ranks, gpus[ranks[0]], [rank for rank in ranks if rank in policy]))
+    return found
 
 
 def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[ServerPlace]:
@@ -58,12 +63,15 @@ def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[S
     for place, (machine, count) in enumerate(zip(machines, counts, strict=True)):
         for index in range(count):
             first = None if machine.gpus is None else len(machine.ranks) + index * layout.tp
-            places.append(ServerPlace(len(places), place, machine.ranks[index % len(machine.ranks)], first))
+            places.append(ServerPlace(len(places), place, machine.starters[index % len(machine.starters)], first))
     return places
 
 
 def _too_few(layout: ParallelLayout, machines: Sequence[Machine]) -> str:
-    has = ", ".join(f"{machine.gpus} GPUs for {len(machine.ranks)} ranks" for machine in machines)
+    has = ", ".join(
+        f"{machine.gpus} GPUs for {len(machine.ranks)} ranks" + ("" if machine.starters else " without the policy")
+        for machine in machines
+    )
     found = f"the machine has {has}" if len(machines) == 1 else f"its {len(machines)} machines have {has}"
     return (
         f"{layout} apart needs {layout.world_size} GPUs behind those of the ranks, {layout.tp} for each server on one "
