@@ -168,7 +168,7 @@ class Ranks:
 
         The first `counts[0]` rows of this rank go to replica 0, the next `counts[1]` to replica 1, and so on.
         """
-        return _all_to_all(rows_NF, counts, expected, self.dp)
+        return _all_to_all(rows_NF, counts, expected, self.dp) if self.holds else rows_NF[:0]
 
     def all_to_all_world(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
         """The rows that other ranks sent here, in order of ranks: `expected[i]` of them from rank i.

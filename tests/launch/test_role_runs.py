@@ -1,0 +1,194 @@
+"""Whole runs whose models have ranks of their own: reference, critic and reward model beside the policy's ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
+from tests.support.whole_runs import REWARD, assert_same, make_judge, make_model, make_pairs, metrics
+from tests.support.zygote import THREADS
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+critic: {{optimizer: {{lr: 2.0e-3, eps: 1.0e-4}}, warmup_steps: 1}}
+algorithm: {{name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {{coef: 0.05, place: reward, estimator: k1}}}}
+data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}, model: {{path: {root}/judge, weight: 0.5}}}}
+eval: {{max_prompts: 4}}
+trainer: {{run_dir: {root}/runs/base, steps: 3, eval_every: 2, loggers: [console]}}
+launch: {{threads: {threads}}}
+"""
+EACH = "megatron[policy]:d1+megatron[ref]:d1+megatron[critic]:d1+megatron[reward]:d1"
+SOME = "megatron[policy]:d2+megatron[ref]:t2|megatron[critic]:d2|megatron[reward]:p2"
+ONE = "megatron[policy]:t2|megatron[ref]:d2|megatron[reward]:d2+megatron[critic]:d1"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("roles")
+    make_model(root)
+    make_judge(root)
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+def train(root: Path, name: str, *overrides: str) -> tuple[list[dict[str, float]], str]:
+    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(root, name), done.stdout
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    """All models on one rank."""
+    return train(root, "base")[0]
+
+
+def on(allocation: str) -> str:
+    return f"launch.allocation={allocation}"
+
+
+@pytest.mark.parametrize("allocation", [EACH, SOME])
+def test_a_ppo_run_has_the_same_metrics_with_models_on_ranks_of_their_own(root, base, allocation):
+    found, told = train(root, f"apart-{allocation == EACH}", on(allocation))
+    assert_same(found, base)
+    assert "         rank  policy  reference  critic  reward model\n" in told
+    if allocation == EACH:
+        assert "         2     -       -          whole   -\n" in told
+
+
+def test_a_run_that_was_killed_goes_on_with_its_models_on_other_ranks(root, base):
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/moved", "trainer.save_every=1", on(ONE))
+    wait_for((root / "runs/moved/checkpoints/step-000001").exists, process)
+    everyone = children_of(process.pid)
+    process.kill()
+    wait_for(lambda: gone(everyone) and is_free(root / "runs/moved"))
+    found, told = train(root, "moved", on(SOME))
+    assert "resumed after step" in told
+    assert_same(found, base)
+
+
+def reference_and_critic_wait_for_each_other():
+    """Neither computes before the other has begun to."""
+    from fivefold.megatron.model import MegatronModel
+
+    forward = MegatronModel.forward
+
+    def following(self, batch):
+        if "policy" not in self.__dict__.setdefault("_role", os.environ["FIVEFOLD_TEST_ROLES"].split()[self._mesh.ranks.rank]):
+            marks = Path(os.environ["FIVEFOLD_TEST_ROOT"])
+            self._passes = self.__dict__.get("_passes", 0) + 1
+            (marks / f"{self._role}-{self._passes}").touch()
+            other = {"reference": "critic", "critic": "reference"}[self._role]
+            while not (marks / f"{other}-{self._passes}").exists():
+                time.sleep(0.01)
+        return forward(self, batch)
+
+    MegatronModel.forward = following
+
+
+def test_reference_and_critic_compute_at_the_same_time(root, base, tmp_path, monkeypatch):
+    """One after the other, they would wait for ever."""
+    monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
+    monkeypatch.setenv("FIVEFOLD_TEST_ROLES", "policy reference critic")
+    given = [on("megatron[policy]:d1|megatron[reward]:d1+megatron[ref]:d1+megatron[critic]:d1"), "trainer.steps=2"]
+    name = f"trainer.run_dir={root}/runs/meanwhile"
+    done = Command("train", root / "run.yaml", name, *given, hook=reference_and_critic_wait_for_each_other).finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "critic-2").exists()
+
+
+def slow_critic():
+    """A rank of the critic alone takes its time in the second step."""
+    from fivefold.megatron.model import MegatronModel
+
+    step = MegatronModel.train_step
+
+    def following(self, *arguments):
+        if self.spec.value_head and self.version == 3:
+            (Path(os.environ["FIVEFOLD_TEST_ROOT"]) / "slow-critic").touch()
+            time.sleep(3)
+        return step(self, *arguments)
+
+    MegatronModel.train_step = following
+
+
+def test_sigterm_reaches_a_rank_without_the_policy_and_the_run_goes_on_as_if_nothing_had_been(
+    root, base, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
+    given = [f"trainer.run_dir={root}/runs/asked", on(EACH), "algorithm.updates_per_step=2"]
+    process = Command("train", root / "run.yaml", *given, hook=slow_critic)
+    wait_for((tmp_path / "slow-critic").exists, process)
+    everyone = children_of(process.pid)
+    ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
+    os.kill(ranks[2], signal.SIGTERM)
+    done = process.finish()
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    assert "asked to end by SIGTERM in step 2" in done.stdout
+    wait_for(lambda: gone(everyone))
+    found, told = train(root, "asked", on(EACH))
+    assert "resumed after step 1 " in told
+    # An update of the critic was taken before, and stays: its own numbers go on from there.
+    assert [row["step"] for row in found] == [row["step"] for row in base]
+
+
+def failing_reference():
+    from fivefold.megatron.model import MegatronModel
+
+    forward = MegatronModel.forward
+
+    def following(self, batch):
+        if self._mesh.ranks.rank == 1:
+            raise RuntimeError("this reference is out of order")
+        return forward(self, batch)
+
+    MegatronModel.forward = following
+
+
+def test_an_error_of_a_rank_without_the_policy_ends_the_run_with_its_traceback(root):
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/fails", on(EACH), hook=failing_reference)
+    done = process.finish()
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr and "this reference is out of order" in done.stderr and "Traceback" in done.stderr
+    assert "rank 0 on" not in done.stderr
+
+
+KINDS = {
+    "ahead": ["rollout.max_staleness=1"],
+    "clip-cov": [
+        "algorithm={name: clip_cov, group_size: 4, updates_per_step: 2, kl: {coef: 0.01}}", "reward.model.path=null"
+    ],
+    "dapo": ["algorithm={name: dapo, group_size: 4, kl: {coef: 0.01}}", "reward.model.path=null"],
+}  # fmt: skip
+WHEN = ("async/complete_groups", "async/trainer_wait_seconds")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_methods_have_the_metrics_of_one_rank_too(root, kind):
+    """Samples that wait for later steps; tokens that are chosen among all of a step; rounds of sampling."""
+    rest = "+megatron[critic]:d1|megatron[reward]:d1" if kind == "ahead" else ""
+    one = train(root, kind, *KINDS[kind])[0]
+    found = train(root, f"{kind}-apart", *KINDS[kind], on(f"megatron[policy]:d2+megatron[ref]:d1{rest}"))[0]
+    one, found = ([{k: v for k, v in row.items() if k not in WHEN} for row in rows] for rows in (one, found))
+    assert_same(found, one)
+
+
+@pytest.mark.slow
+def test_a_dpo_run_has_the_same_metrics_with_its_reference_on_ranks_of_its_own(root):
+    path = make_pairs(root)
+    given = [
+        "algorithm={name: dpo, updates_per_step: 2}", f"data.train={path}", f"data.val={path}", "reward.model.path=null",
+        "data.prompts_per_step=16",
+    ]  # fmt: skip
+    one = train(root, "dpo", *given)[0]
+    assert_same(train(root, "dpo-apart", *given, on("megatron[policy]:d2+megatron[ref]:t2"))[0], one)
