@@ -83,7 +83,9 @@ def reference_and_critic_wait_for_each_other():
     forward = MegatronModel.forward
 
     def following(self, batch):
-        if "policy" not in self.__dict__.setdefault("_role", os.environ["FIVEFOLD_TEST_ROLES"].split()[self._mesh.ranks.rank]):
+        if "policy" not in self.__dict__.setdefault(
+            "_role", os.environ["FIVEFOLD_TEST_ROLES"].split()[self._mesh.ranks.rank]
+        ):
             marks = Path(os.environ["FIVEFOLD_TEST_ROOT"])
             self._passes = self.__dict__.get("_passes", 0) + 1
             (marks / f"{self._role}-{self._passes}").touch()

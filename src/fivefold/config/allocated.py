@@ -70,9 +70,13 @@ def keys_of(allocation: Allocation) -> dict[str, str | int]:
     engine, policy = group_of.pop("engine.backend", None), group_of.pop("policy.backend", None)
     trainers = sorted({*group_of.values()} - {policy})
     if policy is None and (len(trainers) > 1 or (trainers and engine is not None)):
-        raise ValueError(f"where other models are depends on the policy: name its layout too, megatron[actor]:...; got {allocation}")
+        raise ValueError(
+            f"where other models are depends on the policy: name its layout too, megatron[actor]:...; got {allocation}"
+        )
     if engine is not None and engine in trainers:
-        raise ValueError(f"the engine shares the policy's ranks or has devices of its own, not another model's: got {allocation}")
+        raise ValueError(
+            f"the engine shares the policy's ranks or has devices of its own, not another model's: got {allocation}"
+        )
     if policy is not None:
         if engine is not None:
             found["engine.placement"] = "colocated" if engine == policy else "apart"

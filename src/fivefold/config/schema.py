@@ -156,8 +156,8 @@ class CriticConfig:
     path: Annotated[str | None, CONTENT] = None
     """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another one
-    only the own `megatron.pipeline` splits it into stages."""
+    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
+    one only the own `megatron.pipeline` splits it into stages."""
     first_rank: Annotated[int, at_least(0), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
@@ -188,8 +188,8 @@ class ReferenceConfig:
     path: Annotated[str | None, CONTENT] = None
     """The policy's starting weights when left out."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another one
-    only the own `megatron.pipeline` splits it into stages."""
+    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
+    one only the own `megatron.pipeline` splits it into stages."""
     first_rank: Annotated[int, at_least(0), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     megatron: MegatronConfig | None = None
@@ -419,8 +419,8 @@ class RewardModelConfig:
     weight: Annotated[float, within("[-1000000, 1000000]")] = 1.0
     """Factor of its score in the reward, next to the functions'."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another one
-    only the own `megatron.pipeline` splits it into stages."""
+    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
+    one only the own `megatron.pipeline` splits it into stages."""
     first_rank: Annotated[int, at_least(0), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     megatron: MegatronConfig | None = None

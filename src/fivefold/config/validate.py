@@ -69,8 +69,8 @@ def _check_spans(findings: Findings, config: RunConfig) -> None:
             findings.require(
                 span == taken or span.start >= taken.stop or taken.start >= span.stop,
                 key,
-                f"must be {taken.start}, where {other} begins, with as many ranks, or leave ranks {_shown(taken)} to it: "
-                f"got {span.start} for ranks {_shown(span)}",
+                f"must be {taken.start}, where {other} begins, with as many ranks, or leave {_shown(taken)} to it: "
+                f"got {span.start} for {_shown(span)}",
             )
         before[name] = span
     held = {rank for span in spans.values() for rank in span}
@@ -79,13 +79,13 @@ def _check_spans(findings: Findings, config: RunConfig) -> None:
         later = [f"{name}.first_rank {span.start}" for name, span in spans.items() if span.start > idle[0]]
         findings.error(
             later[0].split()[0],
-            f"leaves rank {idle[0]} without a model: got {', '.join(later)} behind the policy's ranks {_shown(policy)}; "
+            f"leaves rank {idle[0]} without a model: got {', '.join(later)} behind the policy's {_shown(policy)}; "
             f"number them without a gap",
         )
 
 
 def _shown(span: range) -> str:
-    return str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
+    return f"rank {span[0]}" if len(span) == 1 else f"ranks {span[0]}-{span[-1]}"
 
 
 def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | None:

@@ -27,15 +27,13 @@ _POLL_SECONDS = 0.1
 class Ranks:
     """This rank's coordinates in a layout and its host groups; one exists for each layout of a process.
 
-    A layout may have fewer ranks than the run. On the others its coordinates are `NOWHERE`: they have no samples by it, and are
-    told what its ranks know alike.
+    A layout may have fewer ranks than the run. On the others its coordinates are `NOWHERE`: they have no samples by it, and
+    are told what its ranks know alike.
     """
 
     def __init__(self, layout: ParallelLayout, timeout_minutes: float, world_size: int | None = None) -> None:
-        """`timeout_minutes`: longest wait for another rank; `world_size`: ranks of the run, those of the layout when left out.
-
-        The layout is on the first of them.
-        """
+        """`timeout_minutes`: longest wait for another rank; `world_size`: ranks of the run, the first of which are the layout's;
+        all of them when left out."""
         self.timeout = timedelta(minutes=timeout_minutes)
         self.heartbeat = Heartbeat()
         self.rank = dist.get_rank()
@@ -247,7 +245,7 @@ class Ranks:
             return self._group(list(range(self.world.size())))
 
     def consecutive(self, size: int) -> dist.ProcessGroup | None:
-        """This rank's group among groups of `size` ranks of the layout that follow each other; none where it would be alone."""
+        """This rank's group among groups of `size` ranks of the layout that follow each other; none where it is alone."""
         if size == 1 or not self.holds:
             return None
         first = self.rank - (self.rank - self.first) % size

@@ -21,7 +21,8 @@ from fivefold.types import LossFn, StepReport, TokenBatch
 
 
 def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
-    """The model, which lies on the layout of `own`, for callers who have the replicas of `ranks`; None on ranks without it."""
+    """The model, which lies on the layout of `own`, for callers who have the replicas of `ranks`; it is None on ranks that
+    have nothing of it."""
     if model is not None and own.is_everywhere and torch.equal(ranks.dp_of_rank, own.dp_of_rank):
         # The ranks of a replica work together in another way, on the samples that they have.
         return model

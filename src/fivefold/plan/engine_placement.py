@@ -29,11 +29,12 @@ def device_rows(config: RunConfig) -> list[tuple[str, str]]:
     layout, machines = config.engine.layout, machines_here(config)
     assert layout is not None
     places, rows = place_servers(layout, machines), []
+    whose = f"of {config.layout}" + (" and other models" if config.world_size > config.layout.world_size else "")
     for number, machine in enumerate(machines):
         where = f"machine {number} " if len(machines) > 1 else ""
         ranks = _span(machine.ranks[0], len(machine.ranks))
         devices = "processes" if machine.gpus is None else f"GPU {_span(0, len(machine.ranks))}"
-        rows.append((f"{where}{devices}", f"ranks {ranks} of {config.layout}"))
+        rows.append((f"{where}{devices}", f"ranks {ranks} {whose}"))
         for place in places:
             if place.machine == number:
                 own = "processes" if place.first_gpu is None else f"GPU {_span(place.first_gpu, layout.tp)}"

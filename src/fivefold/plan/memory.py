@@ -240,7 +240,9 @@ def estimate_memory(
         }
         mine, other, samples = own.get("policy", Held()), own.get("critic", Held()), engine_sequences and "policy" in own
         # Whoever is alone has nobody to leave the device to.
-        leaves, critic_leaves = (offload, critic_offload) if len(own) > 1 or samples else (frozenset[str](), frozenset[str]())
+        leaves, critic_leaves = (
+            (offload, critic_offload) if len(own) > 1 or samples else (frozenset[str](), frozenset[str]())
+        )
         states = {"parameters": other.parameters, "gradients": other.gradients, "optimizer": other.optimizer}
         found.append(
             Memory(
