@@ -76,36 +76,46 @@ def test_a_run_that_was_killed_goes_on_with_its_models_on_other_ranks(root, base
     assert_same(found, base)
 
 
-def reference_and_critic_wait_for_each_other():
-    """Neither computes before the other has begun to."""
+def models_wait_for_each_other():
+    """Reference and critic do not compute before the other one has begun to, nor do policy and critic learn."""
     from fivefold.megatron.model import MegatronModel
 
-    forward = MegatronModel.forward
+    forward, train_step = MegatronModel.forward, MegatronModel.train_step
+
+    def meet(kind: str, role: str, other: str, number: int) -> None:
+        marks = Path(os.environ["FIVEFOLD_TEST_ROOT"])
+        (marks / f"{role}-{kind}-{number}").touch()
+        while not (marks / f"{other}-{kind}-{number}").exists():
+            time.sleep(0.01)
 
     def following(self, batch):
-        if "policy" not in self.__dict__.setdefault(
-            "_role", os.environ["FIVEFOLD_TEST_ROLES"].split()[self._mesh.ranks.rank]
-        ):
-            marks = Path(os.environ["FIVEFOLD_TEST_ROOT"])
+        role = os.environ["FIVEFOLD_TEST_ROLES"].split()[self._mesh.ranks.rank]
+        if role != "policy":
             self._passes = self.__dict__.get("_passes", 0) + 1
-            (marks / f"{self._role}-{self._passes}").touch()
-            other = {"reference": "critic", "critic": "reference"}[self._role]
-            while not (marks / f"{other}-{self._passes}").exists():
-                time.sleep(0.01)
+            meet("computes", role, {"reference": "critic", "critic": "reference"}[role], self._passes)
         return forward(self, batch)
 
-    MegatronModel.forward = following
+    def learning(self, *arguments):
+        role = os.environ["FIVEFOLD_TEST_ROLES"].split()[self._mesh.ranks.rank]
+        # The critic learns alone in the first step.
+        if (number := self.version - 2 * (role == "critic")) >= 0:
+            meet("learns", role, {"policy": "critic", "critic": "policy"}[role], number)
+        return train_step(self, *arguments)
+
+    MegatronModel.forward, MegatronModel.train_step = following, learning
 
 
-def test_reference_and_critic_compute_at_the_same_time(root, base, tmp_path, monkeypatch):
+def test_models_on_ranks_of_their_own_compute_and_learn_at_the_same_time(root, base, tmp_path, monkeypatch):
     """One after the other, they would wait for ever."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
     monkeypatch.setenv("FIVEFOLD_TEST_ROLES", "policy reference critic")
     given = [on("megatron[policy]:d1|megatron[reward]:d1+megatron[ref]:d1+megatron[critic]:d1"), "trainer.steps=2"]
-    name = f"trainer.run_dir={root}/runs/meanwhile"
-    done = Command("train", root / "run.yaml", name, *given, hook=reference_and_critic_wait_for_each_other).finish()
+    process = Command(
+        "train", root / "run.yaml", f"trainer.run_dir={root}/runs/meanwhile", *given, hook=models_wait_for_each_other
+    )
+    done = process.finish()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "critic-2").exists()
+    assert (tmp_path / "critic-computes-2").exists() and (tmp_path / "policy-learns-1").exists()
 
 
 def slow_critic():

@@ -45,8 +45,8 @@ def own_groups_only() -> Iterator[None]:
 
 @contextmanager
 def as_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Whoever asks for all ranks, and for their objects, gets those of a group meanwhile: Megatron-Core counts its groups from
-    the number of all ranks, and lets all of them agree on an optimizer's parameters."""
+    """Whoever asks for all ranks, and for their objects, gets those of a group meanwhile: Megatron-Core counts its groups
+    from the number of all ranks, and lets all of them agree on an optimizer's parameters."""
     count, gather = dist.get_world_size, dist.all_gather_object
 
     def size(asked: dist.ProcessGroup | None = None) -> int:

@@ -32,8 +32,8 @@ class Ranks:
     """
 
     def __init__(self, layout: ParallelLayout, timeout_minutes: float, world_size: int | None = None) -> None:
-        """`timeout_minutes`: longest wait for another rank; `world_size`: ranks of the run, the first of which are the layout's;
-        all of them when left out."""
+        """`timeout_minutes`: longest wait for another rank; `world_size`: ranks of the run, where it has more than this
+        layout, whose ranks are the first."""
         self.timeout = timedelta(minutes=timeout_minutes)
         self.heartbeat = Heartbeat()
         self.rank = dist.get_rank()

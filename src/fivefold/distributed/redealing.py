@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from fivefold.distributed.balance import balance
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
 from fivefold.types import LossFn, StepReport, TokenBatch
+
+T = TypeVar("T")
 
 
 def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
@@ -30,22 +32,30 @@ def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A forward pass in its parts, so that models on ranks of their own compute at the same time: samples have gone to the
-    model when it is made. Both methods are collective."""
+class Pass(Generic[T]):
+    """A pass over a batch in its parts, so that models on ranks of their own compute at the same time: samples have gone to
+    the model when it is made. All ranks do all parts, of several passes in the same order."""
 
     compute: Callable[[], None]
-    """What the ranks of the model do; the others go on."""
-    numbers: Callable[[], Tensor]
-    """[T] of this rank's own tokens, once they were computed."""
+    """Done by the ranks of the model; the others go on."""
+    result: Callable[[], T]
+    """What `compute` has given, on every rank: once, and where it was computed elsewhere, as soon as it is there."""
 
 
-def begin_forward(model: Model, batch: TokenBatch) -> Pass:
-    """`model.forward` of the batch in its parts. Collective."""
+def begin_forward(model: Model, batch: TokenBatch) -> Pass[Tensor]:
+    """`model.forward` of the batch in its parts."""
     if isinstance(model, RedealtModel):
         return model.begin_forward(batch)
     found: list[Tensor] = []
     return Pass(lambda: found.append(model.forward(batch)), found.pop)
+
+
+def begin_train_step(model: Model, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
+    """`model.train_step` of the batch in its parts."""
+    if isinstance(model, RedealtModel):
+        return model.begin_train_step(batch, loss_fn)
+    found: list[StepReport] = []
+    return Pass(lambda: found.append(model.train_step(batch, loss_fn)), found.pop)
 
 
 class RedealtModel:
@@ -66,12 +76,10 @@ class RedealtModel:
         return self._version if self._model is None else self._model.version
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        whole = self.begin_forward(batch)
-        whole.compute()
-        return whole.numbers()
+        return _whole(self.begin_forward(batch))
 
-    def begin_forward(self, batch: TokenBatch) -> Pass:
-        """The pass in its parts."""
+    def begin_forward(self, batch: TokenBatch) -> Pass[Tensor]:
+        """The same in its parts."""
         # What the model does not look at stays where it is.
         there = TokenBatch(
             batch.token_ids_T,
@@ -93,15 +101,25 @@ class RedealtModel:
         return Pass(compute, lambda: found.pop() if deal is None else deal.back(found.pop()))
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
+        return _whole(self.begin_train_step(batch, loss_fn))
+
+    def begin_train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
+        """The same in its parts."""
         there = self._deal(batch).there(batch) if self._moves else batch
-        report = None if self._model is None else self._model.train_step(there, loss_fn)
-        self._pass_by()
-        if self._own.is_everywhere:
-            assert report is not None
+        found: list[StepReport | None] = []
+
+        def compute() -> None:
+            found.append(None if self._model is None else self._model.train_step(there, loss_fn))
+            self._pass_by()
+
+        def result() -> StepReport:
+            report = found.pop()
+            if report is None or not self._own.is_everywhere:
+                report = self._own.broadcast_from_leader(report)
+                self._version += not report.skipped
             return report
-        report = self._own.broadcast_from_leader(report)
-        self._version += not report.skipped
-        return report
+
+        return Pass(compute, result)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(()) if self._model is None else self._model.weights()
@@ -143,6 +161,11 @@ class RedealtModel:
         for replica, units in enumerate(balance(work_U, self._own.layout.dp)):
             owner_U[units] = replica
         return Deal(self._ranks, self._own, lengths_N, index_N, held_N, owner_U.repeat_interleave(size))
+
+
+def _whole(parts: Pass[T]) -> T:
+    parts.compute()
+    return parts.result()
 
 
 @dataclass(frozen=True)
