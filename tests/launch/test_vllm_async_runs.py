@@ -193,4 +193,8 @@ def test_ten_servers_and_ten_trainers_killed_lose_no_prompt_and_use_none_twice(r
             found = [each for each in everyone if "fivefold.engines.vllm.serve" in psutil.Process(each).cmdline()]
             os.kill(found[0], signal.SIGKILL)
     finished(root, process, name)
-    check_ages_and_prompts(root, name, 2, steps=32)
+    rows = check_ages_and_prompts(root, name, 2, steps=32)
+    ages = sorted({int(row["async/staleness_max"]) for row in rows})
+    print(
+        f"10 servers and 10 runs killed in {len(rows)} steps; {PROMPTS} prompts, each used once; oldest samples of a step {ages}"
+    )
