@@ -58,7 +58,7 @@ def on(allocation: str) -> str:
     return f"launch.allocation={allocation}"
 
 
-@pytest.mark.parametrize("allocation", [EACH, SOME])
+@pytest.mark.parametrize("allocation", [EACH, pytest.param(SOME, marks=pytest.mark.slow)])
 def test_a_ppo_run_has_the_same_metrics_with_models_on_ranks_of_their_own(root, base, allocation):
     found, told = train(root, f"apart-{allocation == EACH}", on(allocation))
     assert_same(found, base)
