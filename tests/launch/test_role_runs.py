@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -176,12 +176,15 @@ def test_sigterm_to_a_rank_of_another_model_ends_the_run_and_it_goes_on_as_if_no
 
 @pytest.mark.slow
 def test_updates_that_a_critic_on_ranks_of_its_own_took_before_a_run_ended_are_counted(root, tmp_path, monkeypatch):
-    """The first rank has not heard of them."""
+    """By what their optimizers have counted: the first rank has not heard of all of them."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
     told = asked_to_end(root, tmp_path, "learning", slow_critic, 2)
-    assert re.search(r"in step 2, which is done anew on resume; [1-3] of its optimizer steps were taken and stay", told), (
-        told
-    )
+    saved = root / "runs/learning/checkpoints/step-000001"
+    counted = sum(json.loads((saved / part / "optimizer.json").read_text())["step"] for part in ("policy", "critic"))
+    # Two were the critic's in the first step.
+    assert (
+        f"in step 2, which is done anew on resume; {counted - 2:.0f} of its optimizer steps were taken and stay" in told
+    ), told
 
 
 def failing_reference():
@@ -234,4 +237,9 @@ def test_a_dpo_run_has_the_same_metrics_with_its_reference_on_ranks_of_its_own(r
         "data.prompts_per_step=16",
     ]  # fmt: skip
     one = train(root, "dpo", *given)[0]
-    assert_same(train(root, "dpo-apart", *given, on("megatron[policy]:d2+megatron[ref]:t2"))[0], one)
+    found = train(root, "dpo-apart", *given, on("megatron[policy]:d2+megatron[ref]:t2"))[0]
+    # Before the first update policy and reference are one, and which of them says more is rounding.
+    for row in [*one[:2], *found[:2]]:
+        for name in [name for name in row if "accuracy" in name]:
+            del row[name]
+    assert_same(found, one)
