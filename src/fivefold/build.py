@@ -18,6 +18,7 @@ from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
 from fivefold.config.mixture import counts, domains_of
+from fivefold.config.schema import PolicyConfig
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import Loader, PromptLoader
@@ -139,7 +140,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         # Ranks that share a replica sample in step: each looks after every response whether all of them are to end.
         each = ranks.layout.world_size // engine.replica.count
         first = ranks.rank // each * each
-        members = range(first, first + each)
+        members = range(first, first + each) if ranks.holds else range(0)
         if config.engine.layout is None and not config.engine.is_server:
             # It can be told so in the middle of a response too.
             ranks.heartbeat.on_request = engine.abort
@@ -240,24 +241,20 @@ def build_models(
     updates, bucket_mb = config.algorithm.updates_per_step * config.algorithm.ppo_epochs, config.engine.sync_bucket_mb
     warmup = config.critic.warmup_steps if config.uses_critic else 0
     learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
-    ranks = meshes.policy.ranks
+    ranks, spec = meshes.ranks, load_spec(directories[config.described_by(config.model.path)])
     trained = files_of(config.model.path) | learning
-    policy = MegatronModel(policy=config.policy, mesh=meshes.policy, total_updates=(steps - warmup) * updates, **trained)
+    policy = build_model(meshes, config.policy, 0, total_updates=(steps - warmup) * updates, **trained)
     reference: Model | None = None
     critic: Model | None = None
     if objective.needs_reference:
-        files, settings = files_of(config.reference.path or config.model.path), config.reference.settings(config.policy)
-        mesh = meshes.of(settings.layout)
-        model = MegatronModel(policy=settings, mesh=mesh, **files)
-        same_vocabulary("reference.path", model.spec, policy.spec)
-        reference = on_replicas_of(ranks, model, mesh.ranks)
+        files, settings = files_of(config.reference.path or config.model.path), config.settings("reference")
+        same_vocabulary("reference.path", load_spec(files["directory"]), spec)
+        reference = build_model(meshes, settings, config.reference.first_rank, **files)
     if objective.needs_critic:
         trained = files_of(config.critic.path or config.model.path) | learning
-        settings = config.critic.settings(config.policy)
-        mesh = meshes.of(settings.layout)
-        model = MegatronModel(policy=settings, mesh=mesh, total_updates=steps * updates, value_head=True, **trained)
-        same_vocabulary("critic.path", model.spec, policy.spec)
-        critic = on_replicas_of(ranks, model, mesh.ranks)
+        same_vocabulary("critic.path", load_spec(trained["directory"]), spec)
+        settings, trained["total_updates"] = config.settings("critic"), steps * updates
+        critic = build_model(meshes, settings, config.critic.first_rank, value_head=True, **trained)
     return Models(
         policy,
         reference,
@@ -270,6 +267,13 @@ def build_models(
         critic_warmup=warmup,
         values_per_update=config.algorithm.values_per == "update",
     )
+
+
+def build_model(meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any) -> Model:
+    """A model on the ranks from `first_rank` on, for callers on the policy's replicas."""
+    ranks, mesh = meshes.of(settings.layout, first_rank)
+    model = None if mesh is None else MegatronModel(policy=settings, mesh=mesh, **arguments)
+    return on_replicas_of(meshes.ranks, model, ranks)
 
 
 def _refresh(models: Models, engine: Engine) -> None:
@@ -389,17 +393,18 @@ def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshe
     path = str(config.reward.model.path)
     directory = directories[config.described_by(path)]
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
-    settings, ranks = config.reward.model.settings(config.policy), meshes.policy.ranks
-    mesh = meshes.of(settings.layout)
-    model = MegatronModel(directory, settings, mesh, value_head=True, torch_dist=find_torch_dist(directories[path]))
-    if model.value_head_is_new:
+    settings = config.settings("reward.model")
+    ranks, mesh = meshes.of(settings.layout, config.reward.model.first_rank)
+    files: dict[str, Any] = {"directory": directory, "torch_dist": find_torch_dist(directories[path])}
+    model = None if mesh is None else MegatronModel(policy=settings, mesh=mesh, value_head=True, **files)
+    if model is not None and model.value_head_is_new:
         raise ValueError(f"reward.model.path: {path} has no value head (score.weight): it is not a sequence classifier")
 
     def encode(prompt: Prompt, sample: Sample) -> list[int]:
         return encode_conversation(prompt.messages, sample.text, tokenizer)
 
-    scorer = on_replicas_of(ranks, model, mesh.ranks)
-    return ModelReward(scorer, ranks, encode, config.reward.model.weight, model.spec.max_positions)
+    scorer = on_replicas_of(meshes.ranks, model, ranks)
+    return ModelReward(scorer, meshes.ranks, encode, config.reward.model.weight, load_spec(directory).max_positions)
 
 
 def _prompts(

@@ -14,6 +14,7 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
+from fivefold.engines.absent import AbsentEngine
 from fivefold.engines.servers.http import own_address
 from fivefold.engines.servers.placement import Machine, behind, machines_of, place_servers
 from fivefold.engines.servers.server import Server
@@ -37,6 +38,8 @@ def build_engine(
     settings, layout = config.engine, config.engine.layout
     if settings.is_server:
         return _build_servers(config, directory, tokenizer, ranks, device, log)
+    if not ranks.holds:
+        return AbsentEngine(ranks.layout.world_size)
     if layout is not None:
         from fivefold.engines.vllm.engine import VLLMEngine
 
@@ -100,7 +103,7 @@ def _build_servers(
             own = _own_servers(layout, ranks, device)
         else:
             each = layout.tp
-            own = {ranks.rank // each: (device, None)} if ranks.rank % each == 0 else {}
+            own = {ranks.rank // each: (device, None)} if ranks.holds and ranks.rank % each == 0 else {}
         logs = config.run_dir / "logs"
         processes = {
             number: start(config, directory, where, logs / f"server-{number}.log", host)
@@ -141,7 +144,7 @@ def _machines(ranks: Ranks, device: torch.device) -> list[Machine]:
     """Those of the run. Collective."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     seen = ranks.gather_objects((socket.gethostname(), gpus))
-    return machines_of([host for host, _ in seen], [count for _, count in seen])
+    return machines_of([host for host, _ in seen], [count for _, count in seen], range(ranks.layout.world_size))
 
 
 def start_judges(

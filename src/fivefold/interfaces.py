@@ -76,10 +76,15 @@ class Load:
 class EngineReplica:
     """Which of an engine's replicas this rank belongs to; every rank of one is asked for the same requests."""
 
-    index: int
+    index: int | None
+    """None on a rank that belongs to none."""
     count: int
     leads: bool = True
     """This rank hands over what its replica samples: one rank of each does."""
+
+    def owns(self, place: int) -> bool:
+        """The replica samples what has this place in a list that is dealt to all of them."""
+        return place % self.count == self.index
 
 
 class Engine(Protocol):

@@ -34,12 +34,30 @@ def test_the_other_models_may_be_named_beside_the_actor():
 
 
 @pytest.mark.parametrize(
+    ("text", "spans"),
+    [
+        ("megatron[actor]:d2+megatron[ref]:t2+megatron[critic]:d1", [range(2), range(2, 4), range(4, 5)]),
+        # The policy has the first ranks, wherever it stands; what shares its ranks does so behind it too.
+        ("megatron[ref]:t2|megatron[critic]:d2+megatron[actor]:d3", [range(3), range(3, 5), range(3, 5)]),
+        ("megatron[critic]:d1+megatron[actor]:d2|megatron[ref]:t2", [range(2), range(2), range(2, 3)]),
+        # The engine's devices are behind all of them.
+        ("vllm[rollout]:d4+megatron[actor]:d2+megatron[ref]:d1", [range(2), range(2, 3), range(2)]),
+    ],
+)
+def test_models_that_stand_apart_have_the_ranks_behind_the_policy_s(text, spans):
+    config = made(text, algorithm={"name": "ppo", "kl": {"coef": 0.1}})
+    assert [config.spans[name] for name in ("policy", "reference", "critic")] == spans
+    assert config.world_size == max(span.stop for span in spans)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("vllm:d2+sglang:d2", "engine.backend is set twice, by vllm:d2t1p1 and sglang:d2t1p1"),
         ("vllm:d2+megatron[boss]:d2", "no role is called 'boss'; known: actor, policy, ref,"),
         ("vllm[actor]:d2+megatron:d2", "actor is no engine: got vllm[actor]:d2"),
-        ("vllm[rollout]:d1+megatron[actor]:d2+megatron[ref]:d2", "every model of the trainer"),
+        ("megatron[critic]:d2+megatron[ref]:d2", "name its layout too, megatron[actor]:..."),
+        ("megatron[actor]:d2+megatron[ref]:d2|vllm[rollout]:d2", "the engine shares the policy's ranks or has devices"),
         ("vllm:d2|megatron:d2", "behind a | each layout needs a name in brackets"),
         ("vllm:d2|megatron[actor]:d4", "layouts joined by | share their ranks"),
         ("vlm:d2", "unknown backend 'vlm'"),
@@ -85,3 +103,45 @@ def test_keys_that_say_the_same_are_fine_and_the_whole_tree_reads_back(tmp_path)
 def test_a_section_that_is_none_is_refused_as_such(policy):
     with pytest.raises(ConfigError, match="policy"):
         made("vllm:d4t2+megatron:d2t4", policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (
+            {"reference": {"backend": "megatron:d4"}},
+            "reference.backend shares the policy's ranks, so d·t·p·c must be 2: megatron:d4t1p1 has 4; write for example "
+            "megatron:d2, or leave it out for megatron:d2t1p1; or give it ranks of its own, reference.first_rank: 2",
+        ),
+        (
+            {"reference": {"first_rank": 1}},
+            "reference.first_rank must be 0, where policy begins, with as many ranks, or leave ranks 0-1 to it: got 1 for "
+            "ranks 1-2",
+        ),
+        (
+            {"reference": {"first_rank": 2}, "critic": {"first_rank": 2, "backend": "megatron:d1"}},
+            "critic.first_rank must be 2, where reference begins, with as many ranks, or leave ranks 2-3 to it: got 2 for "
+            "rank 2",
+        ),
+        (
+            {"reference": {"first_rank": 2}, "critic": {"first_rank": 5}},
+            "critic.first_rank leaves rank 4 without a model: got critic.first_rank 5 behind the policy's ranks 0-1; number "
+            "them without a gap",
+        ),
+        (
+            {"reference": {"first_rank": 2}, "engine": {"backend": "vllm:d2"}},
+            "engine.mode must be server where a model has ranks of its own",
+        ),
+        ({"reference": {"first_rank": -1}}, "reference.first_rank must be"),
+    ],
+)
+def test_ranks_that_cannot_be_shared_so_are_refused(sections, says):
+    given = {"policy": {"backend": "megatron:d2"}, "algorithm": {"name": "ppo", "kl": {"coef": 0.1}}}
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.of(model={"path": "m"}, **given, **sections)
+    assert says in str(refused.value), str(refused.value)
+
+
+def test_ranks_of_a_model_that_the_run_does_not_have_are_not_there():
+    config = RunConfig.of(model={"path": "m"}, reference={"first_rank": 1}, algorithm={"name": "grpo", "kl": {"coef": 0}})
+    assert config.world_size == 1

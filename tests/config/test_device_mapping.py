@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.config.device_mapping import parse_devices
+from fivefold.config.device_mapping import parse_devices, ranks_behind
 
 TEXTS = [
     "list(range(0,16))",
@@ -68,3 +68,20 @@ def test_no_text_does_anything_but_be_read_or_refused(text):
     except ValueError:
         return
     assert len(found) == len(set(found)) and all(number >= 0 for number in found)
+
+
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        ({"critic": [4, 5], "reference": [6]}, {"critic": 4, "reference": 6}),
+        ({"critic": [6, 7], "reference": [7, 6]}, {"critic": 4, "reference": 4}),
+        ({"critic": [0, 1, 2, 3], "reference": [9]}, {"reference": 4}),
+        # Half of them are the policy's, the engine's, or the critic's.
+        ({"critic": [3, 4], "reference": [5]}, {"reference": 4}),
+        ({"critic": [8, 9]}, {}),
+        ({"critic": [5, 6], "reference": [6, 7]}, {"critic": 4}),
+        ({"critic": []}, {}),
+    ],
+)
+def test_models_on_gpus_of_their_own_come_behind_the_policy(others, found):
+    assert ranks_behind([0, 1, 2, 3], [8], others) == found

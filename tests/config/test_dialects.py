@@ -1157,6 +1157,34 @@ def test_a_roll_engine_on_gpus_of_its_own_is_apart(mapping, engine, placement):
     assert found.policy.backend == "megatron:d4t2p1"
 
 
+@pytest.mark.parametrize("section", ["reward_model", "reward.reward_model"])
+def test_verl_s_pool_of_a_reward_model_is_ranks_of_its_own(section):
+    path = f"{section}.{'model.path' if section == 'reward_model' else 'model_path'}=judge"
+    pool = [f"{section}.{key}" for key in ("enable=true", "enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
+    found = config("verl", *GRPO_VERL, "trainer.n_gpus_per_node=4", path, *pool)
+    model = found.reward.model
+    assert (model.path, model.backend, model.first_rank) == ("judge", "megatron:d2", found.layout.world_size)
+    assert (found.engine.mode, found.world_size) == ("server", found.layout.world_size + 2)
+
+
+@pytest.mark.parametrize(
+    ("reference", "infer", "backend", "first_rank", "mode"),
+    [
+        ("list(range(8,16))", "list(range(0,8))", "megatron:d8t1p1", 8, "server"),
+        ("list(range(8,12))", "list(range(12,16))", "megatron:d4t1p1", 8, "server"),
+        # None of its GPUs is its own alone.
+        ("list(range(4,12))", "list(range(0,8))", "megatron:d8t1p1", 0, None),
+        ("list(range(8,16))", "list(range(8,16))", "megatron:d8t1p1", 0, None),
+        ("list(range(0,8))", "list(range(0,8))", "megatron:d8t1p1", 0, None),
+    ],
+)
+def test_a_roll_reference_on_gpus_of_its_own_has_ranks_of_its_own(reference, infer, backend, first_rank, mode):
+    strategy = "{strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 1}}"
+    own = f"reference:\n  strategy_args: {strategy}\n  device_mapping: {reference}\n"
+    found = config("roll", tree=GSM8K_ROLL + f"  device_mapping: {infer}\n{own}")
+    assert (found.reference.backend, found.reference.first_rank, found.engine.mode) == (backend, first_rank, mode)
+
+
 ASYNC_AREAL = GSM8K_AREAL.replace(
     "max_head_offpolicyness: 0",
     'max_head_offpolicyness: 2, consumer_batch_size: "${train_dataset.batch_size}", max_concurrent_rollouts: 96',
@@ -1276,7 +1304,7 @@ def test_verls_asynchronous_steps_are_counted_in_its_syncs():
 
 
 OWN_REFERENCE = (
-    "reference: {{strategy_args: {{strategy_name: {}, strategy_config: {}}}, device_mapping: 'list(range(8,24))'}}\n"
+    "reference: {{strategy_args: {{strategy_name: {}, strategy_config: {}}}, device_mapping: 'list(range(0,8))'}}\n"
 )
 
 

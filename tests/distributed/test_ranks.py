@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fivefold.layout import ParallelLayout
+
 
 def exchange(mesh, count: int):
     ranks = mesh.ranks
@@ -32,6 +34,34 @@ def test_a_list_is_sharded_over_all_ranks_and_rows_of_any_number_come_together_i
         assert world == [[[item, 10 * item] for item in one] for one in owned]
         assert flag
         assert highest == 3
+
+
+def told(mesh, layout: str, first: int):
+    """What the ranks of a layout that others have nothing of know of each other, and all of them."""
+    ranks = mesh.ranks.on_layout(ParallelLayout.parse(f"megatron:{layout}"), first)
+    own = torch.tensor([0.1, 0.2, 0.3]).double() ** (ranks.coords.dp + 1) if ranks.holds else torch.zeros(3).double()
+    rows = torch.full((max(0, 2 * ranks.coords.dp), 2), ranks.coords.dp)
+    places = [ranks.shard_of_replica(range(10)), ranks.shard(range(10))]
+    arrived = ranks.all_to_all_replicas(rows[:0], [0] * ranks.layout.dp, [0] * ranks.layout.dp)
+    return (
+        ranks.holds, places, ranks.all_reduce_sum(own).tolist(), torch.cat(ranks.all_gather_replicas(rows)).tolist(),
+        ranks.broadcast_from_leader(ranks.rank if ranks.leads else None), len(arrived), ranks.any(ranks.rank == 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "first"), [("d3", 0), ("d2", 1), ("t2", 2), ("d1t2", 0), ("p2", 1)])
+def test_ranks_that_have_nothing_of_a_layout_know_what_its_ranks_know(cluster, layout, first):
+    results = cluster.run(told, "megatron:d4", layout, first)
+    size = ParallelLayout.parse(f"megatron:{layout}").world_size
+    assert [rank for rank, (holds, *_) in enumerate(results) if holds] == list(range(first, first + size))
+    assert sorted(item for _, (_, own), *_ in results for item in own) == list(range(10))
+    for holds, places, sums, rows, leader, _, anybody in results:
+        assert holds or places == [[], []]
+        # Bit for bit, so that all take the same decisions.
+        assert (sums, rows) == tuple(results[first][2:4])
+        assert (leader, anybody) == (first, True)
+    dp = ParallelLayout.parse(f"megatron:{layout}").dp
+    assert results[first][3] == [[replica] * 2 for replica in range(dp) for _ in range(2 * replica)]
 
 
 def once_a_machine(mesh, path, fault: bool):

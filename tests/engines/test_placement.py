@@ -13,13 +13,13 @@ from fivefold.plan.engine_placement import device_rows
 
 
 def test_servers_stand_behind_the_ranks_and_are_started_by_them_in_turn():
-    places = place_servers(ParallelLayout.parse("vllm:d3t2"), [Machine(range(2), 8)])
+    places = place_servers(ParallelLayout.parse("vllm:d3t2"), [Machine(range(2), 8, range(2))])
     assert places == [ServerPlace(0, 0, 0, 2), ServerPlace(1, 0, 1, 4), ServerPlace(2, 0, 0, 6)]
 
 
 def test_servers_are_spread_evenly_over_machines():
-    machines = machines_of(["a", "a", "b", "b", "c"], [8, 8, 4, 4, 8])
-    assert machines == [Machine([0, 1], 8), Machine([2, 3], 4), Machine([4], 8)]
+    machines = machines_of(["a", "a", "b", "b", "c"], [8, 8, 4, 4, 8], range(5))
+    assert machines == [Machine([0, 1], 8, [0, 1]), Machine([2, 3], 4, [2, 3]), Machine([4], 8, [4])]
     places = place_servers(ParallelLayout.parse("vllm:d5t2"), machines)
     assert [(place.machine, place.rank, place.first_gpu) for place in places] == [
         (0, 0, 2), (0, 1, 4), (1, 2, 2), (2, 4, 1), (2, 4, 3),
@@ -31,15 +31,18 @@ def test_servers_are_spread_evenly_over_machines():
     st.integers(1, 12),
     st.integers(1, 4),
     st.booleans(),
+    st.integers(1, 40),
 )
-def test_no_gpu_has_two_masters_and_none_is_asked_for_that_is_not_there(sizes, dp, tp, on_gpus):
+def test_no_gpu_has_two_masters_and_none_is_asked_for_that_is_not_there(sizes, dp, tp, on_gpus, policy):
+    """The first `policy` ranks hold the policy: only they start servers."""
     begins = [sum(ranks for ranks, _ in sizes[:place]) for place in range(len(sizes))]
     machines = [
-        Machine(range(begin, begin + ranks), gpus if on_gpus else None)
+        Machine(range(begin, begin + ranks), gpus if on_gpus else None, range(begin, max(begin, min(begin + ranks, policy))))
         for begin, (ranks, gpus) in zip(begins, sizes, strict=True)
     ]
     layout = ParallelLayout.parse(f"vllm:d{dp}t{tp}")
-    room = sum(max(0, gpus - ranks) // tp for ranks, gpus in sizes) if on_gpus else dp
+    can_start = [(ranks, gpus) for begin, (ranks, gpus) in zip(begins, sizes, strict=True) if begin < policy]
+    room = sum(max(0, gpus - ranks) // tp for ranks, gpus in can_start) if on_gpus else dp
     if room < dp:
         with pytest.raises(ValueError, match=f"apart needs {dp * tp} GPUs behind those of the ranks"):
             place_servers(layout, machines)
@@ -48,7 +51,7 @@ def test_no_gpu_has_two_masters_and_none_is_asked_for_that_is_not_there(sizes, d
     assert [place.number for place in places] == list(range(dp))
     for number, machine in enumerate(machines):
         here = [place for place in places if place.machine == number]
-        assert all(place.rank in machine.ranks for place in here)
+        assert all(place.rank in machine.ranks and place.rank < policy for place in here)
         if on_gpus:
             taken = [place.first_gpu + index for place in here for index in range(tp)]
             assert len(set(taken)) == len(taken)
@@ -93,7 +96,7 @@ def test_a_server_sees_its_own_gpus_only(monkeypatch):
 
 
 def test_servers_of_a_judge_come_behind_those_of_the_engine():
-    machines = [Machine(range(2), 8), Machine(range(2, 4), 6)]
+    machines = [Machine(range(2), 8, range(2)), Machine(range(2, 4), 6, range(2, 4))]
     free = behind(machines, ParallelLayout.parse("vllm:d3t2"))
     assert [machine.first for machine in free] == [6, 4]
     judge = place_servers(ParallelLayout.parse("vllm:d2t1"), free)

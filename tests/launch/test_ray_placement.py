@@ -156,16 +156,44 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
         ("vllm:d2+megatron:d3", [4, 4], None),
         ("vllm:d2+megatron:d3", [4, 5], [("n1", 3)]),
         ("vllm:d2t4+megatron:d2t4", [8, 8], [("n0", 4), ("n1", 4)]),
+        # Models on ranks of their own, and servers behind all of these: together.
+        ("vllm[rollout]:d2+megatron[actor]:d2+megatron[ref]:d1", [4, 5], [("n1", 3)]),
+        ("vllm[rollout]:d2+megatron[actor]:d2+megatron[ref]:d1", [4, 4], None),
     ],
 )
 def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(allocation, gpus, expected):
     sections = {"model": {"path": "m"}, "trainer": {"device": "cuda"}, "data": {"train": ["a.jsonl"]}}
     config = RunConfig.of(
-        **sections, launch={"allocation": allocation, "backend": "ray"}, reward={"functions": {"math": 1.0}}
+        **sections,
+        algorithm={"kl": {"coef": 0.1}},
+        launch={"allocation": allocation, "backend": "ray"},
+        reward={"functions": {"math": 1.0}},
     )
     nodes = [node(f"n{number}", count) for number, count in enumerate(gpus)]
     role = rank_role(config, nodes)
     found = place([role], nodes, spread=False)
     assert (found and [(each.node.id, len(each.members)) for each in found]) == expected
     if found:
-        assert sum(each.amount.gpus for each in found) == config.layout.world_size + config.engine.layout.world_size
+        assert sum(each.amount.gpus for each in found) == config.world_size + config.engine.layout.world_size
+
+
+@pytest.mark.parametrize(
+    ("allocation", "together", "expected"),
+    [
+        ("megatron[actor]:d2t4+megatron[ref]:d1t4", 4, [("n0", 8), ("n1", 4)]),
+        # The reference's neighbours begin in the middle of others': all of them share a node, or none of it runs.
+        ("megatron[actor]:d2+megatron[ref]:d1t4", 6, [("n0", 6)]),
+        ("megatron[actor]:d8+megatron[ref]:d1t4", 4, [("n0", 8), ("n1", 4)]),
+        ("megatron[actor]:d6+megatron[ref]:d1t4", 10, None),
+    ],
+)
+def test_tensor_parallel_neighbours_of_a_model_on_ranks_of_its_own_share_a_node(allocation, together, expected):
+    config = RunConfig.of(
+        model={"path": "m"}, algorithm={"kl": {"coef": 0.1}}, launch={"allocation": allocation, "backend": "ray"},
+        trainer={"device": "cuda"}, data={"train": ["a.jsonl"]}, reward={"functions": {"math": 1.0}},
+    )  # fmt: skip
+    nodes = [node(f"n{number}", 8) for number in range(2)]
+    role = rank_role(config, nodes)
+    found = place([role], nodes, spread=False)
+    assert (role.count, role.together) == (config.world_size, together)
+    assert (found and [(each.node.id, len(each.members)) for each in found]) == expected

@@ -27,9 +27,9 @@ def one_after_another(mesh):
     from fivefold.megatron.mesh import Meshes
 
     meshes = Meshes(mesh.ranks, mesh.device, 0, 10)
-    own, other = meshes.policy, meshes.of(ParallelLayout.parse("megatron:p2t2"))
-    assert meshes.of(ParallelLayout.parse("megatron[critic]:t2p2")) is other is not own
-    assert meshes.of(ParallelLayout.parse("megatron[policy]:d4")) is own
+    (_, own), (_, other) = meshes.of(mesh.layout), meshes.of(ParallelLayout.parse("megatron:p2t2"))
+    assert meshes.of(ParallelLayout.parse("megatron[critic]:t2p2"))[1] is other is not own
+    assert meshes.of(ParallelLayout.parse("megatron[policy]:d4"))[1] is own
     with pytest.raises(AssertionError, match="not initialized"):
         sizes()
     with own.active():

@@ -62,6 +62,19 @@ def test_each_dimension_divides_what_it_shards(models):
     assert estimate(spec, "d1", recompute="full").activations < one.activations
 
 
+def test_a_model_on_ranks_of_its_own_fills_these_and_not_the_policy_s(models):
+    spec, large = load_spec(models("qwen3")), load_spec(models("qwen3_moe"))
+    without = estimate(spec, "d2", reference=None, engine_sequences=0)
+    apart = estimate(spec, "d2", first_ranks={"reference": 2}, engine_sequences=0)
+    assert apart == without
+    assert estimate(spec, "d2", engine_sequences=0).total == without.total + apart.parameters
+    # A hundred times as wide, and waiting on the host where it would share its ranks.
+    wide = Sharded(replace(large, hidden=100 * large.hidden), ParallelLayout())
+    fullest = estimate(spec, "d2", reference=wide, first_ranks={"reference": 2}, offload=frozenset({"parameters"}))
+    assert (fullest.parameters, fullest.engine) == (0, 0)
+    assert fullest.total == fullest.reference == wide.held(2)[0].parameters > without.total
+
+
 def test_the_head_s_chunks_are_those_of_the_layer(models):
     """One of them where there are many tokens, in plain PyTorch three; with full recomputation nothing else is there then."""
     from fivefold.megatron.layers.lm_head import CHUNK_ELEMENTS, KERNEL_CHUNK_ELEMENTS

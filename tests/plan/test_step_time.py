@@ -173,6 +173,16 @@ def test_an_engine_apart_samples_while_the_trainer_trains_only_within_a_bound_of
     assert ahead.seconds == pytest.approx(waits.seconds - ahead.overlapped["rollout"])
 
 
+def test_a_reference_on_ranks_of_its_own_computes_beside_the_policy():
+    given = {"algorithm": {"kl": {"coef": 0.1}, "updates_per_step": 2}, "policy": {"backend": "megatron:d4"}}
+    servers = {"engine": {"backend": "vllm:d4", "mode": "server"}}
+    together, apart = step(run(**given, **servers)), step(run(**given, **servers, reference={"first_rank": 4}))
+    # Two passes of the same length, of which the step waits for one.
+    assert apart.overlapped["log-probs"] == pytest.approx(apart.parts["log-probs"])
+    assert apart.parts["log-probs"] == pytest.approx(together.parts["log-probs"] / 2)
+    assert apart.seconds == pytest.approx(together.seconds - apart.overlapped["log-probs"])
+
+
 def test_the_model_keeps_to_what_was_recorded():
     """The bounds of benchmarks/plan_accuracy.py: time of all but one or two of the rows, all memory, every rollout."""
     errors = []

@@ -26,7 +26,7 @@ def set_rng_states(states: dict[str, torch.Tensor]) -> None:
 
 def rng_name(ranks: Ranks) -> str:
     """The file of this rank's states."""
-    return f"{ranks.layout.world_size}-ranks-{ranks.rank}.safetensors"
+    return f"{ranks.world.size()}-ranks-{ranks.rank}.safetensors"
 
 
 def load_rng(directory: Path, ranks: Ranks) -> None:

@@ -51,11 +51,13 @@ def allocated(tree: Tree, findings: Findings) -> Tree:
     return changed
 
 
-def keys_of(allocation: Allocation) -> dict[str, str]:
-    """Key -> value of what an allocation says; raises ValueError for roles that cannot be placed so."""
-    found: dict[str, str] = {}
-    trainers: set[int] = set()
-    engine = -1
+def keys_of(allocation: Allocation) -> dict[str, str | int]:
+    """Key -> value of what an allocation says; raises ValueError for roles that cannot be placed so.
+
+    The policy has the first ranks; models that stand apart from it follow in the order of the string.
+    """
+    found: dict[str, str | int] = {}
+    group_of: dict[str, int] = {}
     for place, group in enumerate(allocation.groups):
         for layout in group:
             key = _key(layout)
@@ -64,14 +66,25 @@ def keys_of(allocation: Allocation) -> dict[str, str]:
                     f"{key} is set twice, by {found[key]} and {layout}: give each layout another name in brackets"
                 )
             found[key] = str(dataclasses.replace(layout, name=None))
-            if key == "engine.backend":
-                engine = place
-            else:
-                trainers.add(place)
-    if len(trainers) > 1:
-        raise ValueError(f"every model of the trainer is on the same ranks: join them by | instead of +; got {allocation}")
-    if engine >= 0 and trainers:
-        found["engine.placement"] = "colocated" if engine in trainers else "apart"
+            group_of[key] = place
+    engine, policy = group_of.pop("engine.backend", None), group_of.pop("policy.backend", None)
+    trainers = sorted({*group_of.values()} - {policy})
+    if policy is None and (len(trainers) > 1 or (trainers and engine is not None)):
+        raise ValueError(
+            f"where other models are depends on the policy: name its layout too, megatron[actor]:...; got {allocation}"
+        )
+    if engine is not None and engine in trainers:
+        raise ValueError(
+            f"the engine shares the policy's ranks or has devices of its own, not another model's: got {allocation}"
+        )
+    if policy is not None:
+        if engine is not None:
+            found["engine.placement"] = "colocated" if engine == policy else "apart"
+        first = allocation.groups[policy][0].world_size
+        first_ranks = {policy: 0}
+        for place in trainers:
+            first_ranks[place], first = first, first + allocation.groups[place][0].world_size
+        found |= {key.replace(".backend", ".first_rank"): first_ranks[place] for key, place in group_of.items()}
     return found
 
 
@@ -105,8 +118,10 @@ def _get(tree: Any, key: str) -> Any:
     return tree
 
 
-def _same(given: Any, value: str) -> bool:
-    """Two texts say the same, of layouts whatever their spelling."""
+def _same(given: Any, value: str | int) -> bool:
+    """Two values say the same, of layouts whatever their spelling."""
+    if isinstance(value, int):
+        return bool(given == value)
     try:
         return ParallelLayout.parse(str(given)) == ParallelLayout.parse(value)
     except ValueError:

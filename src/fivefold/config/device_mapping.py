@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _RANGE = re.compile(r"list\(range\(\s*(\d+)\s*(?:,\s*(\d+)\s*(?:,\s*(\d+)\s*)?)?\)\)")
@@ -27,6 +28,21 @@ def parse_devices(given: Any) -> list[int]:
     if len(set(found)) < len(found):
         twice = next(number for place, number in enumerate(found) if number in found[:place])
         raise ValueError(f"names GPU {twice} more than once: got {given!r}")
+    return found
+
+
+def ranks_behind(policy: Sequence[int], engine: Sequence[int], others: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Where the ranks of each other model begin behind the policy's, which are the first: of one whose GPUs are none of the
+    policy's and the engine's, and all or none of another one's. The rest has no GPUs to itself and is left out."""
+    found: dict[str, int] = {}
+    placed: dict[frozenset[int], int] = {}
+    first, taken = len(policy), {*policy, *engine}
+    for name, gpus in others.items():
+        own = frozenset(gpus)
+        if own and own not in placed and not own & taken:
+            placed[own], first, taken = first, first + len(own), taken | own
+        if own in placed:
+            found[name] = placed[own]
     return found
 
 

@@ -156,8 +156,10 @@ class CriticConfig:
     path: Annotated[str | None, CONTENT] = None
     """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them; the policy's when left out. On another one only the own
-    `megatron.pipeline` splits it into stages."""
+    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
+    one only the own `megatron.pipeline` splits it into stages."""
+    first_rank: Annotated[int, at_least(0), HARMLESS] = 0
+    """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
     """As in `policy`; the policy's when left out."""
@@ -186,8 +188,10 @@ class ReferenceConfig:
     path: Annotated[str | None, CONTENT] = None
     """The policy's starting weights when left out."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them; the policy's when left out. On another one only the own
-    `megatron.pipeline` splits it into stages."""
+    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
+    one only the own `megatron.pipeline` splits it into stages."""
+    first_rank: Annotated[int, at_least(0), HARMLESS] = 0
+    """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     megatron: MegatronConfig | None = None
     """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
 
@@ -424,8 +428,10 @@ class RewardModelConfig:
     weight: Annotated[float, within("[-1000000, 1000000]")] = 1.0
     """Factor of its score in the reward, next to the functions'."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them; the policy's when left out. On another one only the own
-    `megatron.pipeline` splits it into stages."""
+    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
+    one only the own `megatron.pipeline` splits it into stages."""
+    first_rank: Annotated[int, at_least(0), HARMLESS] = 0
+    """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     megatron: MegatronConfig | None = None
     """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
 
@@ -656,8 +662,8 @@ class LaunchConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     allocation: str | None = None
     """Layouts of engine and models in one string: `vllm:d4t2+megatron:d2t4` gives each GPUs of its own,
-    `vllm:d4t2|megatron[actor]:d8` the same ones. It sets engine.backend, policy.backend and engine.placement;
-    docs/layouts.md has the names of the other models."""
+    `vllm:d4t2|megatron[actor]:d8` the same ones. It sets engine.backend, policy.backend and engine.placement, and of other
+    models backend and first_rank; docs/layouts.md has their names."""
     gpu: Annotated[str, OneOf(GPUS)] | None = None
     """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
     timeout_minutes: Annotated[float, within("(0, 43200]")] = 30.0
@@ -703,19 +709,45 @@ class RunConfig:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The policy's; other models may have their own on its ranks."""
+        """The policy's, on the first ranks; other models may have their own on these or on further ones."""
         return self.policy.layout
+
+    @property
+    def others(self) -> dict[str, CriticConfig | ReferenceConfig | RewardModelConfig]:
+        """The models beside the policy that the run has, by their section."""
+        found: dict[str, CriticConfig | ReferenceConfig | RewardModelConfig] = {}
+        if self.algorithm.needs_reference:
+            found["reference"] = self.reference
+        if self.uses_critic:
+            found["critic"] = self.critic
+        if self.reward.model.path and self.may_generate:
+            found["reward.model"] = self.reward.model
+        return found
 
     @property
     def own_layouts(self) -> dict[str, ParallelLayout]:
         """Those of models that do not take the policy's, by their section."""
-        reward_model = self.reward.model
-        backends = {
-            "reference": self.reference.backend if self.algorithm.needs_reference else None,
-            "critic": self.critic.backend if self.uses_critic else None,
-            "reward.model": reward_model.backend if reward_model.path else None,
-        }
+        backends = {name: other.backend for name, other in self.others.items()}
         return {name: ParallelLayout.parse(backend) for name, backend in backends.items() if backend is not None}
+
+    def settings(self, name: str) -> PolicyConfig:
+        """The whole settings of one of the other models. Who is alone on its ranks has nobody to leave the device to."""
+        settings, spans = self.others[name].settings(self.policy), self.spans
+        is_alone = list(spans.values()).count(spans[name]) == 1
+        return replace(settings, offload=OffloadConfig()) if is_alone else settings
+
+    @property
+    def spans(self) -> dict[str, range]:
+        """The ranks of each model, by its section."""
+        layouts, found = self.own_layouts, {"policy": range(self.layout.world_size)}
+        for name, other in self.others.items():
+            found[name] = range(other.first_rank, other.first_rank + layouts.get(name, self.layout).world_size)
+        return found
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run, those of all models."""
+        return max(span.stop for span in self.spans.values())
 
     @property
     def run_dir(self) -> Path:

@@ -42,24 +42,56 @@ def validate(config: RunConfig) -> Findings:
 def _check_layouts(findings: Findings, config: RunConfig) -> None:
     """Of all models that train or compute log-probs and values."""
     policy = _check_layout(findings, "policy.backend", config.policy.backend)
-    for key, text in (
-        ("reference.backend", config.reference.backend),
-        ("critic.backend", config.critic.backend),
-        ("reward.model.backend", config.reward.model.backend),
+    for key, of in (
+        ("reference.backend", config.reference),
+        ("critic.backend", config.critic),
+        ("reward.model.backend", config.reward.model),
     ):
+        text = of.backend
         own = None if text is None else _check_layout(findings, key, text)
-        if policy is not None and own is not None:
+        if policy is not None and own is not None and of.first_rank == 0:
             findings.require(
                 own.world_size == policy.world_size,
                 key,
                 f"shares the policy's ranks, so d·t·p·c must be {policy.world_size}: {own} has {own.world_size}; "
-                f"write for example megatron:d{policy.world_size}, or leave it out for {policy}",
+                f"write for example megatron:d{policy.world_size}, or leave it out for {policy}; "
+                f"or give it ranks of its own, {key.replace('backend', 'first_rank')}: {policy.world_size}",
             )
-
     try:
         _ = config.reward.judge_layout
     except ValueError as error:
         findings.error("reward.judge.backend", f": {error}")
+    if not findings.errors:
+        _check_spans(findings, config)
+
+
+def _check_spans(findings: Findings, config: RunConfig) -> None:
+    """Two models share their ranks or have none in common, and every rank has a model."""
+    spans = config.spans
+    policy, before = spans["policy"], dict[str, range]()
+    for name, span in spans.items():
+        key = f"{name}.first_rank"
+        for other, taken in before.items():
+            findings.require(
+                span == taken or span.start >= taken.stop or taken.start >= span.stop,
+                key,
+                f"must be {taken.start}, where {other} begins, with as many ranks, or leave {_shown(taken)} to it: "
+                f"got {span.start} for {_shown(span)}",
+            )
+        before[name] = span
+    held = {rank for span in spans.values() for rank in span}
+    idle = [rank for rank in range(config.world_size) if rank not in held]
+    if idle and not findings.errors:
+        later = [f"{name}.first_rank {span.start}" for name, span in spans.items() if span.start > idle[0]]
+        findings.error(
+            later[0].split()[0],
+            f"leaves rank {idle[0]} without a model: got {', '.join(later)} behind the policy's {_shown(policy)}; "
+            f"number them without a gap",
+        )
+
+
+def _shown(span: range) -> str:
+    return f"rank {span[0]}" if len(span) == 1 else f"ranks {span[0]}-{span[-1]}"
 
 
 def _check_layout(findings: Findings, key: str, text: str) -> ParallelLayout | None:
@@ -122,6 +154,12 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         "engine.backend",
         f"shares the policy's ranks, so it must have as many: {layout} has {layout.world_size} and {policy} "
         f"{policy.world_size}; or set engine.placement: apart",
+    )
+    findings.require(
+        engine.is_server or config.world_size == policy.world_size,
+        "engine.mode",
+        "must be server where a model has ranks of its own: in the trainer's processes vLLM is in all of them or none; got "
+        f"{engine.mode} with {config.world_size} ranks, of which {policy.world_size} hold the policy",
     )
     findings.require(layout.pp == 1, "engine.backend", f"must have p1: tensor parallelism shards engines here; got {layout}")
     findings.require(

@@ -43,6 +43,22 @@ def own_groups_only() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def as_world(members: dist.ProcessGroup) -> Iterator[None]:
+    """Whoever asks for all ranks, and for their objects, gets those of a group meanwhile: Megatron-Core counts its groups
+    from the number of all ranks, and lets all of them agree on an optimizer's parameters."""
+    count, gather = dist.get_world_size, dist.all_gather_object
+
+    def size(group: dist.ProcessGroup | None = None) -> int:
+        return count(group or members)
+
+    def objects(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
+        gather(object_list, obj, group or members)
+
+    with patch.object(dist, "get_world_size", size), patch.object(dist, "all_gather_object", objects):
+        yield
+
+
 def _name(ranks: list[int], use_hashed_name: bool) -> str:
     members = ",".join(map(str, ranks))
     _made[members] += 1

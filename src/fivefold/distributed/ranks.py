@@ -18,55 +18,89 @@ from torch import Tensor
 from fivefold.distributed.groups import own_groups_only
 from fivefold.distributed.heartbeat import Heartbeat
 from fivefold.layout import ParallelLayout
+from fivefold.layout.parallel import NOWHERE
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.1
 
 
 class Ranks:
-    """This rank's coordinates in a layout and its host groups; one exists for each layout of a process."""
+    """This rank's coordinates in a layout and its host groups; one exists for each layout of a process.
 
-    def __init__(self, layout: ParallelLayout, timeout_minutes: float) -> None:
-        """`timeout_minutes`: longest wait for another rank."""
+    A layout may have fewer ranks than the run. On the others its coordinates are `NOWHERE`: they have no samples by it, and
+    are told what its ranks know alike.
+    """
+
+    def __init__(self, layout: ParallelLayout, timeout_minutes: float, world_size: int | None = None) -> None:
+        """`timeout_minutes`: longest wait for another rank; `world_size`: ranks of the run, where it has more than this
+        layout, whose ranks are the first."""
         self.timeout = timedelta(minutes=timeout_minutes)
         self.heartbeat = Heartbeat()
         self.rank = dist.get_rank()
         with own_groups_only():
             self.world = self._group(list(range(dist.get_world_size())))
-            self._take(layout)
+            wanted = world_size or layout.world_size
+            if self.world.size() != wanted:
+                raise ValueError(f"layout {layout} needs {wanted} ranks: got {self.world.size()}")
+            self._take(layout, 0)
 
-    def on_layout(self, layout: ParallelLayout) -> Ranks:
-        """The same ranks in another layout, for a model that has one of its own."""
+    def on_layout(self, layout: ParallelLayout, first: int = 0) -> Ranks:
+        """The same run in another layout, for a model that has one of its own, from rank `first` on."""
         other = copy.copy(self)
         with own_groups_only():
-            other._take(layout)
+            other._take(layout, first)
         return other
 
-    def _take(self, layout: ParallelLayout) -> None:
+    def _take(self, layout: ParallelLayout, first: int) -> None:
         """Find the place of this rank in the layout and make its groups."""
-        if self.world.size() != layout.world_size:
-            raise ValueError(f"layout {layout} needs {layout.world_size} ranks: got {self.world.size()}")
-        self.layout, self.coords = layout, layout.coordinates(self.rank)
-        everyone = [layout.coordinates(rank) for rank in range(layout.world_size)]
+        world, end = self.world.size(), first + layout.world_size
+        assert end <= world, f"{layout} from rank {first} on does not fit into {world} ranks"
+        self.layout, self.first = layout, first
+        self.holds = first <= self.rank < end
+        """This rank is one of the layout's."""
+        inside = [layout.coordinates(rank) for rank in range(layout.world_size)]
+        everyone = [NOWHERE] * first + inside + [NOWHERE] * (world - end)
+        self.coords = everyone[self.rank]
 
         def group_with_same(*names: str) -> dist.ProcessGroup:
-            same = [all(getattr(place, name) == getattr(self.coords, name) for name in names) for place in everyone]
-            members = [rank for rank, is_member in enumerate(same) if is_member]
-            return self._group(members)
+            if not self.holds:
+                return self._group([self.rank])
+            same = [all(getattr(place, name) == getattr(self.coords, name) for name in names) for place in inside]
+            return self._group([first + number for number, is_member in enumerate(same) if is_member])
 
         self.pp = group_with_same("tp", "cp", "dp")
         self.dp = group_with_same("tp", "cp", "pp")
         self.replica = group_with_same("dp")
+        self.members = self.world
+        """All ranks of the layout; this one alone where it is none of them."""
+        self._told: dist.ProcessGroup | None = None
+        """The first rank of the layout and those that are none of it."""
+        if layout.world_size < world:
+            self.members = self._group(list(range(first, end)) if self.holds else [self.rank])
+            if self.leads or not self.holds:
+                self._told = self._group([rank for rank in range(world) if rank == first or not first <= rank < end])
         self.dp_of_rank = torch.tensor([place.dp for place in everyone])
-        """Replica of each rank of the world."""
-        self.place_of_rank = torch.tensor([place.tp + layout.tp * (place.cp + layout.cp * place.pp) for place in everyone])
-        """Number of each rank of the world within its replica."""
-        assert int(self.place_of_rank[self.rank]) == self.replica.rank()
+        """Replica of each rank of the world; -1 where a rank has none."""
+        places = [place.tp + layout.tp * (place.cp + layout.cp * place.pp) for place in inside]
+        self.place_of_rank = torch.full((world,), -1)
+        """Number of each rank of the world within its replica; -1 where it has none."""
+        self.place_of_rank[first:end] = torch.tensor(places)
+        assert not self.holds or int(self.place_of_rank[self.rank]) == self.replica.rank()
 
     @property
     def is_main(self) -> bool:
         """The rank that writes the run's files and the terminal."""
         return self.rank == 0
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Every rank of the run is one of the layout's."""
+        return self.layout.world_size == self.world.size()
+
+    @property
+    def leads(self) -> bool:
+        """The first rank of the layout."""
+        return self.rank == self.first
 
     @property
     def turn(self) -> int:
@@ -77,11 +111,11 @@ class Ranks:
 
     def shard_of_replica(self, items: Sequence[T]) -> list[T]:
         """This replica's part of `items`: item i belongs to replica i mod dp."""
-        return list(items[self.coords.dp :: self.layout.dp])
+        return list(items[self.coords.dp :: self.layout.dp]) if self.holds else []
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """This rank's own part of `items`: that of its replica, dealt to the ranks of the replica in turn."""
-        return list(items[self.turn :: self.layout.world_size])
+        return list(items[self.turn :: self.layout.world_size]) if self.holds else []
 
     # --- numbers and tensors -----------------------------------------------------------------------------------------
 
@@ -100,7 +134,7 @@ class Ranks:
         """The sum over data-parallel replicas of a tensor on the host."""
         summed = sums.clone()
         dist.all_reduce(summed, group=self.dp)
-        return summed
+        return self._tell(summed)
 
     def all_reduce_sum_world(self, numbers: list[float]) -> list[float]:
         """The sum of each number over all ranks."""
@@ -116,7 +150,12 @@ class Ranks:
 
     def all_gather_replicas(self, rows_NF: Tensor) -> list[Tensor]:
         """Every replica's rows, whose number may differ, in order of replicas."""
-        return _all_gather(rows_NF, self.dp)
+        rows = _all_gather(rows_NF, self.dp)
+        if self._told is None:
+            return rows
+        counts = self._tell(torch.tensor([len(each) for each in rows]) if self.holds else torch.zeros(self.layout.dp).long())
+        whole = torch.cat(rows) if self.holds else rows_NF.new_empty(int(counts.sum()), *rows_NF.shape[1:])
+        return list(self._tell(whole).split(counts.tolist()))
 
     def all_gather_within_replica(self, rows_NF: Tensor) -> list[Tensor]:
         """The rows of every rank of this replica, whose number may differ, in order of ranks."""
@@ -127,7 +166,7 @@ class Ranks:
 
         The first `counts[0]` rows of this rank go to replica 0, the next `counts[1]` to replica 1, and so on.
         """
-        return _all_to_all(rows_NF, counts, expected, self.dp)
+        return _all_to_all(rows_NF, counts, expected, self.dp) if self.holds else rows_NF[:0]
 
     def all_to_all_world(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
         """The rows that other ranks sent here, in order of ranks: `expected[i]` of them from rank i.
@@ -142,15 +181,22 @@ class Ranks:
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, on every rank: names and messages, never tokens."""
         self.heartbeat.begin()
-        values: list[Any] = [None] * self.layout.world_size
+        values: list[Any] = [None] * self.world.size()
         dist.all_gather_object(values, value, group=self.world)
         return values
 
     def broadcast_from_main(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
+        return self._broadcast(value, 0)
+
+    def broadcast_from_leader(self, value: T | None) -> T:
+        """The value of the layout's first rank, on every rank."""
+        return self._broadcast(value, self.first)
+
+    def _broadcast(self, value: T | None, source: int) -> T:
         self.heartbeat.begin()
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, 0, group=self.world)
+        dist.broadcast_object_list(box, source, group=self.world)
         return box[0]  # type: ignore[no-any-return]
 
     def call_once_a_machine(self, function: Callable[[], T]) -> T:
@@ -196,15 +242,21 @@ class Ranks:
     def whole_group(self) -> dist.ProcessGroup:
         """A further group of all ranks."""
         with own_groups_only():
-            return self._group(list(range(self.layout.world_size)))
+            return self._group(list(range(self.world.size())))
 
     def consecutive(self, size: int) -> dist.ProcessGroup | None:
-        """This rank's group among groups of `size` ranks that follow each other; none where it would be alone."""
-        if size == 1:
+        """This rank's group among groups of `size` ranks of the layout that follow each other; none where it is alone."""
+        if size == 1 or not self.holds:
             return None
-        first = self.rank - self.rank % size
+        first = self.rank - (self.rank - self.first) % size
         with own_groups_only():
             return self._group(list(range(first, first + size)))
+
+    def _tell(self, known: Tensor) -> Tensor:
+        """What all ranks of the layout know alike, on the others too."""
+        if self._told is not None:
+            dist.broadcast(known, self.first, group=self._told)
+        return known
 
     def _group(self, members: list[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(members, backend="gloo", timeout=self.timeout)

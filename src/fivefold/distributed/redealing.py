@@ -1,6 +1,7 @@
-"""A model on a layout of its own: samples go from the policy's replicas to its replicas, and its numbers come back.
+"""A model on a layout of its own, on the policy's ranks or on others: samples go to its replicas, and its numbers come back.
 
-Its callers are on the policy's replicas, with a TokenBatch each, and get the numbers of their own tokens.
+Its callers are all ranks of the run. Those on the policy's replicas have a TokenBatch each and get the numbers of their own
+tokens; the others have none, and an empty batch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,30 +19,69 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
 from fivefold.types import LossFn, StepReport, TokenBatch
 
+T = TypeVar("T")
 
-def on_replicas_of(ranks: Ranks, model: Model, own: Ranks) -> Model:
-    """The model, which lies on the layout of `own`, for callers who have the replicas of `ranks`."""
-    if torch.equal(ranks.dp_of_rank, own.dp_of_rank):
+
+def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
+    """The model, which lies on the layout of `own`, for callers who have the replicas of `ranks`; it is None on ranks that
+    have nothing of it."""
+    if model is not None and own.is_everywhere and torch.equal(ranks.dp_of_rank, own.dp_of_rank):
         # The ranks of a replica work together in another way, on the samples that they have.
         return model
     return RedealtModel(ranks, model, own)
 
 
-class RedealtModel:
-    """A model whose replicas are others than its callers'; samples travel over the host, as bytes."""
+@dataclass(frozen=True)
+class Pass(Generic[T]):
+    """A pass over a batch in its parts, so that models on ranks of their own compute at the same time: samples have gone to
+    the model when it is made. All ranks do all parts, of several passes in the same order."""
 
-    def __init__(self, ranks: Ranks, model: Model, own: Ranks) -> None:
+    compute: Callable[[], None]
+    """Done by the ranks of the model; the others go on."""
+    result: Callable[[], T]
+    """What `compute` has given, on every rank: once, and where it was computed elsewhere, as soon as it is there."""
+
+
+def begin_forward(model: Model, batch: TokenBatch) -> Pass[Tensor]:
+    """`model.forward` of the batch in its parts."""
+    if isinstance(model, RedealtModel):
+        return model.begin_forward(batch)
+    found: list[Tensor] = []
+    return Pass(lambda: found.append(model.forward(batch)), found.pop)
+
+
+def begin_train_step(model: Model, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
+    """`model.train_step` of the batch in its parts."""
+    if isinstance(model, RedealtModel):
+        return model.begin_train_step(batch, loss_fn)
+    found: list[StepReport] = []
+    return Pass(lambda: found.append(model.train_step(batch, loss_fn)), found.pop)
+
+
+class RedealtModel:
+    """A model whose replicas are others than its callers'; samples travel over the host, as bytes.
+
+    On ranks without it, it answers with what its own ranks say of it.
+    """
+
+    def __init__(self, ranks: Ranks, model: Model | None, own: Ranks) -> None:
         """`ranks` are those of the callers' layout, `own` those of the model's."""
         self._ranks, self._model, self._own = ranks, model, own
+        self._moves = not torch.equal(ranks.dp_of_rank, own.dp_of_rank)
+        self._version = 0
+        """As far as this rank was told."""
 
     @property
     def version(self) -> int:
-        return self._model.version
+        return self._version if self._model is None else self._model.version
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        deal = self._deal(batch)
+        return _whole(self.begin_forward(batch))
+
+    def begin_forward(self, batch: TokenBatch) -> Pass[Tensor]:
+        """The same in its parts."""
         # What the model does not look at stays where it is.
-        read = TokenBatch(
+        there = TokenBatch(
             batch.token_ids_T,
             batch.loss_mask_T,
             batch.lengths_N,
@@ -49,28 +89,65 @@ class RedealtModel:
             temperature=batch.temperature,
             samples_per_comparison=batch.samples_per_comparison,
         )
-        return deal.back(self._model.forward(deal.there(read)))
+        deal = self._deal(batch) if self._moves else None
+        if deal is not None:
+            there = deal.there(there)
+        found: list[Tensor] = []
+
+        def compute() -> None:
+            found.append(torch.zeros(0) if self._model is None else self._model.forward(there))
+            self._pass_by()
+
+        return Pass(compute, lambda: found.pop() if deal is None else deal.back(found.pop()))
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
-        return self._model.train_step(self._deal(batch).there(batch), loss_fn)
+        return _whole(self.begin_train_step(batch, loss_fn))
+
+    def begin_train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
+        """The same in its parts."""
+        there = self._deal(batch).there(batch) if self._moves else batch
+        found: list[StepReport | None] = []
+
+        def compute() -> None:
+            found.append(None if self._model is None else self._model.train_step(there, loss_fn))
+            self._pass_by()
+
+        def result() -> StepReport:
+            report = found.pop()
+            if report is None or not self._own.is_everywhere:
+                report = self._own.broadcast_from_leader(report)
+                self._version += not report.skipped
+            return report
+
+        return Pass(compute, result)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._model.weights()
+        return iter(()) if self._model is None else self._model.weights()
 
     def verify(self) -> None:
-        self._model.verify()
+        if self._model is not None:
+            self._model.verify()
 
     def offload(self) -> dict[str, int]:
-        return self._model.offload()
+        return {} if self._model is None else self._model.offload()
 
     def onload(self) -> None:
-        self._model.onload()
+        if self._model is not None:
+            self._model.onload()
 
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
-        return self._model.snapshot(copies)
+        return (lambda path: []) if self._model is None else self._model.snapshot(copies)
 
     def load(self, path: Path) -> None:
-        self._model.load(path)
+        if self._model is not None:
+            self._model.load(path)
+        if not self._own.is_everywhere:
+            self._version = self._own.broadcast_from_leader(self.version)
+
+    def _pass_by(self) -> None:
+        """A pass that the ranks of the model count is one on the others too."""
+        if self._model is None:
+            self._own.heartbeat.begin()
 
     def _deal(self, batch: TokenBatch) -> Deal:
         """Samples of all replicas to the model's, those that are compared together, balanced by their tokens; collective."""
@@ -84,6 +161,11 @@ class RedealtModel:
         for replica, units in enumerate(balance(work_U, self._own.layout.dp)):
             owner_U[units] = replica
         return Deal(self._ranks, self._own, lengths_N, index_N, held_N, owner_U.repeat_interleave(size))
+
+
+def _whole(parts: Pass[T]) -> T:
+    parts.compute()
+    return parts.result()
 
 
 @dataclass(frozen=True)
@@ -145,7 +227,7 @@ def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker
     """
     (ranks, giver_N), (others, taker_N) = giver, taker
     members = [(ranks.dp_of_rank == replica).nonzero()[:, 0] for replica in range(ranks.layout.dp)]
-    own, world = ranks.coords.dp, ranks.layout.world_size
+    own, world = ranks.coords.dp, len(ranks.dp_of_rank)
 
     def source(rank: int, replica: int) -> int:
         """Whom the rank gets samples of the replica from."""
@@ -157,7 +239,7 @@ def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker
     places = torch.arange(len(rows_TB)).split(lengths_N[held_N].tolist())
     outgoing, counts = [], [0] * world
     for rank in range(world):
-        if source(rank, own) == ranks.rank:
+        if ranks.holds and source(rank, own) == ranks.rank:
             chosen = (taker_N[held_N] == others.dp_of_rank[rank]).nonzero()[:, 0].tolist()
             outgoing += [places[sample] for sample in chosen]
             counts[rank] = sum(len(places[sample]) for sample in chosen)

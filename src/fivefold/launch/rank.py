@@ -131,7 +131,7 @@ def _run(arguments: list[str], requests: Requests) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh.init_process_group(device, config.launch.timeout_minutes)
-    ranks = Ranks(config.layout, config.launch.timeout_minutes)
+    ranks = Ranks(config.layout, config.launch.timeout_minutes, config.world_size)
     end_now = lambda number: end_process(128 + number)  # noqa: E731
     ranks.heartbeat.start(ranks.whole_group(), requests.first, end_now, _end_after_loss)
     requests.is_watched = True

@@ -38,13 +38,13 @@ def start(arguments: list[str], config: RunConfig) -> int:
 
 
 def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
-    module, layout = "fivefold.launch.rank", config.layout
+    module = "fivefold.launch.rank"
     if config.launch.backend == "ray":
         # Only who asks for it needs it, or waits for its import.
         from fivefold.launch.ray import driver
 
         return driver.spawn([module, *arguments], config)
-    return local.spawn([module, *arguments], layout.world_size, config.run_dir / "logs", config.launch.threads, inherited)
+    return local.spawn([module, *arguments], config.world_size, config.run_dir / "logs", config.launch.threads, inherited)
 
 
 def train(config: RunConfig) -> Path:

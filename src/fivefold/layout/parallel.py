@@ -28,6 +28,10 @@ class Coordinates:
     edp: int
 
 
+NOWHERE = Coordinates(-1, -1, -1, -1, -1, -1, -1)
+"""Of a rank that has nothing of a layout."""
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of the parallel dimensions of one model; raises ValueError where they do not fit together.

@@ -82,7 +82,7 @@ def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> 
     if updater is not None:
         _ensure_moments(updater)
         pieces += _optimizer_state(chunks, updater, mesh)
-        if mesh.ranks.is_main:
+        if mesh.ranks.leads:
             state = {"step": _step(updater), "schedule": updater.schedule.state_dict()}
     return Share(mesh.ranks.rank, pieces, state)
 

@@ -1,4 +1,5 @@
-"""The process groups of layouts: ParallelLayout -> Mesh. Models of a run may have layouts of their own on the same ranks.
+"""The process groups of layouts: ParallelLayout -> Mesh. Models of a run may have layouts of their own, on the same ranks or
+on others.
 
 Megatron-Core keeps the groups of one layout in globals of its modules and reads them wherever it builds, computes, steps and
 saves, also where an argument could name them. So each mesh holds the globals of its layout, and they stand in those modules
@@ -14,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
 
-from fivefold.distributed.groups import own_groups_only
+from fivefold.distributed.groups import as_world, own_groups_only
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.patches import activation, cuda_shim, gradients, te_stubs
@@ -124,22 +126,23 @@ class Mesh:
 
 
 class Meshes:
-    """The meshes of a run's models, one for each layout that differs; all ranks ask for them in the same order."""
+    """The meshes of a run's models, one for each layout and place that differs; all ranks ask for them in the same order."""
 
     def __init__(self, ranks: Ranks, device: torch.device, seed: int, timeout_minutes: float) -> None:
         """`ranks` are those of the policy's layout."""
+        self.ranks, self._device = ranks, device
         self._settings: dict[str, Any] = {"device": device, "seed": seed, "timeout_minutes": timeout_minutes}
-        self.policy = build_mesh(ranks, **self._settings)
-        self._made = [self.policy]
+        self._made = [(ranks, build_mesh(ranks, **self._settings) if ranks.holds else None)]
 
-    def of(self, layout: ParallelLayout) -> Mesh:
-        """The mesh of a layout with as many ranks as the policy's."""
-        for mesh in self._made:
-            if mesh.layout.is_same(layout):
-                return mesh
+    def of(self, layout: ParallelLayout, first: int = 0) -> tuple[Ranks, Mesh | None]:
+        """A layout from rank `first` on, and its mesh on the ranks that are there."""
+        for ranks, mesh in self._made:
+            if ranks.first == first and ranks.layout.is_same(layout):
+                return ranks, mesh
+        ranks = self.ranks.on_layout(layout, first)
         # What is drawn without asking for a state of a layout's own goes on as if there were the policy's only.
-        with torch.random.fork_rng(devices=[device] if (device := self.policy.device).type == "cuda" else []):
-            self._made.append(build_mesh(self.policy.ranks.on_layout(layout), **self._settings))
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            self._made.append((ranks, build_mesh(ranks, **self._settings) if ranks.holds else None))
         return self._made[-1]
 
 
@@ -155,8 +158,13 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
     _NO_LAYOUT.install()
     # It makes its own, and refuses to where one is there.
     vars(parallel_state).update(dict.fromkeys(_SCRATCH))
+    generator = parallel_state.RankGenerator
+
+    def from_first(*sizes: Any, **named: Any) -> Any:
+        return generator(*sizes, **named | {"rank_offset": ranks.first})
+
     try:
-        with own_groups_only():
+        with own_groups_only(), as_world(ranks.members), patch.object(parallel_state, "RankGenerator", from_first):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,

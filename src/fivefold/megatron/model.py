@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from fivefold.config.schema import PolicyConfig
+from fivefold.distributed.groups import as_world
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import first_line, sentence_of
 from fivefold.megatron import dist_checkpoint, step
@@ -116,7 +117,8 @@ class MegatronModel:
                     chunk.requires_grad_(False)
                 self._models: list[Any] = list(self._chunks)
             else:
-                self._updater = build_updater(self._chunks, config, policy, total_updates, updates_per_step)
+                with as_world(mesh.ranks.members):
+                    self._updater = build_updater(self._chunks, config, policy, total_updates, updates_per_step)
                 self._models = list(self._updater.ddps)
                 config.finalize_model_grads_func = self._finalize
                 config.grad_scale_func = self._updater.optimizer.scale_loss
@@ -271,12 +273,13 @@ class MegatronModel:
 
 
 def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks where the first one finds the tensor files unusable. Collective."""
-    fault: str | None = None
-    if ranks.is_main:
+    """Raise ValueError on all ranks of the model where the first one finds the tensor files unusable. Collective."""
+    fault: list[str | None] = [None]
+    if ranks.leads:
         try:
             check(spec)
         except (ValueError, OSError) as error:
-            fault = sentence_of(error) or first_line(error)
-    if fault := ranks.broadcast_from_main(fault):
-        raise ValueError(fault)
+            fault = [sentence_of(error) or first_line(error)]
+    dist.broadcast_object_list(fault, ranks.first, group=ranks.members)
+    if fault[0]:
+        raise ValueError(fault[0])

@@ -62,8 +62,8 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
         held = {rank: values for rank, values in zip(mesh.stage_ranks, everyone, strict=True) if values}
         if len({str(value) for values in held.values() for value in values}) > 1:
             faults.append(f"the tied embedding differs between the pipeline's ends, ranks {sorted(held)}")
-    failed: list[str] = [""] * mesh.ranks.world.size()
-    dist.all_gather_object(failed, "; ".join(faults), group=mesh.ranks.world)
+    failed: list[str] = [""] * mesh.layout.world_size
+    dist.all_gather_object(failed, "; ".join(faults), group=mesh.ranks.members)
     if any(failed):
         found = sorted({text for text in failed if text})
         raise ReplicaError(

@@ -311,7 +311,7 @@ def _check_launch(findings: Findings, config: RunConfig) -> None:
 
 def _check_devices(findings: Findings, config: RunConfig) -> None:
     """More ranks than GPUs; under torchrun the ranks of other machines count too, so only its own world size is checked."""
-    world = config.layout.world_size
+    world = config.world_size
     if is_joined(config):
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")

@@ -12,14 +12,18 @@ from fivefold.plan.devices import on_gpus, visible_gpus
 
 def machines_here(config: RunConfig) -> list[Machine]:
     """Those of the run: all with as many ranks and GPUs as this one. With launch.gpu they are others, with GPUs enough."""
-    world = int(os.environ.get("WORLD_SIZE", config.layout.world_size))
+    world = int(os.environ.get("WORLD_SIZE", config.world_size))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = None
     if on_gpus(config):
         layouts = (config.engine.layout, config.reward.judge_layout)
         others = sum(layout.world_size for layout in layouts if layout is not None)
         gpus = visible_gpus() if config.launch.gpu is None else here + others
-    return [Machine(range(first, min(first + here, world)), gpus) for first in range(0, world, here)]
+    machines, policy = [], config.layout.world_size
+    for first in range(0, world, here):
+        ranks = range(first, min(first + here, world))
+        machines.append(Machine(ranks, gpus, range(first, max(first, min(ranks.stop, policy)))))
+    return machines
 
 
 def device_rows(config: RunConfig) -> list[tuple[str, str]]:
@@ -33,11 +37,12 @@ def device_rows(config: RunConfig) -> list[tuple[str, str]]:
     if (judge := config.reward.judge_layout) is not None:
         places += [("judge", judge, place) for place in place_servers(judge, free)]
     rows = []
+    whose = f"of {config.layout}" + (" and other models" if config.world_size > config.layout.world_size else "")
     for number, machine in enumerate(machines):
         where = f"machine {number} " if len(machines) > 1 else ""
         ranks = _span(machine.ranks[0], len(machine.ranks))
         devices = "processes" if machine.gpus is None else f"GPU {_span(0, len(machine.ranks))}"
-        rows.append((f"{where}{devices}", f"ranks {ranks} of {config.layout}"))
+        rows.append((f"{where}{devices}", f"ranks {ranks} {whose}"))
         for what, layout, place in places:
             if place.machine == number:
                 own = "processes" if place.first_gpu is None else f"GPU {_span(place.first_gpu, layout.tp)}"

@@ -122,13 +122,31 @@ def step_estimate(
     asked += [("policy", "log-probs")] if needs_old_logprobs(config) else []
     asked += [("critic", "values")] if "critic" in models else []
     asked += [("reward.model", "reward model")] if "reward.model" in models else []
+    turns: dict[int, dict[str, float]] = {}
     for where, name in asked:
         # A model that only computes has micro-batches too.
         model = replace(models[where], tokens_per_micro_batch=settings[where].tokens_per_micro_batch)
-        add({name: forward_time(model, everything, trainer, rates).total})
-    if "critic" in models:
-        add({"critic": update_time(models["critic"], batch, trainer, rates).total * algorithm.updates})
+        seconds = forward_time(model, everything, trainer_cluster(model.layout.world_size, cluster), rates).total
+        if where == "reward.model":
+            add({name: seconds})
+        else:
+            turn = turns.setdefault(config.spans[where].start, {})
+            turn[name] = turn.get(name, 0.0) + seconds
+    # Models on ranks of their own compute at once: the step waits for the longest turn.
+    longest = max(turns, key=lambda first: sum(turns[first].values()), default=None)
+    for first, turn in turns.items():
+        if first == longest:
+            add(turn)
+        else:
+            overlapped |= turn
     update = update_time(models["policy"], batch, trainer, rates)
+    learning = algorithm.updates * sum(update.parts.values())
+    if "critic" in models:
+        cluster_of_critic = trainer_cluster(models["critic"].layout.world_size, cluster)
+        seconds = update_time(models["critic"], batch, cluster_of_critic, rates).total * algorithm.updates
+        beside = min(seconds, learning) if config.spans["critic"].start else 0.0
+        add({"critic": seconds - beside})
+        overlapped |= {"critic": beside} if beside else {}
     add(update.parts, algorithm.updates)
     overlapped |= {name: algorithm.updates * seconds for name, seconds in update.overlapped.items() if seconds}
     memory = memory_of(elastic(config), spec)

@@ -118,7 +118,7 @@ def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
             if own.dp % factor == 0:
                 yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
     # An engine on the policy's ranks and other models with layouts of their own have as many.
-    if _shares_devices(config) or config.own_layouts:
+    if _shares_devices(config) or config.own_layouts or config.world_size > config.layout.world_size:
         return
     layout = config.layout
     factor = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -214,22 +215,34 @@ def estimate_memory(
     critic: Sharded | None = None,
     critic_offload: frozenset[str] = frozenset(),
     reward_model: Sharded | None = None,
+    first_ranks: Mapping[str, int] | None = None,
 ) -> Memory:
     """Memory of the fullest rank, with the engine next to the policy (0 sequences: no engine), cut in `engine_shards`.
 
-    Each model lies on the same ranks by its own layout. `engine_cache`: bytes that the engine takes for its cache whatever
-    it needs; as many as its sequences need when left out.
+    Each model lies by its own layout on the policy's ranks, or from that of `first_ranks` on. `engine_cache`: bytes that the
+    engine takes for its cache whatever it needs; as many as its sequences need when left out.
     """
     spec, size, engine_size = policy.spec, BYTES[dtype], BYTES[engine_dtype or dtype]
     if engine_cache is None:
         engine_cache = engine_sequences * spec.kv_numbers_per_token * engine_size * max_sequence_tokens // engine_shards
     models = {"policy": policy, "reference": reference, "critic": critic, "reward_model": reward_model}
-    held = {name: model.held(size) for name, model in models.items() if model is not None}
-    world, found = policy.layout.world_size, []
+    stages = [
+        (name, stage, (first_ranks or {}).get(name, 0) + number * (model.layout.world_size // model.layout.pp), model.layout)
+        for name, model in models.items()
+        if model is not None
+        for number, stage in enumerate(model.held(size))
+    ]
+    found = []
     # Between the ranks where a stage of some model begins all hold the same.
-    for rank in sorted({stage * world // len(stages) for stages in held.values() for stage in range(len(stages))}):
-        own = {name: stages[rank * len(stages) // world] for name, stages in held.items()}
-        mine, other = own["policy"], own.get("critic", Held())
+    for rank in sorted({first for _, _, first, _ in stages}):
+        own = {
+            name: stage for name, stage, first, layout in stages if first <= rank < first + layout.world_size // layout.pp
+        }
+        mine, other, samples = own.get("policy", Held()), own.get("critic", Held()), engine_sequences and "policy" in own
+        # Whoever is alone has nobody to leave the device to.
+        leaves, critic_leaves = (
+            (offload, critic_offload) if len(own) > 1 or samples else (frozenset[str](), frozenset[str]())
+        )
         states = {"parameters": other.parameters, "gradients": other.gradients, "optimizer": other.optimizer}
         found.append(
             Memory(
@@ -238,14 +251,14 @@ def estimate_memory(
                 optimizer=mine.optimizer,
                 activations=mine.activations,
                 reference=own.get("reference", Held()).parameters,
-                engine=spec.parameters * engine_size // engine_shards if engine_sequences else 0,
-                cache=max(0, engine_cache) if engine_sequences else 0,
+                engine=spec.parameters * engine_size // engine_shards if samples else 0,
+                cache=max(0, engine_cache) if samples else 0,
                 critic=sum(states.values()),
-                critic_resident=sum(part for name, part in states.items() if name not in critic_offload),
+                critic_resident=sum(part for name, part in states.items() if name not in critic_leaves),
                 critic_activations=other.activations,
                 reward_model=own.get("reward_model", Held()).parameters,
                 engine_sleeps=engine_sleeps,
-                offload=offload,
+                offload=leaves,
             )
         )
     return max(found, key=lambda memory: memory.total)

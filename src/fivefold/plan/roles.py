@@ -64,7 +64,12 @@ def roles(config: RunConfig) -> list[Role]:
 
 def placed(config: RunConfig) -> list[Placed]:
     """Where each model lies that the run has."""
-    return [Placed(part.where.replace(".", " "), part.settings.layout) for part in roles(config)]
+    spans = config.spans
+    return [
+        Placed(part.where.replace(".", " "), part.settings.layout, spans[part.where].start)
+        for part in roles(config)
+        if part.where in spans
+    ]
 
 
 def shard_roles(config: RunConfig, spec: ModelSpec) -> dict[str, Sharded]:
@@ -99,4 +104,5 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         critic=sharded.get("critic"),
         critic_offload=parts["critic"].settings.offload.parts if on_gpu and "critic" in parts else frozenset(),
         reward_model=sharded.get("reward.model"),
+        first_ranks={name.replace(".", "_"): span.start for name, span in config.spans.items()},
     )

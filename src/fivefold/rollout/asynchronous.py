@@ -130,7 +130,7 @@ class AsyncRollouts:
         replica = self._engine.replica
         # More are unused than may be where a run was resumed with another bound: those are not due yet.
         for place in sorted(self._unused)[: self._admission.room(0, step)]:
-            if place % replica.count == replica.index and place not in self._open:
+            if replica.owns(place) and place not in self._open:
                 self._ask(place)
 
     def _ask(self, place: int) -> None:
@@ -286,6 +286,9 @@ class AsyncRollouts:
         stale_N = torch.cat(self._ranks.all_gather_world(torch.tensor(stale, dtype=torch.long)))
         complete = sum(group.is_complete for group in self._open.values()) if self._engine.replica.leads else 0
         load = self._stream.load() or Load(0.0, 0.0, 0.0, [])
+        if self._engine.replica.index is None:
+            # Nobody waits for requests of a rank that has none.
+            load = Load(0.0, 0.0, 0.0, [])
         tokens, self._tokens = self._tokens, _Tokens()
         own = [complete, tokens.aborted, tokens.reused, load.request_seconds, load.idle_seconds, load.seconds]
         waiting, aborted, reused, busy, idle, total = self._ranks.all_reduce_sum_world([float(each) for each in own])
@@ -342,7 +345,7 @@ class AsyncRollouts:
         for path in sorted(directory.glob("*.safetensors")):
             groups, scored = read_groups(path)
             for place, samples in groups.items():
-                is_own = place % replica.count == replica.index and place in self._unused
+                is_own = replica.owns(place) and place in self._unused
                 if not is_own or len(samples) != self._group_size:
                     continue
                 group = self._open[place] = _Open(self._prompts.take(place, 1)[0], samples=dict(enumerate(samples)))

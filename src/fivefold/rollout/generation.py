@@ -43,7 +43,7 @@ class Generator:
         """
         replica, heartbeat = self.engine.replica, self.rewards.ranks.heartbeat
         heartbeat.begin()
-        own = range(replica.index, len(prompts), replica.count)
+        own = [place for place in range(len(prompts)) if replica.owns(place)]
         numbers = first_numbers(prompts, group_size)
         requests = [
             Request(

@@ -28,13 +28,13 @@ class LogprobGate:
         if self._is_open or batch.rollout_logprobs_T is None:
             return
         assert batch.old_logprobs_T is not None
-        version_T = batch.version_T
+        version_T, lengths_N = batch.version_T, torch.tensor(batch.lengths_N, dtype=torch.long)
         if version_T is None:
-            version_T = stats.version_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
+            version_T = stats.version_N[batch.sample_index_N].repeat_interleave(lengths_N)
         compared_T = fresh_T = batch.loss_mask_T & (version_T == version)
         if stats.skipped_N is not None:
             # The trainer has no log-probs of what it does not train on.
-            compared_T = fresh_T & ~stats.skipped_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
+            compared_T = fresh_T & ~stats.skipped_N[batch.sample_index_N].repeat_interleave(lengths_N)
         gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[compared_T].abs().double()
         counts = torch.tensor([len(gap_T), fresh_T.sum()], dtype=torch.float64)
         total, count, fresh = self._ranks.all_reduce_sum(torch.cat([gap_T.sum()[None], counts])).tolist()

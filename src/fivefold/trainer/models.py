@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
+from fivefold.distributed.redealing import begin_forward, begin_train_step
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import Model
 from fivefold.trainer.checks import SkipGuard
@@ -55,36 +56,52 @@ class Models:
         Samples that the policy does not train on (`skipped_N`, by their row in the stats) get no log-probs.
         """
         trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
-
-        def logprobs(model: Model) -> Tensor:
+        everything = list(range(len(batch.lengths_N)))
+        wanted = {
+            "old_logprobs_T": ("policy", self.policy, trained),
+            "ref_logprobs_T": ("reference", self.reference, trained),
+            "values_T": ("critic", self.critic, everything),
+        }
+        passes = []
+        for name, (role, model, samples) in wanted.items():
+            if name in needs:
+                assert model is not None
+                passes.append((name, role, samples, begin_forward(model, batch.select(samples))))
+        for _, role, _, one in passes:
+            with self.on_device(role):
+                one.compute()
+        for name, _, samples, one in passes:
             found_T = torch.zeros(len(batch.token_ids_T))
-            found_T[batch.token_index(trained)] = model.forward(batch.select(trained))
-            return found_T
+            found_T[batch.token_index(samples)] = one.result()
+            setattr(batch, name, found_T)
 
-        if "old_logprobs_T" in needs:
-            with self.on_device("policy"):
-                batch.old_logprobs_T = logprobs(self.policy)
-        if "ref_logprobs_T" in needs:
-            assert self.reference is not None
-            with self.on_device("reference"):
-                batch.ref_logprobs_T = logprobs(self.reference)
-        if "values_T" in needs:
-            assert self.critic is not None
-            with self.on_device("critic"):
-                batch.values_T = self.critic.forward(batch)
-
-    def update_critic(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
-        """The critic's optimizer steps; none without a critic."""
+    def update_critic(self, minibatches: Iterable[MiniBatch], step: int) -> Callable[[], list[StepReport]]:
+        """The critic's optimizer steps, none without a critic: when this returns they are taken, or on their way where it
+        has ranks of its own. What it gives waits for their reports."""
         if self.critic is None:
-            return []
-        reports = []
-        with self.on_device("critic"):
-            for mini in minibatches:
-                if self.values_per_update:
+            return list
+        passes = []
+        if self.values_per_update:
+            with self.on_device("critic"):
+                for mini in minibatches:
                     self._revalue(mini)
-                report = self.critic.train_step(mini.batch, self.value_loss)
+                    passes.append((mini, begin_train_step(self.critic, mini.batch, self.value_loss)))
+                    passes[-1][1].compute()
+        else:
+            # All samples go there before the first of them is computed with: nobody waits for a rank that computes.
+            passes = [(mini, begin_train_step(self.critic, mini.batch, self.value_loss)) for mini in minibatches]
+            with self.on_device("critic"):
+                for _, one in passes:
+                    one.compute()
+
+        def reports() -> list[StepReport]:
+            found = []
+            for mini, one in passes:
+                report = one.result()
                 self.guard.check(report, mini.batch, "critic", step)
-                reports.append(replace(report, metrics=self.value_loss.finalize_metrics(report.metrics)))
+                found.append(replace(report, metrics=self.value_loss.finalize_metrics(report.metrics)))
+            return found
+
         return reports
 
     def _revalue(self, mini: MiniBatch) -> None:
@@ -100,14 +117,19 @@ class Models:
         """The policy's optimizer steps; none while only the critic learns."""
         if self.critic is not None and step < self.critic_warmup:
             return []
-        reports = []
+        passes, reports = [], []
         with self.on_device("policy"):
             for mini in minibatches:
                 seed = request_seed([self.seed, step, mini.number])
                 batch = select_tokens(without_skipped(mini), self.objective, self.policy, self.ranks, seed)
-                report = self.policy.train_step(batch, self.objective.loss)
-                self.guard.check(report, batch, "policy", step)
-                # Of no token there is no mean.
-                metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
-                reports.append(replace(report, metrics=metrics | skipped_share(mini)))
+                one = begin_train_step(self.policy, batch, self.objective.loss)
+                one.compute()
+                passes.append((mini, batch, one))
+        # Behind all of them: whoever has no policy may be busy with another model until then.
+        for mini, batch, one in passes:
+            report = one.result()
+            self.guard.check(report, batch, "policy", step)
+            # Of no token there is no mean.
+            metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
+            reports.append(replace(report, metrics=metrics | skipped_share(mini)))
         return reports

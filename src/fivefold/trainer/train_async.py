@@ -30,9 +30,10 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
         gate.check(batch, stats, models.policy.version)
         objective.assign_advantages(batch, stats, ranks)
         with stage("critic"):
-            critic_reports = models.update_critic(minibatches(batch, stats), step)
+            reports_of_critic = models.update_critic(minibatches(batch, stats), step)
         with stage("train"):
             policy_reports = models.update_policy(minibatches(batch, stats), step)
+            critic_reports = reports_of_critic()
         trainer.record(groups, stats, policy_reports, critic_reports)
         with stage("weight_sync"), models.on_device():
             weight_sync(models.policy, engine)

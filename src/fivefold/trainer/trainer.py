@@ -221,7 +221,9 @@ class Trainer:
         elif self._saved == self.step:
             self.logger.log(f"{asked}: step {self.step} is saved")
         else:
-            if self._before is not None and (updates := self._updates() - self._before.updates):
+            # Ranks without a model may not have heard of its last updates.
+            taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.learners.values())
+            if self._before is not None and (updates := taken - self._before.updates):
                 asked += f"; {updates} of its optimizer steps were taken and stay"
             self.logger.log(asked)
             self._write(rollouts, groups, True, self.logger.pending if self._is_pending else None)

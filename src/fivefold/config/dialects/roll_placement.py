@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fivefold.config.device_mapping import ranks_behind
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.roll_roles import INFER, TRAIN, devices, kind, role, uses_critic
 from fivefold.config.dialects.shared import SPREAD
@@ -19,19 +20,33 @@ def sizes(source: Source) -> dict[str, int]:
 
 
 def layout(source: Source) -> dict[str, Any]:
-    """Of the policy, and of the other models that Megatron lays out otherwise, on the same ranks."""
-    policy = shared.world_layout(len(devices(source, role(source) + "device_mapping")), **sizes(source))
+    """Of the policy, and of the other models: on GPUs of their own, or laid out otherwise by Megatron on the policy's."""
+    trained = devices(source, role(source) + "device_mapping")
+    policy = shared.world_layout(len(trained), **sizes(source))
     found: dict[str, Any] = {"policy.backend": str(policy)}
-    asked = {"reference": kind(source) != "sft", "critic": kind(source) == "rlvr" and uses_critic(source)}
+    # A reference comes last: without a KL there is none, and no rank is left empty before others.
+    asked = {"critic": kind(source) == "rlvr" and uses_critic(source), "reference": kind(source) != "sft"}
+    gpus = {
+        name: devices(source, key)
+        for name, key in ((name, f"{name}.device_mapping") for name in (*asked, "actor_infer"))
+        if source.has(key)
+    }
+    sampled = gpus.pop("actor_infer", [])
+    first_ranks = ranks_behind(trained, sampled, {name: own for name, own in gpus.items() if asked[name]})
+    if first_ranks and kind(source) == "rlvr" and source.text(INFER + "strategy_args.strategy_name") != "hf_infer":
+        found["engine.mode"] = "server"
     for name in (name for name, is_asked in asked.items() if is_asked):
         said = source.under(f"{name}.strategy_args.")
-        if (said.text("strategy_name") or "").startswith("megatron"):
-            own = shared.own_layout(policy, **shared.parallel_sizes(said.under("strategy_config.")))
+        is_megatron = (said.text("strategy_name") or "").startswith("megatron")
+        own_sizes = shared.parallel_sizes(said.under("strategy_config.")) if is_megatron else {}
+        own = shared.own_layout(policy, **own_sizes) if is_megatron else None
+        if name in first_ranks:
+            own, found[f"{name}.first_rank"] = str(shared.world_layout(len(gpus[name]), **own_sizes)), first_ranks[name]
+        if own is not None:
+            found[f"{name}.backend"] = own
             virtual = said.whole("strategy_config.virtual_pipeline_model_parallel_size") or 1
-            if own is not None:
-                found[f"{name}.backend"] = own
-                if virtual > 1:
-                    found[f"{name}.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+            if is_megatron and virtual > 1:
+                found[f"{name}.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
     return found
 
 

@@ -305,13 +305,15 @@ SECTIONS = (
         used("critic.training_args.*", "critic.optimizer"),
         used(
             "reference.strategy_args.strategy_name reference.strategy_args.strategy_config.*_parallel_size "
-            "critic.strategy_args.strategy_name critic.strategy_args.strategy_config.*_parallel_size",
-            "reference.backend critic.backend reference.megatron.pipeline critic.megatron.pipeline",
-            "Of Megatron, on the policy's ranks whatever their device_mapping says. The policy's where nothing is said, "
-            "with another strategy, or where the ranks cannot be divided so.",
+            "critic.strategy_args.strategy_name critic.strategy_args.strategy_config.*_parallel_size "
+            "reference.device_mapping critic.device_mapping",
+            "reference.backend critic.backend reference.megatron.pipeline critic.megatron.pipeline reference.first_rank "
+            "critic.first_rank engine.mode",
+            "Of Megatron. Ranks of their own where none of their GPUs is the policy's or the engine's, the policy's "
+            "otherwise. Its layout where nothing is said, with another strategy, or where the ranks cannot be divided so.",
         ),
-        fixed("critic.**", "it has the policy's ranks and settings"),
-        fixed("reference.** reference_configs.**", "the reference has the policy's ranks, and only computes"),
+        fixed("critic.**", "it has the policy's settings"),
+        fixed("reference.** reference_configs.**", "the reference has the policy's settings, and only computes"),
         used(
             _of(
                 "actor_infer",

@@ -325,6 +325,12 @@ def rewards(source: Source) -> dict[str, Any]:
     ):
         if source.flag(enabled):
             found["reward.model.path"] = shared.path(source, model)
+            pool = source.under(enabled.removesuffix("enable"))
+            if pool.flag("enable_resource_pool"):
+                found["reward.model.backend"] = f"megatron:d{pool.count('nnodes') * pool.count('n_gpus_per_node')}"
+                found["reward.model.first_rank"] = gpus(source)
+                if source.text("actor_rollout_ref.rollout.name") != "hf":
+                    found["engine.mode"] = "server"
             if "reward.functions" in found:
                 source.lacks(enabled, "a reward model that a reward function asks: here their scores would be summed")
     for key in ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name"):

@@ -620,6 +620,12 @@ SECTIONS = (
             ("reward_model.enable reward_model.model.path reward.reward_model.enable reward.reward_model.model_path"),
             "reward.model.path",
         ),
+        used(
+            "reward_model.enable_resource_pool reward_model.nnodes reward_model.n_gpus_per_node "
+            "reward.reward_model.enable_resource_pool reward.reward_model.nnodes reward.reward_model.n_gpus_per_node",
+            "reward.model.backend reward.model.first_rank engine.mode",
+            "Ranks of its own behind the policy's, where it is enabled: a replica on each.",
+        ),
         fixed(
             "reward_model.model.input_tokenizer",
             "the policy's tokens go into the reward model: check that it shares the tokenizer",

@@ -16,6 +16,8 @@ class Machine:
     """Those of the world that are on it; each has the GPU of its number on the machine."""
     gpus: int | None
     """How many it has; None where servers are processes without GPUs."""
+    starters: Sequence[int]
+    """Those of its ranks that hold the policy: they start servers, and give them weights."""
     taken: int = 0
     """Of those behind the ranks' the first ones, which other servers have."""
 
@@ -26,6 +28,8 @@ class Machine:
 
     def room(self, gpus_each: int) -> int | None:
         """Servers for which there are GPUs behind those of the ranks."""
+        if not self.starters:
+            return 0
         return None if self.gpus is None else max(0, self.gpus - self.first) // gpus_each
 
 
@@ -41,12 +45,13 @@ class ServerPlace:
     """Of those that it has, which follow each other."""
 
 
-def machines_of(hosts: Sequence[str], gpus: Sequence[int | None]) -> list[Machine]:
-    """The machines of a run, of whose ranks each says its host and how many GPUs it sees there."""
-    return [
-        Machine([rank for rank, other in enumerate(hosts) if other == host], gpus[hosts.index(host)])
-        for host in dict.fromkeys(hosts)
-    ]
+def machines_of(hosts: Sequence[str], gpus: Sequence[int | None], policy: range) -> list[Machine]:
+    """The machines of a run, of whose ranks each says its host and how many GPUs it sees there; `policy`: its ranks."""
+    found = []
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        found.append(Machine(ranks, gpus[ranks[0]], [rank for rank in ranks if rank in policy]))
+    return found
 
 
 def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[ServerPlace]:
@@ -65,7 +70,7 @@ def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[S
     for place, (machine, count) in enumerate(zip(machines, counts, strict=True)):
         for index in range(count):
             first = None if machine.gpus is None else machine.first + index * layout.tp
-            places.append(ServerPlace(len(places), place, machine.ranks[index % len(machine.ranks)], first))
+            places.append(ServerPlace(len(places), place, machine.starters[index % len(machine.starters)], first))
     return places
 
 
@@ -80,7 +85,10 @@ def behind(machines: Sequence[Machine], layout: ParallelLayout) -> list[Machine]
 
 def _too_few(layout: ParallelLayout, machines: Sequence[Machine]) -> str:
     others = sum(machine.taken for machine in machines)
-    has = ", ".join(f"{machine.gpus} GPUs for {len(machine.ranks)} ranks" for machine in machines)
+    has = ", ".join(
+        f"{machine.gpus} GPUs for {len(machine.ranks)} ranks" + ("" if machine.starters else " without the policy")
+        for machine in machines
+    )
     has += f" and {others} for other servers" if others else ""
     found = f"the machine has {has}" if len(machines) == 1 else f"its {len(machines)} machines have {has}"
     return (

@@ -72,7 +72,7 @@ class ServerEngine:
         self._restarts = self._updates = 0
         self._is_asleep = self._is_cache_asleep = self._is_paused = self._is_new = False
         self._interrupt = interrupt
-        self.replica = EngineReplica(ranks.rank, ranks.layout.world_size)
+        self.replica = EngineReplica(ranks.rank if ranks.holds else None, ranks.layout.world_size, leads=ranks.holds)
         self.version = -1
         self._start()
 
@@ -146,7 +146,9 @@ class ServerEngine:
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
         faults, lost = self._sender.deliver(self._own, weights, missing, verify, version, self._begin_update)
-        faults = not_come(missing, self._expected) or faults
+        if self._ranks.holds:
+            # The others have none of the policy's weights to see them come.
+            faults = not_come(missing, self._expected) or faults
         if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
             raise RuntimeError(f"the engine's weights are not those of the policy after {version} updates: {said}")
         for number in lost.intersection(self._processes):

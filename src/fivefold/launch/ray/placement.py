@@ -90,22 +90,25 @@ class Bundle:
 
 def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
     """The ranks of a run on these nodes, with what must share a node."""
-    layout, engine, device = config.layout, config.engine, config.trainer.device
+    world, engine, device = config.world_size, config.engine, config.trainer.device
     on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
-    layouts = [layout, *config.own_layouts.values()]
+    layouts = [config.layout, *config.own_layouts.values()]
     together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
+    if any(span.start % together for span in config.spans.values()) or world % together:
+        # Groups of such neighbours do not begin where a node's ranks do.
+        together = world
     each, beside = Amount(int(on_gpus), config.launch.ray.cpus_per_rank), Amount(0, 0)
     if engine.layout is not None and engine.placement == "apart":
         # The ranks of a node start its servers, on the GPUs behind theirs: as many for every so many ranks.
-        units = math.gcd(layout.world_size, engine.layout.dp)
-        together = math.lcm(together, layout.world_size // units)
-        beside = each * (engine.layout.world_size * together // layout.world_size)
+        units = math.gcd(world, engine.layout.dp) if config.layout.world_size == world else 1
+        together = math.lcm(together, world // units)
+        beside = each * (engine.layout.world_size * together // world)
     elif engine.is_server and not engine.url:
         # Ranks reach servers by a socket of their own machine.
-        together = layout.world_size
+        together = world
     elif engine.layout is not None:
         together = math.lcm(together, engine.layout.tp)
-    return Role(RANKS, layout.world_size, each, together, beside)
+    return Role(RANKS, world, each, together, beside)
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
