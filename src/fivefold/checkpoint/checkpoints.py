@@ -180,14 +180,14 @@ def _move_rows(path: Path, last: int, aside: Path) -> None:
     kept: list[bytes] = []
     moved: list[bytes] = []
     # In bytes lines end at newlines only.
-    lines = path.read_bytes().split(b"\n")[:-1]
-    for line in lines:
+    content = path.read_bytes()
+    for line in content.split(b"\n")[:-1]:
         try:
             row = json.loads(line)
         except ValueError:
             continue
         (kept if row.get("step", 0) <= last else moved).append(line + b"\n")
-    if len(kept) == len(lines):
+    if b"".join(kept) == content:
         return
     if moved:
         aside.parent.mkdir(parents=True, exist_ok=True)
