@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ import psutil
 import yaml
 
 from fivefold.distributed.processes import descendants, kill
+from fivefold.distributed.scratch import remove_scratch, scratch_directory
 from fivefold.errors import first_line
 from fivefold.observability.growing import GrowingRows
 from fivefold.observability.trackers.state import State, without_secrets
@@ -207,6 +209,8 @@ def main() -> None:
         time.sleep(seconds)
         _end()
 
+    # What a library leaves there goes with this process; it is imported below.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch_directory())
     (run_dir / "trackers").mkdir(exist_ok=True)
     threading.Thread(target=wait, daemon=True).start()
     with (run_dir / "trackers" / f".{name}.lock").open("w") as lock:
@@ -224,6 +228,7 @@ def main() -> None:
 def _end() -> None:
     """End this process and what a library has started, whatever they are doing."""
     kill(descendants(psutil.Process()))
+    remove_scratch(os.getpid())
     os._exit(0)
 
 
