@@ -27,7 +27,7 @@ from fivefold.distributed.redealing import on_replicas_of
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
-from fivefold.interfaces import Engine, Model, RolloutSource
+from fivefold.interfaces import Engine, Model, RolloutSource, SteppedEngine
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.families import load_spec
@@ -129,13 +129,16 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():
             engine = build_engine(config, directory, tokenizer, ranks, device, logger.log)
-        # Ranks that share a replica sample in step: each looks after every response whether all of them are to end.
+        # Ranks that share a replica sample in step: each looks after every response, or before every step of an engine that
+        # asks, whether all of them are to end.
         each = ranks.layout.world_size // engine.replica.count
         first = ranks.rank // each * each
         members = range(first, first + each)
         if config.engine.layout is None and not config.engine.is_server:
             # It can be told so in the middle of a response too.
             ranks.heartbeat.on_request = engine.abort
+        if isinstance(engine, SteppedEngine):
+            engine.goes_on = ranks.heartbeat.goes_on(members)
         generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), members)
     plan = build_plan(config, spec, objective)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
