@@ -53,6 +53,7 @@ from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 from fivefold.trainer.minibatches import MiniBatches
 from fivefold.trainer.models import Models
 from fivefold.trainer.run import Run
+from fivefold.trainer.step_work import WORK
 from fivefold.trainer.trainer import Trainer
 from fivefold.types import Prompt, Sample, Sampling
 
@@ -129,6 +130,9 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():
             engine = build_engine(config, directory, tokenizer, ranks, device, logger.log)
+            if checkpoint is not None and (checkpoint / WORK).is_dir():
+                # The run goes on between two optimizer steps: they have the device first.
+                engine.sleep()
         # Ranks that share a replica sample in step: each looks after every response, or before every step of an engine that
         # asks, whether all of them are to end.
         each = ranks.layout.world_size // engine.replica.count
@@ -167,6 +171,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             models,
             rollouts,
             evaluation,
+            plan,
             flops=partial(training_flops, spec),
             resolved_config=dump_yaml(config.absolute),
             # Only one rank compares and writes it: it reads every file of the run.

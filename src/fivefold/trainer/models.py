@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -73,19 +74,17 @@ class Models:
             with self.on_device("critic"):
                 batch.values_T = self.critic.forward(batch)
 
-    def update_critic(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
-        """The critic's optimizer steps; none without a critic."""
+    def update_critic(self, minibatches: Iterable[MiniBatch], reports: list[StepReport], step: int) -> None:
+        """The critic's optimizer steps behind those that `reports` has, which gets theirs; none without a critic."""
         if self.critic is None:
-            return []
-        reports = []
+            return
         with self.on_device("critic"):
-            for mini in minibatches:
+            for mini in islice(minibatches, len(reports), None):
                 if self.values_per_update:
                     self._revalue(mini)
                 report = self.critic.train_step(mini.batch, self.value_loss)
                 self.guard.check(report, mini.batch, "critic", step)
                 reports.append(replace(report, metrics=self.value_loss.finalize_metrics(report.metrics)))
-        return reports
 
     def _revalue(self, mini: MiniBatch) -> None:
         """Values by the critic as it is now, and advantages over this update alone, for the policy's update too."""
@@ -96,13 +95,12 @@ class Models:
         for name in ("values_T", "advantages_T", "returns_T"):
             getattr(mini.source, name)[index] = getattr(part, name)
 
-    def update_policy(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
-        """The policy's optimizer steps; none while only the critic learns."""
+    def update_policy(self, minibatches: Iterable[MiniBatch], reports: list[StepReport], step: int) -> None:
+        """The policy's, likewise; none while only the critic learns."""
         if self.critic is not None and step < self.critic_warmup:
-            return []
-        reports = []
+            return
         with self.on_device("policy"):
-            for mini in minibatches:
+            for mini in islice(minibatches, len(reports), None):
                 seed = request_seed([self.seed, step, mini.number])
                 batch = select_tokens(without_skipped(mini), self.objective, self.policy, self.ranks, seed)
                 report = self.policy.train_step(batch, self.objective.loss)
@@ -110,4 +108,3 @@ class Models:
                 # Of no token there is no mean.
                 metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
                 reports.append(replace(report, metrics=metrics | skipped_share(mini)))
-        return reports
