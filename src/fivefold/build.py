@@ -31,7 +31,7 @@ from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
-from fivefold.interfaces import Engine, Model, RolloutSource
+from fivefold.interfaces import Engine, Model, RolloutSource, SteppedEngine
 from fivefold.megatron.mesh import Meshes
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.families import load_spec
@@ -57,6 +57,7 @@ from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 from fivefold.trainer.minibatches import MiniBatches
 from fivefold.trainer.models import Models
 from fivefold.trainer.run import Run
+from fivefold.trainer.step_work import WORK
 from fivefold.trainer.trainer import Trainer
 from fivefold.types import Prompt, Sample, Sampling
 
@@ -137,13 +138,19 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():
             engine = build_engine(config, directory, tokenizer, ranks, device, logger.log)
-        # Ranks that share a replica sample in step: each looks after every response whether all of them are to end.
+            if checkpoint is not None and (checkpoint / WORK).is_dir():
+                # The run goes on between two optimizer steps: they have the device first.
+                engine.sleep()
+        # Ranks that share a replica sample in step: each looks after every response, or before every step of an engine that
+        # asks, whether all of them are to end.
         each = ranks.layout.world_size // engine.replica.count
         first = ranks.rank // each * each
         members = range(first, first + each) if ranks.holds else range(0)
         if config.engine.layout is None and not config.engine.is_server:
             # It can be told so in the middle of a response too.
             ranks.heartbeat.on_request = engine.abort
+        if isinstance(engine, SteppedEngine):
+            engine.goes_on = ranks.heartbeat.goes_on(members)
         generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), members)
     plan = build_plan(config, spec, objective)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
@@ -172,6 +179,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             models,
             rollouts,
             evaluation,
+            plan,
             flops=partial(training_flops, spec),
             resolved_config=dump_yaml(config.absolute),
             # Only one rank compares and writes it: it reads every file of the run.

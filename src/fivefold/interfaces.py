@@ -173,6 +173,14 @@ class RolloutSource(Protocol):
 
 
 @runtime_checkable
+class SteppedEngine(Protocol):
+    """An engine whose every step the ranks of a replica take together."""
+
+    goes_on: Callable[[], bool]
+    """Asked by all of them before each step: otherwise what runs is ended."""
+
+
+@runtime_checkable
 class BufferedSource(RolloutSource, Protocol):
     """A rollout source that holds groups which no step has taken yet."""
 

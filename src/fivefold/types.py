@@ -318,8 +318,12 @@ class TokenBatch:
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
 
     def save(self, path: Path) -> None:
-        """Write the tensors and, as `lengths_N`, where samples end, into a safetensors file."""
-        save_file({**self.tensors(), "lengths_N": torch.tensor(self.lengths_N, dtype=torch.long)}, path)
+        """Write the tensors, where samples end and which they are into a safetensors file."""
+        # Copies: safetensors takes no two names of the same numbers, as advantages and returns may be.
+        whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self.tensors().items()}
+        for name, numbers in (("lengths_N", self.lengths_N), ("sample_index_N", self.sample_index_N)):
+            whole[name] = torch.tensor(numbers, dtype=torch.long)
+        save_file(whole, path)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch with its tensors on `device`."""

@@ -126,6 +126,19 @@ def test_a_run_that_goes_on_from_an_older_step_moves_newer_checkpoints_and_rows(
     assert checkpoints.set_aside(1) is None
 
 
+def test_a_row_that_was_being_written_is_not_continued_by_the_next_one(tmp_path):
+    """Nothing is to be moved: all whole rows stay, and what a kill or a full disk left of another one goes."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    write(checkpoints, 5)
+    write_rows(tmp_path, range(5))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "half')
+    assert checkpoints.set_aside(5) is None
+    for name in RECORDS:
+        assert steps_in(tmp_path / name) == [0, 1, 2, 3, 4]
+        assert (tmp_path / name).read_bytes().endswith(b"}\n")
+
+
 def test_a_kill_while_newer_checkpoints_are_moved_leaves_the_older_one_to_resume_from(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, keep=9)
     for step in (1, 2, 3, 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -119,12 +120,13 @@ def slow_training_in_step_2():
 
 
 def slow_second_update_in_step_2():
+    """Of the critic, where it is the one that is meant, otherwise of the policy."""
     from fivefold.megatron.model import MegatronModel
 
     step = MegatronModel.train_step
 
     def following(self, *arguments):
-        while self.version == 3:
+        while self.version == 3 and self.spec.value_head == (os.environ["SLOW_MODEL"] == "critic"):
             _mark("slow-update")
             self._mesh.ranks.barrier()
             time.sleep(0.01)
@@ -187,20 +189,45 @@ def test_sigterm_saves_within_its_grace_wherever_the_run_is(root, base, monkeypa
     assert_same(metrics(root, name), base)
 
 
-def test_sigterm_between_the_updates_of_a_step_says_that_some_were_taken(root, monkeypatch):
-    """What is resumed is not the run that nobody touched, and no step is left out."""
+@pytest.mark.parametrize(
+    ("method", "model", "taken", "before", "after"),
+    [
+        ("{name: grpo, group_size: 4, updates_per_step: 2, kl: {coef: 0.1}}", "policy", 1, "d2", "t2"),
+        ("{name: grpo, group_size: 4, ppo_epochs: 2, surrogate: clip_cov}", "policy", 1, "t2", "d2"),
+        ("{name: ppo, group_size: 4, updates_per_step: 2}", "critic", 1, "p2", "d2"),
+        ("{name: dapo, group_size: 4, credit: gae, updates_per_step: 2}", "policy", 3, "d2", "p2"),
+    ],
+)  # fmt: skip
+def test_a_step_goes_on_between_its_updates_on_another_layout_with_the_same_metrics(
+    root, monkeypatch, method, model, taken, before, after
+):
+    """Samples, advantages and what was taken of the step are in the checkpoint: none is taken twice, and none is left out."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(root))
-    given = [f"trainer.run_dir={root}/runs/between", "policy.backend=megatron:d1", "algorithm.updates_per_step=2"]
-    process = Command("train", root / "run.yaml", *given, hook=slow_second_update_in_step_2)
+    monkeypatch.setenv("SLOW_MODEL", model)
+    name = f"between-{before}-{after}"
+    given = [f"algorithm={method}", "engine.max_num_seqs=256"]
+    whole = fivefold("train", root / "run.yaml", *given, f"trainer.run_dir={root}/runs/{name}-whole")
+    assert whole.returncode == 0, whole.stderr
+    given.append(f"trainer.run_dir={root}/runs/{name}")
+    process = Command("train", root / "run.yaml", *given, *on(before), hook=slow_second_update_in_step_2)
     wait_for((root / "slow-update").exists, process)
     process.send_signal(signal.SIGTERM)
     done = process.finish()
     (root / "slow-update").unlink()
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    assert "in step 2, which is done anew on resume; 1 of its optimizer steps were taken and stay" in done.stdout
-    resumed = fivefold("train", root / "run.yaml", *given)
+    assert f"in step 2, which goes on after {taken} of its optimizer steps on resume" in done.stdout
+    resumed = fivefold("train", root / "run.yaml", *given, *on(after))
     assert resumed.returncode == 0 and "resumed after step 1 " in resumed.stdout, resumed.stdout + resumed.stderr
-    assert [row["step"] for row in metrics(root, "between")] == [1, 2, 3]
+    assert f"step 2 goes on after {taken} of its optimizer steps" in resumed.stdout
+    assert_same(metrics(root, name), metrics(root, f"{name}-whole"))
+    rows = [json.loads(line) for line in (root / "runs" / name / "samples.jsonl").read_text().splitlines()]
+    others = [json.loads(line) for line in (root / "runs" / f"{name}-whole" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["response"]) for row in rows] == [(row["step"], row["response"]) for row in others]
+
+
+def on(layout: str) -> list[str]:
+    """The layout of policy and critic."""
+    return [f"{role}.backend=megatron:{layout}" for role in ("policy", "critic")]
 
 
 def rank_1_is_late():

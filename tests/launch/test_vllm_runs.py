@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -81,6 +82,53 @@ def test_a_run_killed_and_resumed_has_the_same_metrics_and_leaves_nothing_behind
     assert "resumed after step" in done.stdout
     assert_same(metrics(root, "killed"), base)
     assert left == left_in(temporary) == []
+
+
+STEP_SECONDS = 5
+
+
+def slow_steps_of_vllm_in_step_2():
+    """A minute for responses of twelve tokens, none of which ends before the others."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from fivefold.rollout.sources import EngineRollouts
+
+    following, step, mark = EngineRollouts.next, LLMEngine.step, Path(os.environ["FIVEFOLD_TEST_MARK"])
+
+    def marked(self, number):
+        if number == 1:
+            mark.touch()
+        return following(self, number)
+
+    def slowly(self):
+        time.sleep(STEP_SECONDS if mark.exists() else 0)
+        return step(self)
+
+    EngineRollouts.next, LLMEngine.step = marked, slowly
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_rollout_between_two_steps_of_vllm(root, monkeypatch, tmp_path):
+    """On tensor-parallel ranks, which have to leave it between the same two; the run goes on as if nothing had been."""
+    monkeypatch.setenv("FIVEFOLD_TEST_MARK", str(tmp_path / "slow"))
+    given = ["engine.sampling.min_tokens=12", "trainer.steps=2", "trainer.eval_every=0", "trainer.save_every=0"]
+    given.append("trainer.eval_before_train=false")
+    whole = train(root, "terminated-whole", *given)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    run = root / "runs/terminated"
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={run}", *given, hook=slow_steps_of_vllm_in_step_2)
+    wait_for((tmp_path / "slow").exists, process)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    done = process.finish()
+    seconds = time.monotonic() - begin
+    (tmp_path / "slow").unlink()
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    assert "in step 2, which is done anew on resume" in done.stdout
+    assert seconds < 30, f"{seconds} s, where the rollout takes {12 * STEP_SECONDS}"
+    resumed = train(root, "terminated", *given)
+    assert resumed.returncode == 0 and "resumed after step 1 " in resumed.stdout, resumed.stdout + resumed.stderr
+    assert_same(metrics(root, "terminated"), metrics(root, "terminated-whole"))
 
 
 def test_a_run_whose_server_is_killed_has_the_same_metrics_as_one_in_process(root, base):

@@ -12,6 +12,7 @@ import pytest
 from fivefold.checkpoint.checkpoints import Checkpoints
 from fivefold.observability.trackers.state import State
 from tests.support.tracked import metrics_of, read_wandb, take_steps
+from tests.support.whole_runs import left_in
 
 pytestmark = pytest.mark.trackers
 
@@ -50,6 +51,18 @@ def test_wandb_gets_again_what_was_lost_with_its_process(tmp_path):
     take_steps(run_dir, ["wandb"], 5, 8)
     found, about = read_wandb(run_dir)
     assert found == metrics_of(run_dir) and len(about["ids"]) == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
+def test_no_tracker_leaves_files_in_the_directory_for_temporary_ones(tmp_path, temporary, name):
+    """Neither where the run ends nor where it is killed; what stays where its processes are killed too goes with the next."""
+    where = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    take_steps(tmp_path / "r", [name], 1, 4, killed="itself", **where)
+    take_steps(tmp_path / "r", [name], 5, 8, **where)
+    assert left_in(temporary) == []
+    take_steps(tmp_path / "r", [name], 9, 10, killed="all", **where)
+    take_steps(tmp_path / "r", [name], 11, 12, **where)
+    assert left_in(temporary) == []
 
 
 def test_mlflow_has_what_the_run_wrote(tmp_path):

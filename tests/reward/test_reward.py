@@ -346,6 +346,31 @@ def test_a_function_that_does_what_it_should_not_fails_its_own_sample_only(troub
         pool.close()
 
 
+def test_a_sample_whose_process_somebody_kills_is_scored_by_another_one_once(tmp_path):
+    """The function kills its own process: the first time only, as the kernel may for lack of memory, or every time."""
+    first = tmp_path / "first"
+    path = tmp_path / "killed.py"
+    path.write_text(
+        "import os, pathlib, signal\n"
+        "def killed(response):\n"
+        "    first = pathlib.Path(response)\n"
+        "    if not first.exists():\n"
+        "        if first.name == 'first': first.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return 0.5\n"
+    )
+    pool = RewardPool(RewardConfig(functions={f"{path}:killed": 1.0}, workers=1))
+    try:
+        scored = group(str(first))
+        assert score(pool, scored) is None
+        assert (scored.samples[0].reward, scored.samples[0].reward_failed) == (0.5, False)
+        scored = group(str(tmp_path / "always"))
+        assert "ended by SIGKILL" in (score(pool, scored) or "")
+        assert scored.samples[0].reward_failed
+    finally:
+        pool.close()
+
+
 def test_named_variables_of_the_environment_are_passed_on(trouble_file):
     name = f"{trouble_file}:trouble"
     pool = RewardPool(RewardConfig(functions={name: 1.0}, environment=["MY_SECRET"], workers=1))

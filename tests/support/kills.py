@@ -1,18 +1,22 @@
-"""Runs that are killed at random moments, resumed on other layouts and killed again, against the run that nobody touched.
+"""Runs that are harmed at random moments, resumed on other layouts and harmed again, against the run that nobody touched.
 
-`python -m tests.support.kills [COUNT [SEED]]` kills so often (100 when left out) and prints what became of it.
+`python -m tests.support.kills [COUNT [SEED]]` does so often (100 times when left out) and prints what became of it. Each
+run's directory is a small file system of its own, which can be filled: that takes `unshare` and user namespaces.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,54 +37,102 @@ trainer: {{run_dir: {root}/runs/base, steps: {steps}, eval_every: 3, save_every:
 launch: {{threads: {threads}}}
 """
 METHODS = {
-    "GRPO": "algorithm={name: grpo, group_size: 2, kl: {coef: 0.1}}",
-    "PPO": "algorithm={name: ppo, updates_per_step: 1}",
+    "GRPO": "algorithm={name: grpo, group_size: 2, updates_per_step: 2, kl: {coef: 0.1}}",
+    "PPO": "algorithm={name: ppo, updates_per_step: 2, ppo_epochs: 2}",
     "DAPO": "algorithm={name: dapo, group_size: 2}",
 }
-HALF = "with half a step kept, as it said"
-"""Of a run that was asked to end between a critic's and the policy's update."""
 LAYOUTS = ("d1", "d2", "t2", "p2")
+
+
+SIZE = 48 << 20
+"""Bytes of the file system of a run: several times what its checkpoints take."""
+BETWEEN = "of its optimizer steps on resume"
+FULL = "No space left on device"
 
 
 @dataclass(frozen=True)
 class Fault:
     """Something that is done to a run at a moment of its life."""
 
-    harm: Callable[[Command], None]
-    when: Callable[[Path, random.Random], Callable[[], bool]]
-    """The directory of the run -> whether the moment has come."""
+    harm: Callable[[Command, Path], bool]
+    """Whether there was something to harm in the run of this directory."""
+    when: Callable[[Command, Path, random.Random], Callable[[], bool]]
+    """Whether the moment has come."""
+    ends_it: bool = True
 
 
-def _at_any_moment(_: Path, draw: random.Random) -> Callable[[], bool]:
+def _at_any_moment(_: Command, run: Path, draw: random.Random) -> Callable[[], bool]:
     moment = time.monotonic() + draw.uniform(0, 5)
     return lambda: time.monotonic() > moment
 
 
-def _while_it_saves(run: Path, draw: random.Random) -> Callable[[], bool]:
+def _while_it_starts(process: Command, run: Path, draw: random.Random) -> Callable[[], bool]:
+    """Between its first rank's start and its first step, or what it resumes from."""
+    after: list[float] = []
+    wait = draw.uniform(0, 1.5)
+
+    def has_come() -> bool:
+        if not after and psutil.Process(process.pid).children():
+            after.append(time.monotonic())
+        return bool(after) and time.monotonic() > after[0] + wait
+
+    return has_come
+
+
+def _while_it_saves(_: Command, run: Path, draw: random.Random) -> Callable[[], bool]:
     step = draw.choice(range(2, STEPS, 2))
     return (run / f"checkpoints/.step-{step:06d}.partial").exists
 
 
-def _launcher(process: Command) -> None:
+def _launcher(process: Command, _: Path) -> bool:
     process.kill()
+    return True
 
 
-def _rank(process: Command) -> None:
-    ranks = list(psutil.Process(process.pid).children())
-    if ranks:
-        random.choice(ranks).kill()
+def _rank(process: Command, _: Path) -> bool:
+    return _kill_one(psutil.Process(process.pid).children())
 
 
-def _asked(process: Command) -> None:
+def _reward_process(process: Command, _: Path) -> bool:
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    return _kill_one([one for one in everyone if "fivefold.reward.process" in one.cmdline()])
+
+
+def _kill_one(processes: list[psutil.Process]) -> bool:
+    if processes:
+        random.choice(processes).kill()
+    return bool(processes)
+
+
+def _asked(process: Command, _: Path) -> bool:
     process.send_signal(signal.SIGTERM)
+    return True
+
+
+def _fill(_: Command, run: Path) -> bool:
+    """The run's file system, to its last byte."""
+    with (run / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return True
 
 
 FAULTS = {
     "launcher killed": Fault(_launcher, _at_any_moment),
+    "launcher killed while it starts or resumes": Fault(_launcher, _while_it_starts),
     "launcher killed while it saves": Fault(_launcher, _while_it_saves),
     "rank killed": Fault(_rank, _at_any_moment),
+    "rank killed while it starts or resumes": Fault(_rank, _while_it_starts),
     "rank killed while it saves": Fault(_rank, _while_it_saves),
+    "reward process killed": Fault(_reward_process, _at_any_moment, ends_it=False),
+    "disk full": Fault(_fill, _at_any_moment),
+    "disk full while it saves": Fault(_fill, _while_it_saves),
     "SIGTERM": Fault(_asked, _at_any_moment),
+    "SIGTERM while it starts or resumes": Fault(_asked, _while_it_starts),
 }
 
 
@@ -99,7 +151,7 @@ def flip_a_byte(run: Path, draw: random.Random) -> bool:
 def main() -> None:
     count, seed = int(sys.argv[1]) if len(sys.argv) > 1 else 100, int(sys.argv[2]) if len(sys.argv) > 2 else 0
     random.seed(seed)
-    draw, done, runs = random.Random(seed), Counter[str](), Counter[str]()
+    draw, done, kept, runs = random.Random(seed), Counter[str](), Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         make_model(root)
@@ -109,16 +161,16 @@ def main() -> None:
         while sum(done.values()) < count:
             method = draw.choice(sorted(METHODS))
             name = f"{method}-{sum(runs.values())}"
-            is_exact = _abused(root, name, METHODS[method], draw, done, count)
-            if is_exact:
+            with _file_system(root / "runs" / name):
+                _abused(root, name, METHODS[method], draw, done, kept, count)
                 assert_same(metrics(root, name), bases[method])
-            runs[method if is_exact else HALF] += 1
-            said = "as the run that nobody touched" if is_exact else HALF
-            print(f"{sum(done.values())} faults, {name}: {said}", flush=True)
+            runs[method] += 1
+            print(f"{sum(done.values())} faults, {name}: as the run that nobody touched", flush=True)
     for fault, times in sorted(done.items()):
         print(f"{times:4} x {fault}")
     print(f"{sum(runs.values())} runs finished: {', '.join(f'{times} {each}' for each, times in sorted(runs.items()))};")
-    print("all but those that kept half a step have the metrics of the run that nobody touched")
+    print(f"{sum(kept.values())} steps went on between their optimizer steps;")
+    print("all have the metrics of the run that nobody touched")
     zygote.close()
 
 
@@ -128,9 +180,12 @@ def _whole(root: Path, name: str, choice: str) -> list[dict[str, float]]:
     return metrics(root, name)
 
 
-def _abused(root: Path, name: str, choice: str, draw: random.Random, done: Counter[str], count: int) -> bool:
-    """A run until it has finished, with faults as long as there are some left; whether it says that it is exact."""
-    run, is_exact = root / "runs" / name, True
+def _abused(
+    root: Path, name: str, choice: str, draw: random.Random, done: Counter[str], kept: Counter[str], count: int
+) -> None:
+    """A run until it has finished, with faults as long as there are some left; `kept` counts steps that went on in their
+    middle."""
+    run = root / "runs" / name
     while True:
         policy, in_background = draw.choice(LAYOUTS), draw.choice(["true", "false"])
         alike = [layout for layout in LAYOUTS if layout[1:] == policy[1:]]
@@ -143,26 +198,57 @@ def _abused(root: Path, name: str, choice: str, draw: random.Random, done: Count
         ]
         process = Command("train", root / "run.yaml", *overrides)
         what = draw.choice(sorted(FAULTS)) if sum(done.values()) < count else ""
-        if what:
-            has_come = FAULTS[what].when(run, draw)
-            while process.poll() is None and not has_come():
-                time.sleep(0.002)
-        if what and process.poll() is None:
-            everyone = children_of(process.pid)
-            FAULTS[what].harm(process)
+        is_harmed = bool(what) and _harm(process, run, FAULTS[what], draw)
+        if is_harmed:
             done[what] += 1
-            process.wait(120)
-            is_exact = is_exact and "were taken and stay" not in "".join(process.communicate())
-            wait_for(lambda pids=everyone: gone(pids))
-            wait_for(lambda: is_free(run))
-            if draw.random() < 0.2 and flip_a_byte(run, draw):
-                done["a byte of the newest checkpoint flipped"] += 1
-            continue
         ended = process.finish()
-        assert ended.returncode == 0, (overrides, ended)
-        return is_exact
+        # What a rank has forked to write, and reward processes, end a moment later.
+        (run / "filler").unlink(missing_ok=True)
+        wait_for(lambda: is_free(run))
+        said = ended.stdout + ended.stderr
+        assert "Traceback" not in said, (what, overrides, said)
+        kept[name] += BETWEEN in said
+        if ended.returncode == 0:
+            return
+        assert is_harmed and FAULTS[what].ends_it, (what, overrides, said)
+        assert not what.startswith("disk full") or FULL in said, (overrides, said)
+        if draw.random() < 0.2 and flip_a_byte(run, draw):
+            done["a byte of the newest checkpoint flipped"] += 1
+
+
+def _harm(process: Command, run: Path, fault: Fault, draw: random.Random) -> bool:
+    """Wait for the moment and do it, unless the run has ended before."""
+    try:
+        has_come = fault.when(process, run, draw)
+        while process.poll() is None and not has_come():
+            time.sleep(0.002)
+        if process.poll() is not None:
+            return False
+        everyone = children_of(process.pid)
+        is_harmed = fault.harm(process, run)
+    except psutil.NoSuchProcess:
+        return False
+    if is_harmed and fault.ends_it:
+        process.wait()
+        wait_for(lambda: gone(everyone))
+    return is_harmed
+
+
+@contextmanager
+def _file_system(path: Path) -> Iterator[None]:
+    """Of its own, and small, in a new directory."""
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if os.environ.get("MOUNTS") != "own":
+        # Mounts of its own, which end with it.
+        program = [sys.executable, "-m", "tests.support.kills", *sys.argv[1:]]
+        os.execvpe("unshare", ["unshare", "--user", "--map-root-user", "--mount", *program], os.environ | {"MOUNTS": "own"})
     main()

@@ -193,12 +193,12 @@ def toy_parts(
     )  # fmt: skip
     settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
     config = TrainerConfig(seed=3, **(settings | trainer))
+    plan = BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5, skipped=objective.skipped)
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
-        plan=BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5, skipped=objective.skipped),
-        minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, offline, logger.log),
+        plan=plan, minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, offline, logger.log),
         trainer=Trainer(
-            config, run_dir, steps, ranks, logger, models, source, None, flops=lambda tokens, length: 1.0,
+            config, run_dir, steps, ranks, logger, models, source, None, plan, flops=lambda tokens, length: 1.0,
             resolved_config="", fingerprint=Fingerprint(),
         ),
     )  # fmt: skip

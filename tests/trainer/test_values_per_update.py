@@ -37,7 +37,7 @@ def one_step(mesh, run_dir: Path, per_update: bool):
     batch = pack(groups, stats, mesh.ranks, run.plan)
     models.annotate(batch, objective.needs(run.plan.updates_per_step), stats.skipped_N)
     objective.assign_advantages(batch, stats, mesh.ranks)
-    models.update_critic(run.minibatches(batch, stats), 0)
+    models.update_critic(run.minibatches(batch, stats), [], 0)
     rows = []
     for place, row in enumerate(batch.sample_index_N):
         index_T = batch.token_index([place])

@@ -92,7 +92,8 @@ def trained(mesh, directory, name: str, budget: int, fault: str = ""):
         part = replace(batch)
         models.annotate(part, objective.needs(4), skipped_N)
         objective.assign_advantages(part, own, mesh.ranks)
-        reports = models.update_policy(MiniBatches(objective, ppo_epochs=2)(part, own), 0)
+        reports = []
+        models.update_policy(MiniBatches(objective, ppo_epochs=2)(part, own), reports, 0)
         found.append((reports, torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])))
     return found
 

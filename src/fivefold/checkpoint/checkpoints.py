@@ -1,6 +1,7 @@
 """Checkpoints of a run: written to a staging directory, then renamed atomically; a corrupt one is named and skipped.
 
 checkpoints/step-000030/   policy/ critic/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
+                           rollouts/ (groups that wait)  work/ (of a step that goes on between its optimizer steps)
 checkpoints/latest         the name of the one to resume from
 """
 
@@ -180,14 +181,14 @@ def _move_rows(path: Path, last: int, aside: Path) -> None:
     kept: list[bytes] = []
     moved: list[bytes] = []
     # In bytes lines end at newlines only.
-    lines = path.read_bytes().split(b"\n")[:-1]
-    for line in lines:
+    content = path.read_bytes()
+    for line in content.split(b"\n")[:-1]:
         try:
             row = json.loads(line)
         except ValueError:
             continue
         (kept if row.get("step", 0) <= last else moved).append(line + b"\n")
-    if len(kept) == len(lines):
+    if b"".join(kept) == content:
         return
     if moved:
         aside.parent.mkdir(parents=True, exist_ok=True)

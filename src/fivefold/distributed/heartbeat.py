@@ -7,7 +7,7 @@ it is, all threads exchange how far their ranks are, and then everyone knows the
 to there every rank goes on, for others wait for it; behind it nobody has been.
 
 A place is (number of collectives of the whole world and of passes over a batch that were begun, item within the last of
-them): all ranks begin the same ones in the same order. An item is a micro-batch or a finished response.
+them): all ranks begin the same ones in the same order. An item is a micro-batch, an engine's step or a finished response.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import NoReturn
 
 import torch
@@ -139,6 +140,19 @@ class Heartbeat:
             if self._may_end and self._place[0] >= self._end:
                 self._interrupt()
             return self._may_end
+
+    def goes_on(self, among: Iterable[int]) -> Callable[[], bool]:
+        """Whether to take the next of the steps that these ranks take together, asked before each; raises Interrupted where
+        the run was asked to end and nobody waits for them farther on."""
+        steps, members = count(), tuple(among)
+
+        def is_next_taken() -> bool:
+            if self.item(next(steps), members):
+                return True
+            self.check()
+            return False
+
+        return is_next_taken
 
     @contextmanager
     def shielded(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ def scratch_directory() -> Path:
     Those of processes that nobody was left to clean up after are removed.
     """
     for path, owner in _found():
-        if not psutil.pid_exists(owner) and _is_free(path):
+        if _has_ended(owner) and _is_free(path):
             shutil.rmtree(path, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f"fivefold-{os.getpid()}-", dir=_short_directory()))
     # Open, and so locked, until this process ends: the number of a process says nothing in another container.
@@ -43,6 +43,13 @@ def _found() -> list[tuple[Path, int]]:
     places = {Path(tempfile.gettempdir()), Path(_short_directory())}
     found = [(path, _NAME.fullmatch(path.name)) for place in places for path in place.glob("fivefold-*")]
     return [(path, int(name[1])) for path, name in found if name]
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether it is gone, or waits for nothing but to be counted by its parent."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def _is_free(path: Path) -> bool:

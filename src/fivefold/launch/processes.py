@@ -15,6 +15,7 @@ from typing import IO
 
 from fivefold.distributed.scratch import remove_scratch
 from fivefold.launch.deaths import MemoryWatch, describe
+from fivefold.launch.last_words import VARIABLE, LastWords, Words
 from fivefold.launch.watch import Cause, Kind
 
 _LAST_LINES = 20
@@ -55,6 +56,7 @@ class RankProcesses:
         """`log_dir`: where they leave why they ended, and all but rank 0 what they say."""
         self.ranks, self._log_dir = ranks, log_dir
         self._memory = MemoryWatch()
+        self._words = {rank: LastWords(log_dir / f"rank-{rank}") for rank in ranks}
         self._processes: list[subprocess.Popen[bytes]] = []
         # The ranks hold the reading end: it closes when this process ends in whatever way, and then they end too.
         self._alive, self._hold = os.pipe()
@@ -68,20 +70,22 @@ class RankProcesses:
     ) -> None:
         """Start `python -m ARGUMENTS` once a rank, with these files. `terminal` gets what rank 0 says; this process's own
         where it is left out."""
-        for local_rank, rank in enumerate(self.ranks):
+        for local_rank, (rank, words) in enumerate(self._words.items()):
             own = {
                 **environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(len(self.ranks)),
                 "FIVEFOLD_LAUNCHER_PIPE": str(self._alive),
-                "FIVEFOLD_LOG_DIR": str(self._log_dir),
+                VARIABLE: str(words.file),
             }
             with contextlib.ExitStack() as opened:
                 output, errors = terminal
                 if rank:
                     output, errors = opened.enter_context((self._log_dir / f"rank-{rank}.log").open("wb")), None
-                self._processes.append(start_rank(arguments, own, output, (self._alive, *inherited), errors))
+                files = (self._alive, words.file, *inherited)
+                self._processes.append(start_rank(arguments, own, output, files, errors))
+            os.close(words.file)
         os.close(self._alive)
 
     def codes(self) -> list[int | None]:
@@ -103,9 +107,9 @@ class RankProcesses:
                 pid = self._processes[self.ranks.index(rank)].pid
                 said = f"rank {rank} on {host} {describe(pid, -code, self._memory)}"
                 found.append(Cause(Kind.KILLED, rank, said, self._tail(rank)))
-        for rank, error, when in self._left("error"):
-            found.append(Cause(Kind.RAISED, when, f"rank {rank} failed:\n{error}"))
-        lost = {rank for rank, _, _ in self._left("lost")}
+        for rank, words in self._said("error"):
+            found.append(Cause(Kind.RAISED, words.when, f"rank {rank} failed:\n{words.text}"))
+        lost = {rank for rank, _ in self._said("lost")}
         for rank, code in codes.items():
             if code > 0 and rank not in lost:
                 said = f"rank {rank} on {host} ended with code {code} and left no traceback"
@@ -117,17 +121,16 @@ class RankProcesses:
         return [
             Cause(
                 Kind.LOST,
-                when,
+                words.when,
                 f"rank {rank} on {socket.gethostname()} lost a rank that is elsewhere, or that still runs; the reason "
-                f"stands where that one ended:\n{text}",
+                f"stands where that one ended:\n{words.text}",
             )
-            for rank, text, when in self._left("lost")
+            for rank, words in self._said("lost")
         ]
 
-    def _left(self, kind: str) -> list[tuple[int, str, int]]:
-        """(rank, text, time) of the files of this kind that ranks left when they ended."""
-        paths = {rank: self._log_dir / f"rank-{rank}.{kind}" for rank in self.ranks}
-        return [(rank, path.read_text(), path.stat().st_mtime_ns) for rank, path in paths.items() if path.is_file()]
+    def _said(self, kind: str) -> list[tuple[int, Words]]:
+        """The last words of this kind, with whose they are."""
+        return [(rank, words) for rank, each in self._words.items() for words in each.read() if words.kind == kind]
 
     def _tail(self, rank: int) -> tuple[str, ...]:
         """The end of a rank's log; rank 0 has none, it speaks on the terminal."""
@@ -143,6 +146,8 @@ class RankProcesses:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             remove_scratch(process.pid)
+        for words in self._words.values():
+            words.close()
         os.close(self._hold)
 
 

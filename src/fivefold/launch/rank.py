@@ -18,7 +18,7 @@ import psutil
 from fivefold.distributed.processes import descendants, kill
 from fivefold.distributed.scratch import remove_scratch
 from fivefold.errors import describe_error
-from fivefold.launch import environment
+from fivefold.launch import environment, last_words
 from fivefold.launch.deaths import is_loss
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import end_with_launcher, has_launcher
@@ -84,21 +84,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """End this rank and the processes that it or Megatron-Core's saving started, whatever they are doing."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # They may be files on a disk that is full.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     kill(descendants(psutil.Process()))
     remove_scratch(os.getpid())
     os._exit(code)
 
 
 def _leave_error(text: str, kind: str) -> None:
-    """Where the launcher finds it, or on this rank's own stderr; `kind` is `lost` where another rank has the reason."""
-    directory = os.environ.get("FIVEFOLD_LOG_DIR")
-    if directory is None:
+    """Tell the launcher, or on this rank's own stderr; `kind` is `lost` where another rank has the reason."""
+    if not last_words.leave(text, kind):
         did = "failed" if kind == "error" else "lost another rank, which has the reason"
         print(f"rank {os.environ.get('RANK')} on {socket.gethostname()} {did}:\n{text}", file=sys.stderr, flush=True)
-    else:
-        (Path(directory) / f"rank-{os.environ['RANK']}.{kind}").write_text(text)
 
 
 def _end_after_loss(error: Exception) -> None:

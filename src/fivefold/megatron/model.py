@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fivefold.config.schema import PolicyConfig
 from fivefold.distributed.groups import as_world
+from fivefold.distributed.heartbeat import Interrupted
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import first_line, sentence_of
 from fivefold.megatron import dist_checkpoint, step
@@ -156,9 +157,14 @@ class MegatronModel:
         for router in self._routers.values():
             router.load_E.zero_()
             router.balance.zero_()
-        gradients = step.forward_backward(
-            self._models, self._finalize, batch, loss_fn, self._batching, list(self._routers.values())
-        )
+        try:
+            gradients = step.forward_backward(
+                self._models, self._finalize, batch, loss_fn, self._batching, list(self._routers.values())
+            )
+        except Interrupted:
+            # Part of the batch moved them already, and all of it will when the update is done anew.
+            self._restore_biases(biases)
+            raise
         updater.optimizer.prepare_grads()
         # The first to wait for the device: what the host has to prepare for it is behind the gradients by now.
         grad_norm = float(updater.optimizer.get_grad_norm())
@@ -166,9 +172,7 @@ class MegatronModel:
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         lr = 0.0
         if skipped:
-            for router, bias in zip(self._routers.values(), biases, strict=True):
-                if bias is not None:
-                    router.expert_bias.copy_(bias)
+            self._restore_biases(biases)
         else:
             updater.schedule.step(1)
             lr = max(group["lr"] for group in updater.optimizer.param_groups)
@@ -183,6 +187,12 @@ class MegatronModel:
             sequences=gradients.sequences,
             skipped=skipped,
         )
+
+    def _restore_biases(self, biases: list[Tensor | None]) -> None:
+        """Undo what an update that is not taken did to the routers' balance (DeepSeek-V3, 2412.19437, section 2.1.2)."""
+        for router, bias in zip(self._routers.values(), biases, strict=True):
+            if bias is not None:
+                router.expert_bias.copy_(bias)
 
     def _update(self, grad_norm: float) -> None:
         """Clip and step with gradients that are known to be finite."""

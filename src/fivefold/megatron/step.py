@@ -14,9 +14,9 @@ The only file where a factor of dp, cp, tp, pp or the number of micro-batches co
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -102,7 +102,6 @@ class MicroBatches:
         self.count = -(-int(needed) // round_of) * round_of
         self._batch, self._batching = batch, batching
         self._plan = plan_micro_batches(sizes, self.count, self._budget)
-        self._made = cache(self._make)
         totals = torch.tensor([sum(sizes[unit] for unit in units) for units in self._plan])
         # A replica without samples takes part with padding only, or the others would wait for it for ever.
         totals = -(-totals.clamp(min=1) // self._total_multiple) * self._total_multiple
@@ -118,8 +117,19 @@ class MicroBatches:
 
     def iterators(self) -> Any:
         """What Megatron-Core's schedule draws micro-batches from: one iterator a virtual stage."""
-        several = [map(self._made, range(self.count)) for _ in range(self._batching.virtual)]
-        return several if self._batching.virtual > 1 else several[0]
+        waiting: list[deque[MicroBatch]] = [deque() for _ in range(self._batching.virtual)]
+        several = [self._drawn(own, waiting) for own in waiting]
+        return several if len(several) > 1 else several[0]
+
+    def _drawn(self, own: deque[MicroBatch], waiting: list[deque[MicroBatch]]) -> Iterator[MicroBatch]:
+        """Each is made by the stage that wants it first and kept until the last one has it: then its memory is free."""
+        for number in range(self.count):
+            if not own:
+                made = self._make(number)
+                for each in waiting:
+                    each.append(made)
+                del made
+            yield own.popleft()
 
     def _padded(self, length: int) -> int:
         return -(-length // self._multiple) * self._multiple

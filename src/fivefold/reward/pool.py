@@ -32,6 +32,7 @@ _START_SECONDS = 300.0
 """Until a process has imported what its functions import: minutes where a cluster's file system is cold."""
 _END_SECONDS = 5.0
 """Until a process that has closed its files is gone."""
+_KILLED = "ended by SIGKILL"
 _MOST_WORKERS = 32
 Scoring = Future[str | None]
 """Of a sample: why it failed, once that is known."""
@@ -239,6 +240,11 @@ def _error_of(answer: dict[str, Any]) -> str | None:
 class _NoAnswerError(Exception):
     """Why a reward process gave none."""
 
+    def __init__(self, reason: str, was_killed: bool = False) -> None:
+        super().__init__(reason)
+        self.was_killed = was_killed
+        """From outside: by the kernel for lack of memory, or by somebody."""
+
 
 class _Worker:
     """One reward process, started when first asked and again after it was killed."""
@@ -255,12 +261,20 @@ class _Worker:
         self._numbers = itertools.count(1)
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The worker's answer, or {"error": ...} when it gave none in time."""
+        """The worker's answer, or {"error": ...} when it gave none in time; a process that was killed is asked once more."""
         try:
-            self.start()
-            return self._exchange({**request, "id": next(self._numbers)}, seconds, "no reward")
+            return self._ask(request, seconds)
+        except _NoAnswerError as error:
+            if not error.was_killed:
+                return {"error": str(error)}
+        try:
+            return self._ask(request, seconds)
         except _NoAnswerError as error:
             return {"error": str(error)}
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self.start()
+        return self._exchange({**request, "id": next(self._numbers)}, seconds, "no reward")
 
     def start(self) -> None:
         """Start the process unless it is there; raises _NoAnswerError where a function cannot be loaded."""
@@ -291,20 +305,19 @@ class _Worker:
     def _exchange(self, request: dict[str, Any], seconds: float, missing: str) -> dict[str, Any]:
         """Any trouble ends the process: what it says later would be taken for the answer to another request."""
         assert self._messages is not None
+        is_gone = False
         try:
             self._messages.send(request, seconds)
             answer = self._messages.receive(seconds)
             if answer is not None and answer.get("id") == request["id"]:
                 return answer
-            reason = f"not the answer to this sample: {answer}"
-            if answer is None:
-                reason = f"the reward process {self.kill(_END_SECONDS)}"
+            reason, is_gone = f"not the answer to this sample: {answer}", answer is None
         except TimeoutError:
             reason = f"{missing} within {seconds:g} s"
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            reason = f"no exchange with the reward process: {error}"
-        self.kill()
-        raise _NoAnswerError(reason)
+            reason, is_gone = f"no exchange with the reward process: {error}", isinstance(error, ConnectionError)
+        ended = self.kill(_END_SECONDS if is_gone else 0.0)
+        raise _NoAnswerError(f"the reward process {ended}" if is_gone else reason, ended == _KILLED)
 
     def kill(self, patience: float = 0.0) -> str:
         """End the process with what it started, and say how it ended; it has so many seconds to end by itself."""

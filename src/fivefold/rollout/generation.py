@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import Engine
+from fivefold.interfaces import Engine, SteppedEngine
 from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import Scoring
@@ -57,7 +57,8 @@ class Generator:
         ]
         found: dict[int, Sample] = {}
         scoring: list[Scoring] = []
-        finished, is_ending = count(), False
+        # An engine that asks before its own steps ends by itself.
+        finished, is_ending = count(), isinstance(self.engine, SteppedEngine)
         while True:
             for completion in self.engine.generate([request for request in requests if request.id not in found]):
                 if not is_ending and not heartbeat.item(next(finished), self.members):

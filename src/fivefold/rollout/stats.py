@@ -120,8 +120,8 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         domain_N=column["domain"].unique(return_inverse=True)[1] if plan.domain_of else None,
         incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
     )
-    skipped_N = plan.skipped(stats)
-    return replace(stats, skipped_N=skipped_N, owner_N=_owners(stats, skipped_N, ranks.layout.dp, plan))
+    stats = replace(stats, skipped_N=plan.skipped(stats))
+    return replace(stats, owner_N=owners(stats, ranks.layout.dp, plan))
 
 
 def scored(groups: list[Group]) -> list[Sample]:
@@ -169,11 +169,12 @@ def _minibatches(group_N: Tensor, updates: int) -> Tensor:
     return group_N * updates // groups
 
 
-def _owners(stats: RolloutStats, skipped_N: Tensor | None, replicas: int, plan: BatchPlan) -> Tensor:
+def owners(stats: RolloutStats, replicas: int, plan: BatchPlan) -> Tensor:
+    """[N] the replica of each sample, dealt by work within each optimizer step."""
     size, part_N = plan.samples_per_comparison, stats.minibatch_N
-    if skipped_N is not None:
+    if stats.skipped_N is not None:
         # What the policy computes is balanced for itself, and so is the rest, which others may compute.
-        part_N = 2 * part_N + skipped_N
+        part_N = 2 * part_N + stats.skipped_N
     work_N = plan.work(stats.lengths_N)
     if plan.share_prefix and size == 1:
         prompt_work_N = plan.work(stats.prompt_lengths_N)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
-from fivefold.distributed.redealing import begin_forward, begin_train_step
+from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import Model
 from fivefold.trainer.checks import SkipGuard
@@ -75,34 +76,37 @@ class Models:
             found_T[batch.token_index(samples)] = one.result()
             setattr(batch, name, found_T)
 
-    def update_critic(self, minibatches: Iterable[MiniBatch], step: int) -> Callable[[], list[StepReport]]:
-        """The critic's optimizer steps, none without a critic: when this returns they are taken, or on their way where it
-        has ranks of its own. What it gives waits for their reports."""
+    def update_critic(self, minibatches: Iterable[MiniBatch], reports: list[StepReport], step: int) -> Callable[[], None]:
+        """The critic's optimizer steps behind those that `reports` has, none without a critic: when this returns they are
+        taken, or on their way where it has ranks of its own. What it gives waits for them, and adds their reports."""
         if self.critic is None:
-            return list
-        passes = []
-        if self.values_per_update:
-            with self.on_device("critic"):
-                for mini in minibatches:
-                    self._revalue(mini)
-                    passes.append((mini, begin_train_step(self.critic, mini.batch, self.value_loss)))
-                    passes[-1][1].compute()
-        else:
-            # All samples go there before the first of them is computed with: nobody waits for a rank that computes.
-            passes = [(mini, begin_train_step(self.critic, mini.batch, self.value_loss)) for mini in minibatches]
-            with self.on_device("critic"):
-                for _, one in passes:
-                    one.compute()
+            return lambda: None
+        begun: list[tuple[MiniBatch, Pass[StepReport]]] = []
 
-        def reports() -> list[StepReport]:
-            found = []
-            for mini, one in passes:
+        def finish() -> None:
+            while begun:
+                mini, one = begun.pop(0)
                 report = one.result()
                 self.guard.check(report, mini.batch, "critic", step)
-                found.append(replace(report, metrics=self.value_loss.finalize_metrics(report.metrics)))
-            return found
+                reports.append(replace(report, metrics=self.value_loss.finalize_metrics(report.metrics)))
 
-        return reports
+        todo = islice(minibatches, len(reports), None)
+        if self.ranks.is_everywhere or self.values_per_update:
+            with self.on_device("critic"):
+                for mini in todo:
+                    if self.values_per_update:
+                        self._revalue(mini)
+                    begun.append((mini, begin_train_step(self.critic, mini.batch, self.value_loss)))
+                    begun[-1][1].compute()
+                    if self.ranks.is_everywhere:
+                        finish()
+        else:
+            # All samples go there before the first of them is computed with: nobody waits for a rank that computes.
+            begun += [(mini, begin_train_step(self.critic, mini.batch, self.value_loss)) for mini in todo]
+            with self.on_device("critic"):
+                for _, one in begun:
+                    one.compute()
+        return finish
 
     def _revalue(self, mini: MiniBatch) -> None:
         """Values by the critic as it is now, and advantages over this update alone, for the policy's update too."""
@@ -113,23 +117,29 @@ class Models:
         for name in ("values_T", "advantages_T", "returns_T"):
             getattr(mini.source, name)[index] = getattr(part, name)
 
-    def update_policy(self, minibatches: Iterable[MiniBatch], step: int) -> list[StepReport]:
-        """The policy's optimizer steps; none while only the critic learns."""
+    def update_policy(self, minibatches: Iterable[MiniBatch], reports: list[StepReport], step: int) -> None:
+        """The policy's optimizer steps behind those that `reports` has, which gets theirs; none while only the critic
+        learns."""
         if self.critic is not None and step < self.critic_warmup:
-            return []
-        passes, reports = [], []
+            return
+        begun: list[tuple[MiniBatch, TokenBatch, Pass[StepReport]]] = []
+
+        def finish() -> None:
+            while begun:
+                mini, batch, one = begun.pop(0)
+                report = one.result()
+                self.guard.check(report, batch, "policy", step)
+                # Of no token there is no mean.
+                metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
+                reports.append(replace(report, metrics=metrics | skipped_share(mini)))
+
         with self.on_device("policy"):
-            for mini in minibatches:
+            for mini in islice(minibatches, len(reports), None):
                 seed = request_seed([self.seed, step, mini.number])
                 batch = select_tokens(without_skipped(mini), self.objective, self.policy, self.ranks, seed)
-                one = begin_train_step(self.policy, batch, self.objective.loss)
-                one.compute()
-                passes.append((mini, batch, one))
+                begun.append((mini, batch, begin_train_step(self.policy, batch, self.objective.loss)))
+                begun[-1][2].compute()
+                if self.ranks.is_everywhere:
+                    finish()
         # Behind all of them: whoever has no policy may be busy with another model until then.
-        for mini, batch, one in passes:
-            report = one.result()
-            self.guard.check(report, batch, "policy", step)
-            # Of no token there is no mean.
-            metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
-            reports.append(replace(report, metrics=metrics | skipped_share(mini)))
-        return reports
+        finish()

@@ -14,20 +14,22 @@ def train(run: Run) -> None:
     objective, minibatches, gate, stage = run.objective, run.minibatches, run.gate, run.logger.stage
 
     for step in trainer.steps():
-        with stage("weight_sync"), models.on_device():
-            weight_sync(models.policy, engine)
-        with stage("rollout"), models.on_device(), sleeping_after(engine):
-            groups = rollouts.next(step)
-        with stage("pack"):
-            stats = gather_stats(groups, ranks, plan)
-            batch = pack(groups, stats, ranks, plan)
-        with stage("logprobs"):
-            models.annotate(batch, objective.needs(run.updates) | gate.needs, stats.skipped_N)
-        gate.check(batch, stats, models.policy.version)
-        objective.assign_advantages(batch, stats, ranks)
+        if (work := trainer.work) is None:
+            with stage("weight_sync"), models.on_device():
+                weight_sync(models.policy, engine)
+            with stage("rollout"), models.on_device(), sleeping_after(engine):
+                groups = rollouts.next(step)
+            with stage("pack"):
+                stats = gather_stats(groups, ranks, plan)
+                batch = pack(groups, stats, ranks, plan)
+            with stage("logprobs"):
+                models.annotate(batch, objective.needs(run.updates) | gate.needs, stats.skipped_N)
+            gate.check(batch, stats, models.policy.version)
+            objective.assign_advantages(batch, stats, ranks)
+            work = trainer.begin_updates(groups, stats, batch)
         with stage("critic"):
-            reports_of_critic = models.update_critic(minibatches(batch, stats), step)
+            learned = models.update_critic(minibatches(work.batch, work.stats), work.critic_reports, step)
         with stage("train"):
-            policy_reports = models.update_policy(minibatches(batch, stats), step)
-            critic_reports = reports_of_critic()
-        trainer.record(groups, stats, policy_reports, critic_reports)
+            models.update_policy(minibatches(work.batch, work.stats), work.policy_reports, step)
+            learned()
+        trainer.end_updates()

@@ -24,29 +24,17 @@ from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.observability.peak_memory import peak_memory
 from fivefold.observability.profiler import profiled
 from fivefold.observability.run_logger import RunLogger, sample_rows
-from fivefold.rollout.stats import rollout_metrics
+from fivefold.rollout.stats import BatchPlan, rollout_metrics
 from fivefold.trainer.evaluation import Evaluation
 from fivefold.trainer.models import Models
+from fivefold.trainer.step_work import WORK, StepWork, read_work
 from fivefold.trainer.update_metrics import throughput, update_metrics
-from fivefold.types import Group, RolloutStats, StepReport
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What a step leaves to be recorded."""
-
-    groups: list[Group]
-    """Of this rank."""
-    stats: RolloutStats
-    policy_reports: list[StepReport]
-    critic_reports: list[StepReport]
-    policy_version: int
-    """Before the step's updates."""
+from fivefold.types import Group, RolloutStats, TokenBatch
 
 
 @dataclass(frozen=True)
 class BeforeStep:
-    """What a step that was not finished begins from when it is done anew."""
+    """What a step begins from when it is done anew."""
 
     rollouts: dict[str, Any]
     """State of the rollout source."""
@@ -69,6 +57,7 @@ class Trainer:
     models: Models
     rollouts: RolloutSource
     evaluation: Evaluation | None
+    plan: BatchPlan
     flops: Callable[[int, float], float]
     """Tokens and mean length of a sequence -> floating-point operations of training on them."""
     resolved_config: str
@@ -77,6 +66,8 @@ class Trainer:
     """A checkpoint."""
     step: int = 0
     """Steps finished."""
+    work: StepWork | None = None
+    """What the step in progress learns from, once it is there: at once where the run goes on between optimizer steps."""
     _saved: int = -1
     _before: BeforeStep | None = None
     """The step in progress."""
@@ -84,7 +75,8 @@ class Trainer:
     """The row of the last step is still to be written: its evaluation is due or in progress."""
     _saving: Saving | None = None
     """A checkpoint that is being written in the background."""
-    _record: StepRecord | None = None
+    _has_learned: bool = False
+    """The step in progress has taken all its optimizer steps."""
     _last_metrics: dict[str, float] | None = None
 
     @property
@@ -113,12 +105,15 @@ class Trainer:
         self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
         self.logger.end("finished", self.total_steps)
 
-    def record(
-        self, groups: list[Group], stats: RolloutStats, policy_reports: list[StepReport], critic_reports: list[StepReport]
-    ) -> None:
-        """Keep what the step did until it has ended."""
-        before = self.models.policy.version - sum(not report.skipped for report in policy_reports)
-        self._record = StepRecord(groups, stats, policy_reports, critic_reports, before)
+    def begin_updates(self, groups: list[Group], stats: RolloutStats, batch: TokenBatch) -> StepWork:
+        """Keep what the step learns from, and what it learns, until it has ended."""
+        rows = sample_rows(self.step + 1, groups, self.config.logged_samples_per_step, "train")
+        self.work = StepWork(stats, batch, rows)
+        return self.work
+
+    def end_updates(self) -> None:
+        """The step has taken all its optimizer steps."""
+        self._has_learned = True
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
@@ -133,6 +128,10 @@ class Trainer:
             if state.pending is not None:
                 self._is_pending, self._saved = True, -1
                 self.logger.record(state.pending)
+            if self.resume_from is not None and (self.resume_from / WORK).is_dir():
+                self.work = read_work(self.resume_from / WORK, self.ranks, self.plan)
+                self.logger.record(self.work.metrics)
+                self.logger.log(f"step {self.step + 1} goes on after {self.work.updates} of its optimizer steps")
             if self.objective.kl_target is not None:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
@@ -143,8 +142,7 @@ class Trainer:
 
     def _finish_step(self) -> None:
         """Record the step, then evaluate and save when it is time."""
-        assert self._record is not None, "the body of the loop must call trainer.record"
-        self._count_step(self._record)
+        self._count_step()
         every = self.config.guard.every
         if every and self.step % every == 0:
             with self.logger.stage("verify"):
@@ -152,13 +150,14 @@ class Trainer:
                     model.verify()
         self._end_step()
 
-    def _count_step(self, done: StepRecord) -> None:
+    def _count_step(self) -> None:
         """From here on the step is finished, and is not done anew."""
+        assert self.work is not None and self._has_learned, "the body of the loop must begin and end the step's updates"
         with self.ranks.heartbeat.shielded():
             self.step += 1
-            self._record_metrics(done)
-            self._before, self._record, self._is_pending = None, None, True
-            self.logger.samples(sample_rows(self.step, done.groups, self.config.logged_samples_per_step, "train"))
+            self._record_metrics(self.work)
+            self.logger.samples(self.work.rows)
+            self._before, self.work, self._has_learned, self._is_pending = None, None, False, True
 
     def _end_step(self) -> None:
         last = self.step == self.total_steps
@@ -174,9 +173,10 @@ class Trainer:
         if last or (self.config.save_every and self.step % self.config.save_every == 0):
             self.save(last)
 
-    def _record_metrics(self, done: StepRecord) -> None:
+    def _record_metrics(self, done: StepWork) -> None:
         record = self.logger.record
-        record(rollout_metrics(done.stats, done.policy_version))
+        before = self.models.policy.version - sum(not report.skipped for report in done.policy_reports)
+        record(rollout_metrics(done.stats, before))
         if done.policy_reports:
             found = update_metrics(done.policy_reports, "policy")
             if self.objective.kl_target is not None:
@@ -206,36 +206,45 @@ class Trainer:
     def save_interrupted(self, number: int) -> None:
         """Write a checkpoint of a run that was asked to end, in a step, in an evaluation or between them. Collective."""
         self._settle(wait=True)
-        if self._record is not None:
-            # All that the step was to learn is learned.
-            self._count_step(self._record)
+        if self._has_learned:
+            self._count_step()
         self.logger.end("ended", self.total_steps)
         asked = f"asked to end by {signal.Signals(number).name}"
-        rollouts, groups = self.rollouts.state_dict(), self._groups()
         if self._before is not None:
-            rollouts, groups = self._before.rollouts, self._before.groups
-            set_rng_states(self._before.rng)
-            asked += f" in step {self.step + 1}, which is done anew on resume"
+            asked += f" in step {self.step + 1}"
         if self.step == 0:
             self.logger.log(f"{asked}: no step was finished, there is nothing to save")
         elif self._saved == self.step:
             self.logger.log(f"{asked}: step {self.step} is saved")
-        else:
-            # Ranks without a model may not have heard of its last updates.
+        elif self._before is not None and self.ranks.is_everywhere and self.work is not None and self.work.updates:
+            self.logger.log(f"{asked}, which goes on after {self.work.updates} of its optimizer steps on resume")
+            self._write(self.rollouts.state_dict(), self._groups(), True, work=self.work)
+        elif self._before is not None:
+            # Ranks without a model may not have heard of its last updates: the step is not known well enough to go on in it.
             taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.learners.values())
-            if self._before is not None and (updates := taken - self._before.updates):
+            if updates := taken - self._before.updates:
                 asked += f"; {updates} of its optimizer steps were taken and stay"
+            self.logger.log(f"{asked}, which is done anew on resume")
+            set_rng_states(self._before.rng)
+            self._write(self._before.rollouts, self._before.groups, True)
+        else:
             self.logger.log(asked)
-            self._write(rollouts, groups, True, self.logger.pending if self._is_pending else None)
-
-    def _groups(self) -> Writer | None:
-        return self.rollouts.snapshot() if isinstance(self.rollouts, BufferedSource) else None
+            pending = self.logger.pending if self._is_pending else None
+            self._write(self.rollouts.state_dict(), self._groups(), True, pending)
 
     def _updates(self) -> int:
         return sum(model.version for model in self.models.learners.values())
 
+    def _groups(self) -> Writer | None:
+        return self.rollouts.snapshot() if isinstance(self.rollouts, BufferedSource) else None
+
     def _write(
-        self, rollouts: dict[str, Any], groups: Writer | None, is_last: bool, pending: dict[str, float] | None = None
+        self,
+        rollouts: dict[str, Any],
+        groups: Writer | None,
+        is_last: bool,
+        pending: dict[str, float] | None = None,
+        work: StepWork | None = None,
     ) -> None:
         state = RunState(
             step=self.step,
@@ -254,6 +263,8 @@ class Trainer:
             parts = {name: model.snapshot(copies=in_background) for name, model in self.models.learners.items()}
             if groups is not None:
                 parts["rollouts"] = groups
+            if work is not None:
+                parts[WORK] = work.writer(self.ranks, self.logger.pending)
             self._saving = Saving(self.checkpoints, state, parts, self.ranks, self.resolved_config, in_background)
             self._saved = self.step
             self._settle(wait=not in_background)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +72,8 @@ class VLLMEngine:
         self._verify_every = 0 if arguments.get("quantization") else verify_every
         self._updates, self._can_sleep = 0, can_sleep
         self._aborted: list[Completion] = []
+        self.goes_on: Callable[[], bool] = lambda: True
+        """Asked before every step of the engine, by all ranks of the replica; otherwise it ends what runs."""
         self._is_asleep = self._is_cache_asleep = False
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
         self.version = -1
@@ -108,6 +110,9 @@ class VLLMEngine:
         self._aborted = []
         try:
             while engine.has_unfinished_requests():
+                if not self.goes_on():
+                    self.abort()
+                    break
                 for output in engine.step():
                     (found,) = output.outputs
                     yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,6 +27,7 @@ import psutil
 import yaml
 
 from fivefold.distributed.processes import descendants, kill
+from fivefold.distributed.scratch import scratch_directory
 from fivefold.errors import first_line
 from fivefold.observability.growing import GrowingRows
 from fivefold.observability.trackers.state import State, without_secrets
@@ -205,8 +208,11 @@ def main() -> None:
         words.append(pipe.read())
         ended.set()
         time.sleep(seconds)
-        _end()
+        _end(scratch)
 
+    # What a library leaves there goes with this process; it is imported below.
+    scratch = scratch_directory()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     (run_dir / "trackers").mkdir(exist_ok=True)
     threading.Thread(target=wait, daemon=True).start()
     with (run_dir / "trackers" / f".{name}.lock").open("w") as lock:
@@ -218,12 +224,13 @@ def main() -> None:
             follower.finish(words[0].strip() == "finished")
         except Exception as error:
             tell(f"did not finish: {without_secrets(first_line(error))}")
-    _end()
+    _end(scratch)
 
 
-def _end() -> None:
-    """End this process and what a library has started, whatever they are doing."""
+def _end(scratch: Path) -> None:
+    """End this process and what a library has started, whatever they are doing, and remove its temporary files."""
     kill(descendants(psutil.Process()))
+    shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 
 

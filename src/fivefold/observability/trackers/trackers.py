@@ -17,6 +17,7 @@ import yaml
 from fivefold.config.packages import TRACKERS, missing_packages
 from fivefold.config.ranges import OneOf
 from fivefold.distributed.processes import descendants, kill
+from fivefold.distributed.scratch import remove_scratch
 from fivefold.files import read_json_object, read_text
 from fivefold.observability.growing import GrowingRows
 from fivefold.observability.trackers.state import State
@@ -101,6 +102,7 @@ class _Follower:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(self._pid)
                 kill([*descendants(process), process])
+                remove_scratch(self._pid)
 
 
 def send_again(run_dir: Path, names: Sequence[str] | None, seconds: float, say: Callable[[str], None]) -> None:

@@ -1,0 +1,139 @@
+"""What a step learns from and what of that is done. A run that ends between two optimizer steps of a step keeps it in its
+checkpoint, and goes on with the next of them: on any layout, from the same samples.
+
+work/step.safetensors  the stats, reports, metrics and rows so far    work/replica-00000.safetensors  a replica's batch
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fivefold.distributed.ranks import Ranks
+from fivefold.rollout.stats import BatchPlan, owners
+from fivefold.types import RolloutStats, StepReport, TokenBatch
+
+WORK = "work"
+"""Name of the part of a checkpoint."""
+_STEP, _REPLICA = "step.safetensors", "replica-"
+_SAMPLED = "sampled."
+
+
+@dataclass
+class StepWork:
+    """A step whose samples are there, with all that their loss needs."""
+
+    stats: RolloutStats
+    batch: TokenBatch
+    """Of this replica."""
+    rows: list[dict[str, Any]]
+    """Of samples.jsonl; the main rank's are written."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What was recorded before the run ended; of a step that went on."""
+    policy_reports: list[StepReport] = field(default_factory=list)
+    critic_reports: list[StepReport] = field(default_factory=list)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of policy and critic that were taken."""
+        return len(self.policy_reports) + len(self.critic_reports)
+
+    def writer(self, ranks: Ranks, metrics: dict[str, float]) -> Callable[[Path], list[Path]]:
+        """Writes this rank's share into a directory and gives its files; `metrics` are those of the step so far."""
+
+        def write(directory: Path) -> list[Path]:
+            files = []
+            if ranks.replica.rank() == 0:
+                files.append(directory / f"{_REPLICA}{ranks.coords.dp:05d}.safetensors")
+                self.batch.save(files[-1])
+            if ranks.is_main:
+                tensors, numbers = _taken_apart(self.stats)
+                reports = {"policy": self.policy_reports, "critic": self.critic_reports}
+                described = {
+                    "stats": numbers,
+                    "reports": {name: [asdict(report) for report in each] for name, each in reports.items()},
+                    "metrics": metrics,
+                    "rows": self.rows,
+                }
+                files.append(directory / _STEP)
+                save_file(tensors, files[-1], metadata={"described": json.dumps(described)})
+            return files
+
+        return write
+
+
+def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
+    """What the ranks of any layout wrote, the samples dealt anew to the replicas of this one."""
+    with safe_open(directory / _STEP, framework="pt") as file:
+        described = json.loads(file.metadata()["described"])
+        stats = _put_together({name: file.get_tensor(name) for name in file.keys()}, described["stats"])  # noqa: SIM118
+    stats = replace(stats, owner_N=owners(stats, ranks.layout.dp, plan))
+    reports = {name: [StepReport(**each) for each in found] for name, found in described["reports"].items()}
+    return StepWork(
+        stats,
+        _read_batch(directory, stats, (stats.owner_N == ranks.coords.dp).nonzero()[:, 0].tolist(), plan),
+        described["rows"],
+        described["metrics"],
+        reports["policy"],
+        reports["critic"],
+    )
+
+
+def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: BatchPlan) -> TokenBatch:
+    """The samples of these rows of the stats, from the files of all replicas."""
+    own = set(rows)
+    pieces: dict[str, dict[int, Tensor]] = {}
+    nothing: dict[str, Tensor] = {}
+    for path in sorted(directory.glob(f"{_REPLICA}*")):
+        with safe_open(path, framework="pt") as file:
+            lengths_N, index_N = (file.get_tensor(name).tolist() for name in ("lengths_N", "sample_index_N"))
+            names = [name for name in file.keys() if name.endswith("_T")]  # noqa: SIM118
+            ends = torch.tensor(lengths_N, dtype=torch.long).cumsum(0).tolist()
+            for name in names:
+                numbers_T = file.get_slice(name)
+                nothing[name] = numbers_T[0:0]
+                for row, length, end in zip(index_N, lengths_N, ends, strict=True):
+                    if row in own:
+                        pieces.setdefault(name, {})[row] = numbers_T[end - length : end]
+    tensors: dict[str, Any] = {
+        name: torch.cat([pieces[name][row] for row in rows]) if rows else nothing[name] for name in nothing
+    }
+    return TokenBatch(
+        lengths_N=stats.lengths_N[rows].tolist(),
+        sample_index_N=rows,
+        temperature=plan.temperature,
+        samples_per_comparison=plan.samples_per_comparison,
+        **tensors,
+    )
+
+
+def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and the other fields by name, those of `sampled` under a name of their own."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for name, value in ((each.name, getattr(stats, each.name)) for each in fields(stats)):
+        if isinstance(value, RolloutStats):
+            inner, numbers[_SAMPLED] = _taken_apart(value)
+            tensors |= {_SAMPLED + key: tensor for key, tensor in inner.items()}
+        elif isinstance(value, Tensor):
+            tensors[name] = value.contiguous()
+        elif value is not None:
+            numbers[name] = value
+    return tensors, numbers
+
+
+def _put_together(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> RolloutStats:
+    own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SAMPLED)}
+    own |= {name: value for name, value in numbers.items() if name != _SAMPLED}
+    if _SAMPLED in numbers:
+        inner = {name.removeprefix(_SAMPLED): tensor for name, tensor in tensors.items() if name.startswith(_SAMPLED)}
+        own["sampled"] = _put_together(inner, numbers[_SAMPLED])
+    return RolloutStats(**own)
