@@ -27,9 +27,9 @@ from fivefold.distributed.redealing import on_replicas_of
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
-from fivefold.interfaces import Engine, Model, RolloutSource
+from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource
 from fivefold.megatron.mesh import Meshes
-from fivefold.megatron.model import MegatronModel
+from fivefold.megatron.model import MegatronModel, WithoutAdapters
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
@@ -226,10 +226,14 @@ def build_models(
     learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
     ranks = meshes.policy.ranks
     trained = files_of(config.model.path) | learning
+    if config.policy.lora.rank:
+        trained |= {"adapters": directories.get(config.policy.lora.path or ""), "seed": config.trainer.seed}
     policy = MegatronModel(policy=config.policy, mesh=meshes.policy, total_updates=(steps - warmup) * updates, **trained)
-    reference: Model | None = None
+    reference: FrozenModel | None = None
     critic: Model | None = None
-    if objective.needs_reference:
+    if config.reference_is_base:
+        reference = WithoutAdapters(policy)
+    elif objective.needs_reference:
         files, settings = files_of(config.reference.path or config.model.path), config.reference.settings(config.policy)
         mesh = meshes.of(settings.layout)
         model = MegatronModel(policy=settings, mesh=mesh, **files)
@@ -253,6 +257,7 @@ def build_models(
         seed=config.trainer.seed,
         critic_warmup=warmup,
         values_per_update=config.algorithm.values_per == "update",
+        reference_is_base=config.reference_is_base,
     )
 
 

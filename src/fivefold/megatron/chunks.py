@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.config.schema import PolicyConfig
+from fivefold.megatron.layers.adapters import Adapters, adapt, adapters_in, is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
+from fivefold.models.adapters import LoraSpec, adapters_of
+from fivefold.models.parameters import Sharding
 from fivefold.models.spec import ModelSpec
 
 FUSED_NAMES = {
@@ -56,8 +61,44 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
     return chunks
 
 
+def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mesh: Mesh) -> None:
+    """Put adapters beside the linear maps of these chunks, their content not yet set; the rest is frozen."""
+    wanted = {linear: list(maps) for linear, maps in groupby(adapters_of(spec, lora), key=lambda each: each.linear)}
+    for chunk in chunks:
+        chunk.has_adapters = True
+        chunk.requires_grad_(False)
+        for name in [name.removesuffix(".weight") for name, _ in chunk.named_parameters()]:
+            if maps := wanted.get(_whole_name(f"{name}.weight", chunk).removesuffix(".weight")):
+                groups = spec.kv_heads // mesh.layout.tp if maps[0].sharding is Sharding.QKV else 1
+                adapt(chunk.get_submodule(name), maps, lora, groups, mesh.tp)
+
+
+def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
+    """A and B of the adapters by name, layers counted over the whole model."""
+    return {
+        _whole_name(name, chunk): parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if is_adapter(name)
+    }
+
+
+class MergedWeights(dict[str, torch.Tensor]):
+    """Weights by name, of which each that has an adapter is merged with it when it is taken."""
+
+    def __init__(self, chunks: list[PolicyModel]) -> None:
+        super().__init__(named_weights(chunks))
+        self._adapters: dict[str, Adapters] = {
+            f"{_whole_name(name, chunk)}.weight": adapters for chunk in chunks for name, adapters in adapters_in(chunk)
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = super().__getitem__(name)
+        return self._adapters[name].merge(weight) if name in self._adapters else weight
+
+
 def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
-    """Parameters and router biases by name, layers and experts counted over the whole model instead of this rank.
+    """Parameters but for adapters, and router biases, by name, layers and experts counted over the whole model instead of this rank.
 
     The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`: views, so ask again after anything
     that moves parameters.
@@ -70,7 +111,7 @@ def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
             elif isinstance(module, Router) and module.expert_bias is not None:
                 found[_whole_name(f"{name}.expert_bias", chunk)] = module.expert_bias
         for name, parameter in chunk.named_parameters():
-            if ".mlp.experts." not in name:
+            if ".mlp.experts." not in name and not is_adapter(name):
                 found[_whole_name(name, chunk)] = parameter
     return found
 

@@ -13,7 +13,7 @@ from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import Model
+from fivefold.interfaces import FrozenModel, Model
 from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.minibatches import MiniBatch, select_tokens, skipped_share, without_skipped
 from fivefold.types import StepReport, TokenBatch
@@ -24,7 +24,7 @@ class Models:
     """Policy, reference and critic; what leaves the device between their turns is what their configuration names."""
 
     policy: Model
-    reference: Model | None
+    reference: FrozenModel | None
     critic: Model | None
     objective: Objective
     value_loss: ValueLoss
@@ -35,6 +35,8 @@ class Models:
     """Steps in which only the critic learns."""
     values_per_update: bool = False
     """Values and advantages of an update are those of the critic that the updates before it have left."""
+    reference_is_base: bool = False
+    """The reference is the policy without its adapters: they are on the device together."""
 
     @property
     def learners(self) -> dict[str, Model]:
@@ -44,7 +46,8 @@ class Models:
     @contextmanager
     def on_device(self, *names: str) -> Iterator[None]:
         """Give these models the device: the others leave it, as far as their configuration offloads them."""
-        for name, model in {**self.learners, "reference": self.reference}.items():
+        every: dict[str, FrozenModel | None] = {**self.learners, "reference": self.reference}
+        for name, model in every.items():
             if model is not None and name not in names:
                 model.offload()
         yield
@@ -56,7 +59,7 @@ class Models:
         """
         trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
 
-        def logprobs(model: Model) -> Tensor:
+        def logprobs(model: FrozenModel) -> Tensor:
             found_T = torch.zeros(len(batch.token_ids_T))
             found_T[batch.token_index(trained)] = model.forward(batch.select(trained))
             return found_T
@@ -66,7 +69,7 @@ class Models:
                 batch.old_logprobs_T = logprobs(self.policy)
         if "ref_logprobs_T" in needs:
             assert self.reference is not None
-            with self.on_device("reference"):
+            with self.on_device("policy" if self.reference_is_base else "reference"):
                 batch.ref_logprobs_T = logprobs(self.reference)
         if "values_T" in needs:
             assert self.critic is not None

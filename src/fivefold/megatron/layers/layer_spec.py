@@ -125,6 +125,9 @@ class Layer(TransformerLayer):
 class PolicyModel(GPTModel):
     """GPTModel over packed sequences; the last stage gives log-probs and entropies instead of logits, or values."""
 
+    has_adapters = False
+    """Only its adapters are trained."""
+
     def __init__(self, *args: Any, value_head: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._value_head = value_head
@@ -182,6 +185,9 @@ class PolicyModel(GPTModel):
         if angles is not None and packed_seq_params.cu_seqlens_q is None:
             # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
             angles = angles[packed_seq_params.positions_T, 0]
+        if self.has_adapters and first is not None and torch.is_grad_enabled() and not first.requires_grad:
+            # Layers that are recomputed in backward pass gradients on to their parameters only where their input wants one.
+            first.requires_grad_(True)
         return (first, angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
