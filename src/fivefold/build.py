@@ -164,7 +164,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             models,
             rollouts,
             evaluation,
-            flops=partial(training_flops, spec),
+            flops=partial(training_flops, spec, lora=config.policy.lora.spec),
             resolved_config=dump_yaml(config.absolute),
             # Only one rank compares and writes it: it reads every file of the run.
             fingerprint=Fingerprint.of(config, steps, directories) if ranks.is_main else Fingerprint(),
@@ -331,8 +331,9 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
     # Routers that add something look at every token of an update.
     adds = spec.moe is not None and config.policy.megatron.options.has_router_terms
     skips = config.policy.skip_zero_advantage and not adds
-    per_token = training_flops(spec, 1, 0)
-    per_pair = training_flops(spec, 1, 1) - per_token
+    lora = config.policy.lora.spec
+    per_token = training_flops(spec, 1, 0, lora)
+    per_pair = training_flops(spec, 1, 1, lora) - per_token
 
     def work(lengths_N: Tensor) -> Tensor:
         lengths_N = lengths_N.double()

@@ -9,9 +9,10 @@ from fivefold.config.findings import Findings
 from fivefold.config.identity import leaves
 from fivefold.config.method_rules import check_method
 from fivefold.config.ranges import check_values, suggest
-from fivefold.config.schema import OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
+from fivefold.config.schema import LoraConfig, OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
+from fivefold.models.adapters import ALL
 
 
 def validate(config: RunConfig) -> Findings:
@@ -205,6 +206,7 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
     _check_shared_prefix(findings, config)
+    _check_adapters(findings.at("policy"), config)
     if config.uses_critic:
         critic, steps = config.critic, config.trainer.steps
         own = {item.name for item in fields(critic) if getattr(critic, item.name) is not None}
@@ -234,6 +236,26 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
     findings.require(not options.has_router_terms, key, message)
     if config.algorithm.samples_per_prompt == 1:
         findings.ignore(key, "every prompt has one sample")
+
+
+def _check_adapters(findings: Findings, config: RunConfig) -> None:
+    """What adapters need; `findings` are at the policy's section."""
+    lora, megatron, usual = config.policy.lora, config.policy.megatron, LoraConfig()
+    if not lora.rank:
+        for item in fields(lora):
+            if getattr(lora, item.name) != getattr(usual, item.name):
+                findings.ignore(f"lora.{item.name}", "policy.lora.rank is 0: there are no adapters")
+        return
+    findings.require(bool(lora.target_modules), "lora.target_modules", f"must name linear maps, or {ALL}: got []")
+    for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
+        found = getattr(megatron, key)
+        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with adapters (policy.lora): got {found}")
+    for key, why in (
+        ("moe_shared_expert_overlap", "adapters stand beside layers that gather and scatter by themselves"),
+        ("moe_router_bias_update_rate", "with adapters nothing else of the model moves"),
+    ):
+        value = megatron.transformer.get(key)
+        findings.require(not value, f"megatron.transformer.{key}", f"must be left out with policy.lora, {why}: got {value}")
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:
@@ -287,6 +309,11 @@ def _check_accepted(findings: Findings, config: RunConfig) -> None:
     for name in config.trainer.accept_changes:
         message = f"must name keys or sections: got {name!r}{suggest(name, known)}"
         findings.require(name in known, "trainer.accept_changes", message)
+        message = (
+            f"cannot name {name}: a checkpoint holds adapters of its own rank; leave it as it was, or start anew from an "
+        )
+        message += "exported adapter by policy.lora.path"
+        findings.require(name != "policy.lora.rank", "trainer.accept_changes", message)
 
 
 def _check_evaluation(findings: Findings, config: RunConfig) -> None:

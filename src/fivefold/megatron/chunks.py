@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -10,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.config.schema import PolicyConfig
-from fivefold.megatron.layers.adapters import Adapters, adapt, adapters_in, is_adapter
+from fivefold.megatron.layers.adapters import ExpertAdapters, adapt, adapt_experts, adapters_in, is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.mesh import Mesh
@@ -63,7 +64,10 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
 
 def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mesh: Mesh) -> None:
     """Put adapters beside the linear maps of these chunks, their content not yet set; the rest is frozen."""
-    wanted = {linear: list(maps) for linear, maps in groupby(adapters_of(spec, lora), key=lambda each: each.linear)}
+    found = adapters_of(spec, lora)
+    wanted = {linear: list(maps) for linear, maps in groupby(found, key=lambda each: each.linear)}
+    # All experts of a layer are alike.
+    experts = {layer: [each for each in found if (each.layer, each.expert) == (layer, 0)] for layer in range(spec.layers)}
     for chunk in chunks:
         chunk.has_adapters = True
         chunk.requires_grad_(False)
@@ -71,16 +75,22 @@ def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mes
             if maps := wanted.get(_whole_name(f"{name}.weight", chunk).removesuffix(".weight")):
                 groups = spec.kv_heads // mesh.layout.tp if maps[0].sharding is Sharding.QKV else 1
                 adapt(chunk.get_submodule(name), maps, lora, groups, mesh.tp)
+        for layer, module in zip(chunk.layers_of_model, chunk.decoder.layers, strict=True):
+            if experts[layer]:
+                adapt_experts(module.mlp.experts, experts[layer], lora)
 
 
 def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
-    """A and B of the adapters by name, layers counted over the whole model."""
-    return {
-        _whole_name(name, chunk): parameter
-        for chunk in chunks
-        for name, parameter in chunk.named_parameters()
-        if is_adapter(name)
-    }
+    """A and B of the adapters by name, layers and experts counted over the whole model; of experts views."""
+    found: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        for name, adapters in adapters_in(chunk):
+            start = _whole_name(f"{name}.", chunk)
+            if isinstance(adapters, ExpertAdapters):
+                found.update((f"{start}{own}", view) for own, view in adapters.by_expert())
+            else:
+                found.update((f"{start}adapters.{own}", parameter) for own, parameter in adapters.named_parameters())
+    return found
 
 
 class MergedWeights(dict[str, torch.Tensor]):
@@ -88,20 +98,23 @@ class MergedWeights(dict[str, torch.Tensor]):
 
     def __init__(self, chunks: list[PolicyModel]) -> None:
         super().__init__(named_weights(chunks))
-        self._adapters: dict[str, Adapters] = {
-            f"{_whole_name(name, chunk)}.weight": adapters for chunk in chunks for name, adapters in adapters_in(chunk)
+        self._merges: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            _whole_name(f"{name}.{own}", chunk): merge
+            for chunk in chunks
+            for name, adapters in adapters_in(chunk)
+            for own, merge in adapters.merges()
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weight = super().__getitem__(name)
-        return self._adapters[name].merge(weight) if name in self._adapters else weight
+        return self._merges[name](weight) if name in self._merges else weight
 
 
 def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
-    """Parameters but for adapters, and router biases, by name, layers and experts counted over the whole model instead of this rank.
+    """Parameters and router biases by name, layers and experts counted over the whole model instead of this rank.
 
-    The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`: views, so ask again after anything
-    that moves parameters.
+    Adapters are not among them. The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`: views, so
+    ask again after anything that moves parameters.
     """
     found: dict[str, torch.Tensor] = {}
     for chunk in chunks:

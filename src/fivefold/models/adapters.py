@@ -1,11 +1,10 @@
-"""Low-rank adapters of a model (LoRA, 2106.09685): which linear maps have one, and its tensors by PEFT's names. No torch here.
+"""Low-rank adapters (LoRA, 2106.09685): which linear maps of a model have one, its tensors by PEFT's names. No torch here.
 
 The map W [out, in] of a module in a Hugging Face model becomes W + alpha / rank · B A with A [rank, in] and B [out, rank].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,15 +49,19 @@ class Adapter:
     module: str
     """The map's name in Hugging Face: `model.layers.3.self_attn.q_proj`."""
     linear: str
-    """Megatron-Core's module that computes it, maybe with others: `decoder.layers.3.self_attention.linear_qkv`."""
+    """What computes it in Megatron-Core, maybe with others: `decoder.layers.3.self_attention.linear_qkv`, or of an expert
+    `decoder.layers.3.mlp.experts.7.fc1`."""
+    row: str
+    """That of the weight in the family's table."""
     sharding: Sharding
-    """Of that module's weight."""
+    """Of that weight."""
     out: int
     into: int
     """Sizes of the whole map: `out` numbers of `into`."""
     layer: int
+    expert: int | None
     is_adapted: bool
-    """False for a map of the module that was not asked for."""
+    """False for a map that was not asked for, beside one that was."""
 
     @property
     def name(self) -> str:
@@ -77,15 +80,16 @@ class Adapter:
         of_a = Sharding.ROW if self.is_row_parallel else Sharding.REPLICATE
 
         def mapped(name: str, sharding: Sharding) -> MappedParameter:
-            own = f"{self.linear}.adapters.{self.name}.{name}"
-            return MappedParameter(own, (f"{_PREFIX}{self.module}.{name}.weight",), sharding, None, own, self.layer)
+            own, row = (f"{where}.adapters.{self.name}.{name}" for where in (self.linear, self.row))
+            hf = (f"{_PREFIX}{self.module}.{name}.weight",)
+            return MappedParameter(own, hf, sharding, None, row, self.layer, self.expert)
 
         return (mapped("lora_A", of_a), (rank, self.into)), (mapped("lora_B", of_b), (self.out, rank))
 
 
 @lru_cache(maxsize=64)
 def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
-    """The adapters of every linear map whose module has one, in order of layers; raises ValueError for names that fit none."""
+    """The maps of every product in which one has an adapter, in order of layers; raises ValueError for names that fit none."""
     maps = _linear_maps(spec)
     for key, names in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         known = sorted({module.rpartition(".")[2] for module, *_ in maps})
@@ -99,28 +103,33 @@ def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
     for module, parameter, shape in maps:
         wanted = any(_fits(module, name) for name in lora.target_modules)
         wanted = wanted and not any(_fits(module, name) for name in lora.exclude_modules)
-        if wanted and parameter.expert is not None:
-            raise ValueError(
-                f"target_modules must leave routed experts out, which have no adapters here: {module} is among them; "
-                "name what is meant besides: q_proj, k_proj, v_proj, o_proj, or mlp.gate_proj for dense layers"
-            )
-        if parameter.expert is None:
-            linear, layer = parameter.mcore.removesuffix(".weight"), parameter.layer
-            assert layer is not None
-            found.append(Adapter(module, linear, parameter.sharding, *shape, layer, wanted))
+        linear, layer = parameter.mcore.removesuffix(".weight"), parameter.layer
+        assert layer is not None
+        found.append(Adapter(module, linear, parameter.row, parameter.sharding, *shape, layer, parameter.expert, wanted))
+    _check_experts(found)
     modules = {each.linear for each in found if each.is_adapted}
     if not modules:
         raise ValueError("target_modules leaves nothing to train: exclude_modules excludes all of it")
     return tuple(each for each in found if each.linear in modules)
 
 
+def _check_experts(adapters: list[Adapter]) -> None:
+    """Raise ValueError where some experts of a layer would have an adapter and others none."""
+    wanted: dict[tuple[int, str], set[bool]] = {}
+    for each in adapters:
+        if each.expert is not None:
+            kinds = wanted.setdefault((each.layer, each.name), set())
+            kinds.add(each.is_adapted)
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"target_modules and exclude_modules must treat all experts of a layer alike: got {each.module} apart"
+                )
+
+
 def adapter_tensors(spec: ModelSpec, lora: LoraSpec) -> dict[MappedParameter, Shape]:
     """Every tensor of the adapters with its shape in the whole model, in order of layers."""
     return {
-        tensor: shape
-        for each in adapters_of(spec, lora)
-        if each.is_adapted
-        for tensor, shape in each.tensors(lora.rank)
+        tensor: shape for each in adapters_of(spec, lora) if each.is_adapted for tensor, shape in each.tensors(lora.rank)
     }
 
 
@@ -184,25 +193,21 @@ def check_adapter_files(directory: Path, spec: ModelSpec, lora: LoraSpec) -> Non
         raise ValueError(f"no {TENSORS} in {directory}; adapters in pickle files (*.bin) are not read")
     for key, values in _PLAIN.items():
         if (value := config.get(key, values[0])) not in values:
-            raise ValueError(f"{directory / CONFIG}: {key} must be {shown(values[0])}, nothing else is computed here: {shown(value)}")
+            raise ValueError(
+                f"{directory / CONFIG}: {key} must be {shown(values[0])}, nothing else is computed here: {shown(value)}"
+            )
     for key, ours, own in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         if config.get(key) != own:
-            raise ValueError(f"policy.lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}")
+            raise ValueError(
+                f"policy.lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}"
+            )
     headers, wanted = read_headers(path), {tensor.hf[0]: shape for tensor, shape in adapter_tensors(spec, lora).items()}
     if missing := sorted(set(wanted) - set(headers)):
         raise ValueError(f"{path} lacks {len(missing)} tensors of policy.lora.target_modules, the first: {missing[:2]}")
     if extra := sorted(set(headers) - set(wanted)):
-        raise ValueError(f"{path} has {len(extra)} tensors that policy.lora.target_modules leaves out, the first: {extra[:2]}")
+        raise ValueError(
+            f"{path} has {len(extra)} tensors that policy.lora.target_modules leaves out, the first: {extra[:2]}"
+        )
     for name, shape in wanted.items():
         if headers[name].shape != shape:
             raise ValueError(f"{path}: {name} must have the shape {shape}: got {headers[name].shape}")
-
-
-def adapter_parameters(adapters: Sequence[Adapter], rank: int, parts: int) -> int:
-    """Numbers that one of `parts` tensor-parallel ranks holds of adapters."""
-    total = 0
-    for each in adapters:
-        if each.is_adapted:
-            for tensor, (rows, columns) in each.tensors(rank):
-                total += rows * columns // (1 if tensor.sharding is Sharding.REPLICATE else parts)
-    return total

@@ -25,6 +25,7 @@ from fivefold.config.schema import (
 from fivefold.config.validate import validate
 from fivefold.errors import shown
 from fivefold.hub import MODELSCOPE
+from fivefold.models.adapters import adapters_of, check_adapter_files
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
@@ -113,6 +114,8 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
             specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
             _check_spec(findings, config, part, spec)
+            if part.where == "policy":
+                _check_adapters(findings, config, spec)
             if not again and checkpoint is not None:
                 check_torch_dist(checkpoint, spec)
             elif not again:
@@ -187,6 +190,29 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
         if not is_there:
             findings.error(part.key, f": {part.path} has no value head ({head}): it is not a sequence classifier")
         check_tokenizer_files(findings, part.key, described, spec)
+
+
+def _check_adapters(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:
+    """Whether the model has what `policy.lora` names, and the adapters to begin with are of it."""
+    lora, path = config.policy.lora.spec, config.policy.lora.path
+    if lora is None:
+        return
+    try:
+        adapters_of(spec, lora)
+    except ValueError as error:
+        findings.error("policy.lora", f".{error}")
+        return
+    if path is None:
+        return
+    if Path(path).is_dir():
+        try:
+            check_adapter_files(Path(path), spec, lora)
+        except ValueError as error:
+            findings.error("policy.lora.path", f": {error}")
+    elif not is_hub_id(path):
+        findings.error("policy.lora.path", f": no directory {path}, and no hub id, which is written owner/name")
+    else:
+        findings.note(f"adapters {path} are not here: they will be taken from the hub, and are not checked")
 
 
 def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfig) -> None:

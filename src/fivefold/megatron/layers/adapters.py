@@ -7,13 +7,15 @@ reads; the other one all of them hold. Between the two there are `rank` numbers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -25,6 +27,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from fivefold.megatron.layers.mla import ReplicatedLinear
+from fivefold.megatron.layers.moe import GroupedExperts
 from fivefold.models.adapters import Adapter, LoraSpec
 from fivefold.models.parameters import Sharding
 
@@ -87,9 +90,12 @@ class Adapters(torch.nn.Module):
         parts = low.chunk(len(pairs), -1)
         return self._join([F.linear(part, pair.lora_B) for part, pair in zip(parts, pairs, strict=True)])
 
+    def merges(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+        """(`weight`, W -> W + alpha / rank · B A of this rank, computed in float32, in the dtype of W)."""
+        yield "weight", self._merge
+
     @torch.no_grad()
-    def merge(self, weight: Tensor) -> Tensor:
-        """W + alpha / rank · B A of this rank, computed in float32, in the dtype of W."""
+    def _merge(self, weight: Tensor) -> Tensor:
         added = self._join([(pair.lora_B.float() @ pair.lora_A.float()).t() for pair in self.pairs.values()])
         return torch.add(weight.detach().float(), added.t(), alpha=self._scale).to(weight.dtype)
 
@@ -142,7 +148,7 @@ class AdaptedRow(_Adapted, RowParallelLinear):
     pass
 
 
-class AdaptedReplicated(_Adapted, ReplicatedLinear):
+class AdaptedReplicated(_Adapted, ReplicatedLinear):  # type: ignore[misc]
     pass
 
 
@@ -151,6 +157,143 @@ _ADAPTED: dict[type, type] = {
     RowParallelLinear: AdaptedRow,
     ReplicatedLinear: AdaptedReplicated,
 }
+
+
+class ExpertAdapters(torch.nn.Module):
+    """The adapters of a layer's routed experts on this rank: an A and a B for each expert and map, stacked as weights are.
+
+    Ranks that divide an expert (etp) read all of its tokens and hold a part of what it computes inside: A of gate and up and
+    B of down all of them have whole, each with a part of the gradient.
+    """
+
+    def __init__(self, experts: GroupedExperts, maps: Sequence[Adapter], lora: LoraSpec) -> None:
+        """`maps` are those of one expert, in their order: all of each product in which one is adapted."""
+        super().__init__()
+        self.is_on = True
+        self._scale, self._experts = lora.scale, (experts,)
+        rank, parts = experts.etp_group.rank(), experts.etp_group.size()
+        self._maps = {part: tuple(each for each in maps if each.row.endswith(part)) for part in ("fc1", "fc2")}
+        self._axes: dict[int, int | None] = {}
+        """Along which the ranks of an expert divide a parameter, by its id; None where they hold it whole."""
+        for each in maps:
+            if not each.is_adapted:
+                continue
+            out, into = (each.out, each.into // parts) if each.is_row_parallel else (each.out // parts, each.into)
+            new = experts.fc1.new_empty
+            pair = Pair(new(experts.count, lora.rank, into), new(experts.count, out, lora.rank))
+            for parameter in pair.parameters():
+                # As experts' weights: every rank of a replica has other numbers, reduced over expert replicas.
+                _mark(parameter, tensor_model_parallel=True, partition_dim=0, partition_stride=1, allreduce=False)
+            whole, divided, axis = (pair.lora_B, pair.lora_A, 2) if each.is_row_parallel else (pair.lora_A, pair.lora_B, 1)
+            # What ranks of an expert hold alike counts in the gradient norm once.
+            _mark(whole, shared=rank > 0)
+            self._axes |= {id(whole): None, id(divided): axis}
+            self.add_module(each.name, pair)
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor, part: str) -> Tensor | float:
+        """What the adapters add to the product `part` of tokens that are sorted by expert."""
+        (experts,) = self._experts
+        product, found = experts._product, list[Tensor | None]()
+        for each in self._maps[part]:
+            if not each.is_adapted:
+                found.append(None)
+                continue
+            pair = self.get_submodule(each.name)
+            assert isinstance(pair, Pair)
+            a, b = (self._summed(tensor) for tensor in (pair.lora_A, pair.lora_B))
+            found.append(product(product(x, a, tokens_per_expert) * self._scale, b, tokens_per_expert))
+        return _side_by_side(found)
+
+    def _summed(self, parameter: Tensor) -> Tensor:
+        """The parameter, whose gradient is the sum over the ranks that hold it whole."""
+        if self._axes[id(parameter)] is not None:
+            return parameter
+        summed: Tensor = copy_to_tensor_model_parallel_region(parameter, group=self._experts[0].etp_group)
+        return summed
+
+    def by_expert(self) -> Iterator[tuple[str, Tensor]]:
+        """(`7.fc1.adapters.gate_proj.lora_A`, view) by the expert's number in the whole model."""
+        (experts,) = self._experts
+        first = experts.ep_group.rank() * experts.count
+        for part, maps in self._maps.items():
+            for each in maps:
+                for name, parameter in self.named_parameters() if each.is_adapted else ():
+                    if name.startswith(f"{each.name}."):
+                        for index, own in enumerate(parameter.detach()):
+                            yield f"{first + index}.{part}.adapters.{name}", own
+
+    def merges(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+        """(`7.fc1`, W -> W + alpha / rank · B A of that expert) of the products that have adapters."""
+        (experts,) = self._experts
+        first = experts.ep_group.rank() * experts.count
+        for part, maps in self._maps.items():
+            if any(each.is_adapted for each in maps):
+                for index in range(experts.count):
+                    yield f"{first + index}.{part}", partial(self._merge, index, maps)
+
+    @torch.no_grad()
+    def _merge(self, index: int, maps: Sequence[Adapter], weight: Tensor) -> Tensor:
+        found = []
+        for each in maps:
+            pair = self.get_submodule(each.name) if each.is_adapted else None
+            found.append((pair.lora_B[index].float() @ pair.lora_A[index].float()).t() if isinstance(pair, Pair) else None)
+        added = _side_by_side(found)
+        assert isinstance(added, Tensor)
+        return torch.add(weight.detach().float(), added.t(), alpha=self._scale).to(weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Experts by their number in the whole model, as their weights."""
+        (experts,), axes = self._experts, len(sharded_offsets)
+        ep, etp = ((group.rank(), group.size()) for group in (experts.ep_group, experts.etp_group))
+        found = {}
+        for name, parameter in self.named_parameters():
+            axis = self._axes[id(parameter)]
+            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *sharded_offsets,
+                (axes, *ep),
+                *([] if axis is None else [(axes + axis, *etp)]),
+                replica_id=(0, etp[0] if axis is None else 0, experts.dp_group.rank()),
+                prepend_axis_num=axes,
+            )
+        return found
+
+
+def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | float:
+    """[..., n] each, 0 for what is None: one after another along the last axis; maps of one product are of one size."""
+    some = next((part for part in parts if part is not None), None)
+    if some is None:
+        return 0.0
+    return torch.cat([torch.zeros_like(some) if part is None else part for part in parts], -1)
+
+
+class AdaptedExperts(GroupedExperts):
+    """Routed experts with adapters."""
+
+    adapters: ExpertAdapters
+
+    def _up(self, tokens_TD: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        own = super()._up(tokens_TD, tokens_per_expert)
+        return own + self.adapters(tokens_TD, tokens_per_expert, "fc1") if self.adapters.is_on else own
+
+    def _down(self, activated: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        own = super()._down(activated, tokens_per_expert)
+        return own + self.adapters(activated, tokens_per_expert, "fc2") if self.adapters.is_on else own
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return found | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
+
+
+def adapt_experts(experts: GroupedExperts, maps: Sequence[Adapter], lora: LoraSpec) -> None:
+    """Put adapters beside routed experts, all alike; their content is not yet set."""
+    experts.__class__ = AdaptedExperts
+    experts.add_module("adapters", ExpertAdapters(experts, maps, lora))
 
 
 def adapt(linear: torch.nn.Module, maps: Sequence[Adapter], lora: LoraSpec, groups: int, tp: dist.ProcessGroup) -> None:
@@ -171,10 +314,10 @@ def is_adapter(name: str) -> bool:
     return ".adapters." in name
 
 
-def adapters_in(model: torch.nn.Module) -> Iterator[tuple[str, Adapters]]:
-    """(name of the linear module, its adapters)."""
+def adapters_in(model: torch.nn.Module) -> Iterator[tuple[str, Adapters | ExpertAdapters]]:
+    """(name of the module, its adapters)."""
     for name, module in model.named_modules():
-        if isinstance(module, _Adapted):
+        if isinstance(module, _Adapted | AdaptedExperts):
             yield name, module.adapters
 
 
