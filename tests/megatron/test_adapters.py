@@ -230,3 +230,145 @@ def test_a_step_of_adapters_is_that_of_transformers_on_every_layout(steps, model
     each = str((name, case, own))
     found = difference(steps[each][each], expected(models, adapters, name))
     assert all(value <= bound for value, bound in zip(found, BOUNDS, strict=True)), found
+
+
+def begun(mesh, directory: Path, policy, path: Path | None):
+    """(adapters, is the merged model the directory's, log-probs with and without adapters) before the first step."""
+    from fivefold.megatron.model import MegatronModel, WithoutAdapters
+
+    model = MegatronModel(directory, policy, mesh, total_updates=1, adapters=path, seed=3)
+    mine = whole_batch().select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+    plain = MegatronModel(directory, replace(policy, lora=LoraConfig()), mesh)
+    merged, own = dict(model.weights()), dict(plain.weights())
+    is_same = all(torch.equal(merged[name], tensor) for name, tensor in own.items())
+    logprobs = [each.forward(mine) for each in (model, WithoutAdapters(model), plain)]
+    return {name: tensor.clone() for name, tensor in model.adapters()}, is_same, logprobs
+
+
+@pytest.fixture(scope="module")
+def beginnings(cluster, models, adapters):
+    def call(name: str, layout: str, is_new: bool):
+        path = None if is_new else adapters(name)
+        return f"megatron:{layout}", begun, models(name), policy_of(name, Case(layout), {}), path
+
+    wanted = [(name, layout, is_new) for name in ("qwen3", "qwen3_moe") for layout in ("d1", "t2") for is_new in (True, False)]
+    return Together(cluster, {each: call(*each) for each in wanted})
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_new_adapters_change_nothing_and_are_the_same_on_every_layout(beginnings, models, name):
+    """A is uniform in ±1/sqrt(in), as PEFT draws it; B is 0, so that the model and its log-probs are the directory's."""
+    (first,) = beginnings[name, "d1", True]
+    for layout in ("d1", "t2"):
+        for tensors, is_same, (own_T, base_T, plain_T) in beginnings[name, layout, True]:
+            assert is_same and torch.equal(own_T, base_T) and torch.equal(own_T, plain_T)
+            assert all(torch.equal(tensors[key], tensor) for key, tensor in first[0].items())
+    drawn = [tensor * tensor.shape[1] ** 0.5 for key, tensor in first[0].items() if "lora_A" in key]
+    assert not any(tensor.any() for key, tensor in first[0].items() if "lora_B" in key)
+    numbers = torch.cat([tensor.flatten() for tensor in drawn])
+    assert numbers.abs().max() <= 1 and len({float(tensor[0, 0]) for tensor in drawn}) == len(drawn)
+    # Of n uniform numbers in ±1 the mean has the deviation (3 n)^-1/2, and the mean of squares, 1/3, (45 n / 4)^-1/2.
+    assert abs(float(numbers.mean())) < 4 * (3 * len(numbers)) ** -0.5
+    assert abs(float(numbers.square().mean()) - 1 / 3) < 4 * (11.25 * len(numbers)) ** -0.5
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("layout", ["d1", "t2"])
+def test_the_reference_is_the_policy_with_its_adapters_switched_off(beginnings, adapters, name, layout):
+    """Bit by bit the model of the directory, and not the policy; adapters of PEFT are read as they are."""
+    wanted = load_file(adapters(name) / TENSORS)
+    for tensors, is_same, (own_T, base_T, plain_T) in beginnings[name, layout, False]:
+        assert torch.equal(base_T, plain_T) and not torch.allclose(own_T, base_T) and not is_same
+        assert set(tensors) == set(wanted) and all(torch.equal(tensors[key], tensor) for key, tensor in wanted.items())
+
+
+def train_and_save(mesh, directory: Path, policy, before: Path | None, path: Path, fault: bool = False):
+    """Take a step, or read what others wrote, and write a checkpoint; (version, adapters)."""
+    from fivefold.megatron import dist_checkpoint
+    from fivefold.megatron.model import MegatronModel
+
+    if fault:
+        dist_checkpoint._load_optimizer = lambda *_: None
+    model = MegatronModel(directory, policy, mesh, total_updates=4, read_weights=before is None)
+    if before is None:
+        batch = whole_batch()
+        mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+        base_T = model.forward(mine)
+        mine = replace(mine, old_logprobs_T=base_T, ref_logprobs_T=base_T + mine.ref_logprobs_T)
+        for _ in range(2):
+            model.train_step(mine, OBJECTIVE.loss)
+    else:
+        model.load(before)
+    if mesh.ranks.is_main:
+        path.mkdir()
+    mesh.ranks.barrier()
+    model.save(path)
+    return model.version, {name: tensor.clone() for name, tensor in model.adapters()}
+
+
+def numbers_in(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor that the ranks wrote, made whole."""
+    from fivefold.megatron.sharded_files import Box, PieceReader
+
+    reader = PieceReader(path)
+    found = {}
+    for name, pieces in reader._found.items():
+        size = tuple(max(box.offset[axis] + box.size[axis] for box, _ in pieces) for axis in range(len(pieces[0][0].size)))
+        found[name] = torch.full(size, math.nan)
+        for box, values in pieces:
+            found[name][box.within(Box((0,) * len(size), size))] = values
+    return found
+
+
+WRITTEN = [("qwen3", "t2", "d2"), ("qwen3", "p2", "t2"), ("qwen3_moe", "t2e2", "(attn:d2|ffn:t2)")]
+
+
+@pytest.mark.parametrize(("name", "first", "second"), WRITTEN)
+def test_a_checkpoint_of_adapters_loads_on_other_layouts_and_holds_nothing_else(
+    cluster, models, tmp_path, name, first, second
+):
+    before, after = tmp_path / "before", tmp_path / "after"
+    policies = [policy_of(name, Case(layout), {}) for layout in (first, second)]
+    written = cluster.run(train_and_save, f"megatron:{first}", models(name), policies[0], None, before)
+    read = cluster.run(train_and_save, f"megatron:{second}", models(name), policies[1], before, after)
+    for version, tensors in read:
+        assert version == written[0][0] == 2
+        assert all(torch.equal(tensors[key], tensor) for key, tensor in written[0][1].items())
+    one, other = numbers_in(before), numbers_in(after)
+    assert set(one) == set(other) and all(torch.equal(torch.nan_to_num(one[n]), torch.nan_to_num(other[n])) for n in one)
+    assert all(".adapters." in key for key in one) and {key.rsplit(".", 1)[-1] for key in one} >= {"exp_avg", "exp_avg_sq"}
+    assert any(one[key].nan_to_num().any() for key in one if key.endswith("exp_avg_sq"))
+
+
+def test_moments_of_adapters_that_are_not_loaded_are_seen(cluster, models, tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    policy = policy_of("qwen3", Case("d1"), {})
+    cluster.run(train_and_save, "megatron:d1", models("qwen3"), policy, None, before)
+    cluster.run(train_and_save, "megatron:d1", models("qwen3"), policy, before, after, True)
+    one, other = numbers_in(before), numbers_in(after)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_is_trained_is_what_the_memory_of_a_run_counts(cluster, models):
+    """Gradients and moments of adapters alone; frozen weights once."""
+    from fivefold.layout import ParallelLayout
+    from fivefold.plan.memory import Sharded, rank_parameters
+
+    for name, layout in (("qwen3", "t2"), ("qwen3_moe", "t2")):
+        spec, lora, parsed = load_spec(models(name)), LORA[name].spec, ParallelLayout.parse(f"megatron:{layout}")
+        counts = cluster.run(counted, f"megatron:{layout}", models(name), policy_of(name, Case(layout), {}))
+        held = Sharded(spec, parsed, lora=lora).held(4)[0]
+        for trained, optimizer in counts:
+            assert held.gradients == 4 * trained and held.optimizer == 8 * optimizer == 8 * trained
+            assert held.parameters == 4 * (trained + rank_parameters(spec, parsed)[0].total)
+
+
+def counted(mesh, directory: Path, policy):
+    """Numbers of this rank that have gradients, and that the optimizer has state of."""
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, policy, mesh, total_updates=2)
+    updater = model._updater
+    trained = sum(p.numel() for ddp in updater.ddps for p in ddp.params_with_grad)
+    groups = [group for part in updater.optimizer.chained_optimizers if part.optimizer for group in part.param_groups]
+    return trained, sum(p.numel() for group in groups for p in group["params"])
