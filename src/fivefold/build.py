@@ -17,6 +17,7 @@ from fivefold.build_engine import build_engine
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.config.schema import LoraConfig
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import PromptLoader
 from fivefold.data.prompts import PromptSet, Reading, encode_conversation, load_prompts
@@ -226,8 +227,11 @@ def build_models(
     learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
     ranks = meshes.policy.ranks
     trained = files_of(config.model.path) | learning
-    if config.policy.lora.rank:
-        trained |= {"adapters": directories.get(config.policy.lora.path or ""), "seed": config.trainer.seed}
+
+    def adapters_of(lora: LoraConfig) -> dict[str, Any]:
+        return {"adapters": directories.get(lora.path or ""), "seed": config.trainer.seed} if lora.rank else {}
+
+    trained |= adapters_of(config.policy.lora)
     policy = MegatronModel(policy=config.policy, mesh=meshes.policy, total_updates=(steps - warmup) * updates, **trained)
     reference: FrozenModel | None = None
     critic: Model | None = None
@@ -240,7 +244,7 @@ def build_models(
         same_vocabulary("reference.path", model.spec, policy.spec)
         reference = on_replicas_of(ranks, model, mesh.ranks)
     if objective.needs_critic:
-        trained = files_of(config.critic.path or config.model.path) | learning
+        trained = files_of(config.critic.path or config.model.path) | learning | adapters_of(config.critic.lora)
         settings = config.critic.settings(config.policy)
         mesh = meshes.of(settings.layout)
         model = MegatronModel(policy=settings, mesh=mesh, total_updates=steps * updates, value_head=True, **trained)

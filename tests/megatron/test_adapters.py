@@ -251,7 +251,9 @@ def beginnings(cluster, models, adapters):
         path = None if is_new else adapters(name)
         return f"megatron:{layout}", begun, models(name), policy_of(name, Case(layout), {}), path
 
-    wanted = [(name, layout, is_new) for name in ("qwen3", "qwen3_moe") for layout in ("d1", "t2") for is_new in (True, False)]
+    wanted = [
+        (name, layout, is_new) for name in ("qwen3", "qwen3_moe") for layout in ("d1", "t2") for is_new in (True, False)
+    ]
     return Together(cluster, {each: call(*each) for each in wanted})
 
 

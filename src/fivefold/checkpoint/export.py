@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
 from fivefold.checkpoint.fingerprint import content_of
-from fivefold.config import load_config
+from fivefold.config import RunConfig, load_config
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.hub import model_snapshot
@@ -49,16 +49,16 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     config = load_config(checkpoint / "run.yaml")
     critic = part == "critic"
     path = config.described_by((config.critic.path if critic else None) or config.model.path)
-    lora = None if critic else config.policy.lora.spec
+    lora = (config.critic if critic else config.policy).lora.spec
     if form == "adapter" and lora is None:
-        raise ValueError(f"checkpoint {checkpoint} has no adapters of its {part}: policy.lora.rank is 0")
+        raise ValueError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
     state = RunState.read(checkpoint)
     directory = Path(path)
     if not directory.is_dir():
         # A checkpoint of adapters holds nothing else.
         wanted = _COPIED if lora is None else (*_COPIED, "*.safetensors")
         directory = model_snapshot(path, wanted, state.commits.get(path))
-    weights = _base_weights(config.model.path, directory, state) if lora is not None else None
+    weights = None if lora is None else _base_weights(part, config, directory, state)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
@@ -93,17 +93,17 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     return f"{out}: {total / 2**20:,.1f} MiB of weights {said}"
 
 
-def _base_weights(path: str, directory: Path, state: RunState) -> Path | None:
+def _base_weights(part: str, config: RunConfig, directory: Path, state: RunState) -> Path | None:
     """The checkpoint of Megatron-Core with the weights beside which adapters were trained; None where `directory` has them.
 
     Raises ValueError where they are others now.
     """
-    then = state.fingerprint.get("model.path", {}).get("content")
+    own = config.critic.path if part == "critic" else None
+    key, path = ("critic.path", own) if own else ("model.path", config.model.path)
+    then = state.fingerprint[key]["content"]
     now = content_of([Path(path) if Path(path).is_dir() else directory])
-    if then is not None and None not in (*then, *now) and then != now:
-        raise ValueError(
-            f"model.path: {path} holds other weights than those beside which the adapters were trained: put them back there"
-        )
+    if None not in (*then, *now) and then != now:
+        raise ValueError(f"{key}: {path} holds other files than those with which the adapters were trained: put them back")
     return find_torch_dist(path)
 
 

@@ -18,7 +18,7 @@ from fivefold.models.torch_dist import find_torch_dist, is_torch_dist
 
 _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
 """Keys about how a run is started, not about the run."""
-_NEVER_ACCEPTED = ("policy.lora.rank",)
+_NEVER_ACCEPTED = ("policy.lora.rank", "critic.lora.rank")
 """Keys that say of what size a checkpoint's tensors are."""
 _OF_A_MODEL = ("*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
 

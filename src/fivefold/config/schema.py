@@ -111,7 +111,8 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, 2106.09685): only they are trained, the model's own weights stay as they are."""
+    """Low-rank adapters (LoRA, 2106.09685): only they are trained, and a critic's value head; all other weights stay as they
+    are."""
 
     rank: Annotated[int, at_least(0)] = 0
     """Of A and B, by which a weight W becomes W + alpha / rank · B A; 0: no adapters, all weights are trained."""
@@ -122,9 +123,12 @@ class LoraConfig:
     up_proj, down_proj; `all-linear` names all of the layers."""
     exclude_modules: list[str] = field(default_factory=list)
     """Of these, the ones that have none."""
+    init: Literal["kaiming", "xavier"] = "kaiming"
+    """How A is drawn, by trainer.seed: uniform in ±1/sqrt(in), as PEFT does, or normal with the variance 2 / (in + rank), as
+    Megatron-Bridge does. B is 0: the model begins as it is."""
     path: Annotated[str | None, CONTENT] = None
-    """Adapters to begin with, as PEFT saves them: a directory or hub id with adapter_config.json and
-    adapter_model.safetensors. When left out A is drawn by trainer.seed and B is 0: the model begins as it is."""
+    """Adapters to begin with instead, as PEFT saves them: a directory or hub id with adapter_config.json and
+    adapter_model.safetensors."""
 
     @property
     def spec(self) -> LoraSpec | None:
@@ -169,7 +173,7 @@ class PolicyConfig:
     def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
         """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no
         layout. How this layout's pipeline is split says nothing of another one's."""
-        # Adapters are the policy's alone.
+        # A model has adapters where its own section says so.
         own = {"lora": LoraConfig(), **own}
         settings = replace(self, **own) if backend is None else replace(self, backend=backend, **own)
         if megatron is None:
@@ -187,6 +191,7 @@ class CriticConfig:
     backend: Annotated[str | None, HARMLESS] = None
     """Layout on the policy's ranks, with as many of them; the policy's when left out. On another one only the own
     `megatron.pipeline` splits it into stages."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
     """As in `policy`; the policy's when left out."""
@@ -204,7 +209,7 @@ class CriticConfig:
         """The critic's whole settings."""
         own = {
             name: getattr(self, name)
-            for name in ("optimizer", "recompute", "tokens_per_micro_batch", "offload")
+            for name in ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "offload")
             if getattr(self, name) is not None
         }
         return policy.for_role(self.backend, self.megatron, **own)
@@ -718,7 +723,8 @@ class RunConfig:
         """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
         others = [self.reference.path if self.algorithm.needs_reference else None]
         others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
-        others.append(self.policy.lora.path if self.policy.lora.rank else None)
+        adapted = [self.policy.lora, *([self.critic.lora] if self.uses_critic else [])]
+        others += [lora.path for lora in adapted if lora.rank]
         paths = [path for path in (self.model.path, *others) if path]
         return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 

@@ -206,8 +206,9 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
     _check_shared_prefix(findings, config)
-    _check_adapters(findings.at("policy"), config)
+    _check_adapters(findings.at("policy"), config.policy)
     if config.uses_critic:
+        _check_adapters(findings.at("critic"), config.critic.settings(config.policy))
         critic, steps = config.critic, config.trainer.steps
         own = {item.name for item in fields(critic) if getattr(critic, item.name) is not None}
         _check_model(findings.at("critic"), critic.settings(config.policy), own, longest)
@@ -238,24 +239,26 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
         findings.ignore(key, "every prompt has one sample")
 
 
-def _check_adapters(findings: Findings, config: RunConfig) -> None:
-    """What adapters need; `findings` are at the policy's section."""
-    lora, megatron, usual = config.policy.lora, config.policy.megatron, LoraConfig()
+def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
+    """What adapters need; `findings` are at the model's section."""
+    lora, megatron, usual = settings.lora, settings.megatron, LoraConfig()
     if not lora.rank:
         for item in fields(lora):
             if getattr(lora, item.name) != getattr(usual, item.name):
-                findings.ignore(f"lora.{item.name}", "policy.lora.rank is 0: there are no adapters")
+                findings.ignore(f"lora.{item.name}", "lora.rank is 0: there are no adapters")
         return
+    if lora.path is not None and lora.init != usual.init:
+        findings.ignore("lora.init", "the adapters of lora.path are not drawn")
     findings.require(bool(lora.target_modules), "lora.target_modules", f"must name linear maps, or {ALL}: got []")
     for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
         found = getattr(megatron, key)
-        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with adapters (policy.lora): got {found}")
+        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {found}")
     for key, why in (
         ("moe_shared_expert_overlap", "adapters stand beside layers that gather and scatter by themselves"),
         ("moe_router_bias_update_rate", "with adapters nothing else of the model moves"),
     ):
         value = megatron.transformer.get(key)
-        findings.require(not value, f"megatron.transformer.{key}", f"must be left out with policy.lora, {why}: got {value}")
+        findings.require(not value, f"megatron.transformer.{key}", f"must be left out with adapters, {why}: got {value}")
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:
@@ -312,8 +315,8 @@ def _check_accepted(findings: Findings, config: RunConfig) -> None:
         message = (
             f"cannot name {name}: a checkpoint holds adapters of its own rank; leave it as it was, or start anew from an "
         )
-        message += "exported adapter by policy.lora.path"
-        findings.require(name != "policy.lora.rank", "trainer.accept_changes", message)
+        message += "exported adapter by lora.path"
+        findings.require(not name.endswith(".lora.rank"), "trainer.accept_changes", message)
 
 
 def _check_evaluation(findings: Findings, config: RunConfig) -> None:

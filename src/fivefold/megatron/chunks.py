@@ -63,14 +63,16 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
 
 
 def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mesh: Mesh) -> None:
-    """Put adapters beside the linear maps of these chunks, their content not yet set; the rest is frozen."""
+    """Put adapters beside the linear maps of these chunks, their content not yet set; the rest is frozen, but for a value
+    head."""
     found = adapters_of(spec, lora)
     wanted = {linear: list(maps) for linear, maps in groupby(found, key=lambda each: each.linear)}
     # All experts of a layer are alike.
     experts = {layer: [each for each in found if (each.layer, each.expert) == (layer, 0)] for layer in range(spec.layers)}
     for chunk in chunks:
         chunk.has_adapters = True
-        chunk.requires_grad_(False)
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(chunk.is_trained(name))
         for name in [name.removesuffix(".weight") for name, _ in chunk.named_parameters()]:
             if maps := wanted.get(_whole_name(f"{name}.weight", chunk).removesuffix(".weight")):
                 groups = spec.kv_heads // mesh.layout.tp if maps[0].sharding is Sharding.QKV else 1

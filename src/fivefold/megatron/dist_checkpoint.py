@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from fivefold.megatron.layers.adapters import is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.optim.adam import PrecisionAwareAdam
@@ -27,6 +26,7 @@ from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
 
 _STATE = "optimizer.json"
+_PREFIX = "model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PINNED, _ALIGNMENT = 256 << 20, 16
 MASTER = "param"
@@ -151,10 +151,10 @@ class _LocalTensor:
 def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
     """Megatron-Core says where each tensor lies; some it cuts in several (gate and up of a feed-forward layer).
 
-    Of a model with adapters they are all: its own weights are those of the model that the run began with.
+    Of a model with adapters those that are trained: the others are those of the model that the run began with.
     """
-    for name, found in chunk.sharded_state_dict(prefix="model.", metadata={"dp_cp_group": mesh.dp}).items():
-        if chunk.has_adapters and not is_adapter(name):
+    for name, found in chunk.sharded_state_dict(prefix=_PREFIX, metadata={"dp_cp_group": mesh.dp}).items():
+        if not chunk.is_trained(name.removeprefix(_PREFIX)):
             continue
         if isinstance(found, ShardedTensorFactory):
             # The numbers' own places go through the cut.

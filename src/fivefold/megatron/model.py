@@ -127,9 +127,8 @@ class MegatronModel:
                 if read_weights:
                     if adapters is not None:
                         _check_files(lambda spec: check_adapter_files(adapters, spec, lora), self.spec, mesh.ranks)
-                    load_adapters(
-                        adapter_weights(self._chunks), adapters, seed, self.spec, lora, mesh.ranks.coords, mesh.layout
-                    )
+                    place = (mesh.ranks.coords, mesh.layout)
+                    load_adapters(adapter_weights(self._chunks), adapters, policy.lora.init, seed, self.spec, lora, *place)
             weights = named_weights if lora is None else MergedWeights
             stream = WeightStream(lambda: weights(self._chunks), self.spec, mesh, bucket_mb)
             self._stream = stream if external is None else external.weights

@@ -29,7 +29,7 @@ _MARK = "linear_"
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What `policy.lora` asks of every model that it is applied to."""
+    """What `lora` asks of a model."""
 
     rank: int
     alpha: float
@@ -89,7 +89,7 @@ class Adapter:
 
 @lru_cache(maxsize=64)
 def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
-    """The maps of every product in which one has an adapter, in order of layers; raises ValueError for names that fit none."""
+    """The maps of each product in which one has an adapter, by layers; raises ValueError for names that fit none."""
     maps = _linear_maps(spec)
     for key, names in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         known = sorted({module.rpartition(".")[2] for module, *_ in maps})
@@ -162,7 +162,8 @@ def peft_config(spec: ModelSpec, lora: LoraSpec, base: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        # Readers of this file want a whole number where it is one.
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(names) if is_plain else [each.module for each in adapted],
         "bias": "none",
@@ -182,6 +183,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
     "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
 }
 """Keys of PEFT's configuration that change what an adapter computes, and their values that change nothing."""
 
@@ -198,16 +202,12 @@ def check_adapter_files(directory: Path, spec: ModelSpec, lora: LoraSpec) -> Non
             )
     for key, ours, own in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         if config.get(key) != own:
-            raise ValueError(
-                f"policy.lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}"
-            )
+            raise ValueError(f"lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}")
     headers, wanted = read_headers(path), {tensor.hf[0]: shape for tensor, shape in adapter_tensors(spec, lora).items()}
     if missing := sorted(set(wanted) - set(headers)):
-        raise ValueError(f"{path} lacks {len(missing)} tensors of policy.lora.target_modules, the first: {missing[:2]}")
+        raise ValueError(f"{path} lacks {len(missing)} tensors of lora.target_modules, the first: {missing[:2]}")
     if extra := sorted(set(headers) - set(wanted)):
-        raise ValueError(
-            f"{path} has {len(extra)} tensors that policy.lora.target_modules leaves out, the first: {extra[:2]}"
-        )
+        raise ValueError(f"{path} has {len(extra)} tensors that lora.target_modules leaves out, the first: {extra[:2]}")
     for name, shape in wanted.items():
         if headers[name].shape != shape:
             raise ValueError(f"{path}: {name} must have the shape {shape}: got {headers[name].shape}")

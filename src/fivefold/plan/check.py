@@ -14,6 +14,7 @@ from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    LoraConfig,
     PolicyConfig,
     RayConfig,
     ReferenceConfig,
@@ -114,8 +115,7 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
             specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
             _check_spec(findings, config, part, spec)
-            if part.where == "policy":
-                _check_adapters(findings, config, spec)
+            _check_adapters(findings.at(part.where), part.settings.lora, spec)
             if not again and checkpoint is not None:
                 check_torch_dist(checkpoint, spec)
             elif not again:
@@ -192,15 +192,15 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
         check_tokenizer_files(findings, part.key, described, spec)
 
 
-def _check_adapters(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:
-    """Whether the model has what `policy.lora` names, and the adapters to begin with are of it."""
-    lora, path = config.policy.lora.spec, config.policy.lora.path
+def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> None:
+    """Whether the model has what `lora` of its section names, and the adapters to begin with are of it."""
+    lora, path = asked.spec, asked.path
     if lora is None:
         return
     try:
         adapters_of(spec, lora)
     except ValueError as error:
-        findings.error("policy.lora", f".{error}")
+        findings.error("lora", f".{error}")
         return
     if path is None:
         return
@@ -208,9 +208,9 @@ def _check_adapters(findings: Findings, config: RunConfig, spec: ModelSpec) -> N
         try:
             check_adapter_files(Path(path), spec, lora)
         except ValueError as error:
-            findings.error("policy.lora.path", f": {error}")
+            findings.error("lora.path", f": {error}")
     elif not is_hub_id(path):
-        findings.error("policy.lora.path", f": no directory {path}, and no hub id, which is written owner/name")
+        findings.error("lora.path", f": no directory {path}, and no hub id, which is written owner/name")
     else:
         findings.note(f"adapters {path} are not here: they will be taken from the hub, and are not checked")
 

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
@@ -69,6 +70,11 @@ DEFAULTS: dict[str, Any] = {
     "sglang.mem_fraction_static": 0.9,
     "vllm.gpu_memory_utilization": 0.9,
     "vllm.max_num_seqs": 256,
+    **{
+        f"{role}.{name}": value
+        for role in ("actor", "model", "critic")
+        for name, value in (("lora_rank", 32), ("lora_alpha", 16))
+    },
 }
 for _role in ("actor", "critic", "model"):
     DEFAULTS |= {
@@ -211,6 +217,15 @@ def engine(source: Source) -> dict[str, Any]:
         samples = at_once * source.count("gconfig.n_samples")
         found |= shared.at_once(samples, replicas, found.get("engine.max_num_seqs"))
     return found
+
+
+def low_rank(source: Source, role: str = "", ours: str = "policy") -> dict[str, Any]:
+    start = f"{role or trainer(source)}."
+    if not source.flag(start + "use_lora"):
+        return {}
+    keys = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules"}
+    refuse(source, start + "peft_type", "other adapters than LoRA", ("lora",))
+    return adapters(source, ours, **{name: start + key for name, key in keys.items()})
 
 
 def model(source: Source) -> dict[str, Any]:
@@ -426,6 +441,7 @@ def critic(source: Source) -> dict[str, Any]:
         "critic.value_clip": source.number("critic.eps_clip"),
     }
     same = source.has("critic.optimizer")
+    found |= low_rank(source, "critic", "critic")
     return found | optimizer(source, "actor" if same else "critic", "critic.optimizer")
 
 
@@ -537,7 +553,8 @@ SECTIONS = (
             "rollout.routing_strategy rollout.poll_interval rollout.*_api_key rollout.api_url",
             "how requests are spread",
         ),
-        lacks("rollout.use_lora rollout.return_routed_experts", "adapters, or the routing of experts", [False]),
+        fixed("rollout.use_lora", "the engine is given the merged weights"),
+        lacks("rollout.return_routed_experts", "the routing of experts", [False]),
         fixed("rollout.agent.** rollout.openai.**", "read by agents only"),
     ),
     Section.of(
@@ -576,7 +593,18 @@ SECTIONS = (
             "*.request_timeout *.setup_timeout",
             "AReaL's own bookkeeping",
         ),
-        lacks("*.use_lora", "low-rank adapters: all weights are trained", [False]),
+        *(
+            used(f"{role}.{theirs}", f"{ours}.lora.{part}", note)
+            for role, ours in (("actor", "policy"), ("model", "policy"), ("critic", "critic"))
+            for theirs, part, note in (
+                ("use_lora", "rank", ""),
+                ("lora_rank", "rank", "32 when left out."),
+                ("lora_alpha", "alpha", ""),
+                ("target_modules", "target_modules", "All linear maps where there are none."),
+                ("peft_type", "rank", ""),
+            )
+        ),
+        lacks("*.use_lora", "adapters of another model", [False]),
         fixed("*.lora_rank *.lora_alpha *.target_modules *.peft_type", "read with use_lora only"),
         *(
             row
@@ -787,7 +815,23 @@ def tracked(source: Source) -> dict[str, Any]:
     }
 
 
-DERIVED = (ahead, layout, engine, model, data, advantage, loss, kl, correction, optimizer, critic, sampling, run, tracked)
+DERIVED = (
+    ahead,
+    layout,
+    engine,
+    model,
+    low_rank,
+    data,
+    advantage,
+    loss,
+    kl,
+    correction,
+    optimizer,
+    critic,
+    sampling,
+    run,
+    tracked,
+)
 
 TABLE = Table(
     "AReaL",
@@ -801,10 +845,7 @@ TABLE = Table(
         "examples/math/gsm8k_rl.py --config run.yaml`; layout "
         "strings with or without quotes."
     ),
-    loses=(
-        "agents",
-        "adapters (LoRA)",
-    ),
+    loses=("agents",),
     gains=(
         "a KL without a reference is refused instead of being taken of the log-prob itself",
         "the same layout strings, and layouts that are checked against the model before anything starts",

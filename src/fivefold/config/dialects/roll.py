@@ -9,6 +9,7 @@ from typing import Any
 
 from fivefold.config.device_mapping import parse_devices
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source, UnreadableError
@@ -71,6 +72,7 @@ DEFAULTS: dict[str, Any] = {
     _INFER + "generating_args.top_p": 1.0,
     _INFER + "generating_args.top_k": 50,
     _INFER + "strategy_args.strategy_config.gpu_memory_utilization": 0.8,
+    **{f"{name}.model_args.lora_rank": 8 for name in ("actor_train", "sft_train")},
 }
 for _role in ("actor_train", "critic", "sft_train"):
     DEFAULTS |= {
@@ -516,6 +518,20 @@ def model(source: Source) -> dict[str, Any]:
     return found | ({"reference.path": reference} if reference not in (None, found["model.path"]) else {})
 
 
+def low_rank(source: Source) -> dict[str, Any]:
+    """Adapters are there where lora_target is; its alpha is twice the rank when left out (model_args.py, __post_init__)."""
+    said = f"{role(source)}model_args."
+    if not source.texts(said + "lora_target"):
+        return {}
+    keys = {"rank": said + "lora_rank", "alpha": said + "lora_alpha", "targets": said + "lora_target"}
+    found = adapters(source, "policy", path=said + "adapter_name_or_path", **keys)
+    if found and found["policy.lora.alpha"] is None:
+        found["policy.lora.alpha"] = 2.0 * found["policy.lora.rank"]
+    refuse(source, said + "lora_dropout", "dropout of adapters", (0, 0.0))
+    refuse(source, said + "additional_target", "weights that are trained beside adapters", ())
+    return found
+
+
 def _of(roles: str, names: str) -> str:
     return " ".join(f"{role}.{name}" for role in roles.split() for name in names.split())
 
@@ -716,8 +732,19 @@ SECTIONS = (
         lacks(
             _of("actor_train sft_train", "model_args.dtype"), "training in another type: policy.dtype", ["bf16", "bfloat16"]
         ),
-        lacks("**.model_args.lora_rank lora_rank", "low-rank adapters: all weights are trained", [0]),
-        fixed("**.model_args.lora_* lora_* lora_target lora_alpha", "read with a rank of adapters only"),
+        *(
+            used(_of("actor_train sft_train", f"model_args.{theirs}"), f"policy.lora.{ours}", note)
+            for theirs, ours, note in (
+                ("lora_rank", "rank", "With lora_target; 8 when left out."),
+                ("lora_alpha", "alpha", "Twice the rank when left out."),
+                ("lora_target", "target_modules", ""),
+                ("adapter_name_or_path", "path", "Its r and lora_alpha must be those set here."),
+                ("lora_dropout", "rank", ""),
+                ("additional_target", "rank", ""),
+            )
+        ),
+        lacks("critic.model_args.lora_target", "adapters of the critic: critic.lora has them", []),
+        fixed("**.model_args.lora_* lora_* lora_rank lora_target lora_alpha", "the engine is given the merged weights"),
         lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
         lacks("**.model_args.moe_aux_loss_coef", "balancing of experts by loss", [0, 0.0]),
@@ -830,7 +857,23 @@ tracked = shared.tracked(
     "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
 )
 
-DERIVED = (ahead, model, method, loss, batch, lengths, layout, megatron, optimizer, critic, engine, rewards, run, tracked)
+DERIVED = (
+    ahead,
+    model,
+    low_rank,
+    method,
+    loss,
+    batch,
+    lengths,
+    layout,
+    megatron,
+    optimizer,
+    critic,
+    engine,
+    rewards,
+    run,
+    tracked,
+)
 
 TABLE = Table(
     "ROLL",

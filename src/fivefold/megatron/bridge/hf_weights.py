@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,37 +52,41 @@ class SafetensorsSource:
 
 
 class DrawnAdapters:
-    """New adapters as PEFT begins: A is uniform in ±1/sqrt(in) (Kaiming, 1502.01852, with a = sqrt 5), B is 0.
+    """New adapters: A is uniform in ±1/sqrt(in), as PEFT draws it (Kaiming, 1502.01852, with a = sqrt 5), or normal with the
+    variance 2 / (in + rank), as Megatron-Bridge does (Xavier, Glorot & Bengio 2010, eq. 12); B is 0.
 
     Every A is drawn whole, by the seed and its name: the same on every layout.
     """
 
     has_value_head = False
 
-    def __init__(self, shapes: Mapping[str, Shape], seed: int) -> None:
-        self._shapes, self._seed = shapes, seed
+    def __init__(self, shapes: Mapping[str, Shape], init: str, seed: int) -> None:
+        self._shapes, self._init, self._seed = shapes, init, seed
 
     def __getitem__(self, name: str) -> Sliceable:
         shape = self._shapes[name]
         if name.endswith("lora_B.weight"):
             return torch.zeros(shape)
         number = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little", signed=True)
-        bound = shape[1] ** -0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+        generator, (rank, into) = torch.Generator().manual_seed(number), shape
+        if self._init == "xavier":
+            return torch.randn(shape, generator=generator).mul_(math.sqrt(2 / (into + rank)))
+        return torch.empty(shape).uniform_(-(into**-0.5), into**-0.5, generator=generator)
 
 
 def load_adapters(
     parameters: dict[str, Tensor],
     directory: Path | None,
+    init: str,
     seed: int,
     spec: ModelSpec,
     lora: LoraSpec,
     place: Coordinates,
     layout: ParallelLayout,
 ) -> None:
-    """Fill adapters from those that PEFT wrote into `directory`, or with new ones."""
+    """Fill adapters from those that PEFT wrote into `directory`, or with new ones, drawn as `init` says."""
     tensors = adapter_tensors(spec, lora)
-    drawn = DrawnAdapters({item.hf[0]: shape for item, shape in tensors.items()}, seed)
+    drawn = DrawnAdapters({item.hf[0]: shape for item, shape in tensors.items()}, init, seed)
     source = drawn if directory is None else SafetensorsSource(directory, TENSORS)
     fill_parameters(parameters, source, tensors, spec, place, layout)
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from fivefold.config.packages import TRANSFORMER_IMPL, missing_packages
+from fivefold.megatron.layers.adapters import is_adapter
 from fivefold.megatron.layers.attention import PackedAttention, Packing
 from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
@@ -136,6 +137,10 @@ class PolicyModel(GPTModel):
         elif self.post_process:
             # Same parameter, same checkpoint key; only what it computes is ours.
             self.output_layer.__class__ = LogProbHead
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter of that name is not frozen: beside adapters a value head is trained, which may be new."""
+        return not self.has_adapters or is_adapter(name) or (self._value_head and name.startswith("output_layer."))
 
     def forward(
         self,
