@@ -94,18 +94,18 @@ def test_every_key_of_the_source_has_one_outcome():
         *VERL,
         "trainer.balance_batch=True",
         "trainer.logger=['console','wandb','clearml']",
-        "actor_rollout_ref.model.lora_rank=32",
+        "actor_rollout_ref.rollout.quantization=fp8",
         "data.shufle=False",
     ]
     found = translated("verl", *words)
     assert [each.key for each in found.outcomes] == [word.partition("=")[0] for word in words]
     assert outcome(found, "data.train_files").ours == ("data.train",)
     assert outcome(found, "trainer.balance_batch").kind == "fixed"
-    logger, adapters, typo = (
-        outcome(found, key) for key in ("trainer.logger", "actor_rollout_ref.model.lora_rank", "data.shufle")
+    logger, quantized, typo = (
+        outcome(found, key) for key in ("trainer.logger", "actor_rollout_ref.rollout.quantization", "data.shufle")
     )
     assert (logger.kind, logger.is_refused) == ("unsupported", False) and logger.reason.startswith("clearml: ")
-    assert (adapters.kind, adapters.is_refused) == ("unsupported", True)
+    assert (quantized.kind, quantized.is_refused) == ("unsupported", True)
     assert (typo.kind, typo.reason) == ("unknown", "no key of verl that is known here: did you mean data.shuffle?")
     assert len(found.refusals) == 2
 

@@ -374,3 +374,141 @@ def counted(mesh, directory: Path, policy):
     trained = sum(p.numel() for ddp in updater.ddps for p in ddp.params_with_grad)
     groups = [group for part in updater.optimizer.chained_optimizers if part.optimizer for group in part.param_groups]
     return trained, sum(p.numel() for group in groups for p in group["params"])
+
+
+# --- planted faults: each must be seen by the comparison above -------------------------------------------------------
+
+
+def partial_gradients(mesh, *arguments):
+    """A, which all tensor-parallel ranks hold, with the gradient of each rank's own part of the sequence."""
+    from fivefold.megatron.layers import adapters
+
+    original = adapters._mark
+    adapters._mark = lambda parameter, **marks: None if "sequence_parallel" in marks else original(parameter, **marks)
+    return two_steps(mesh, *arguments)
+
+
+def no_gradient_into_the_first_layer(mesh, *arguments):
+    """As where the input of a layer that is recomputed wants no gradient."""
+    from fivefold.megatron.layers.layer_spec import PolicyModel
+
+    original = PolicyModel._preprocess
+
+    def preprocess(self, *args, **kwargs):
+        first, *rest = original(self, *args, **kwargs)
+        return (first.detach(), *rest)
+
+    PolicyModel._preprocess = preprocess
+    return two_steps(mesh, *arguments)
+
+
+def merged_without_alpha(mesh, *arguments):
+    from fivefold.megatron.layers.adapters import Adapters
+
+    original = Adapters._merge
+
+    def merge(self, weight):
+        self._scale, before = 1.0, self._scale
+        try:
+            return original(self, weight)
+        finally:
+            self._scale = before
+
+    Adapters._merge = merge
+    return two_steps(mesh, *arguments)
+
+
+def joined_map_by_map(mesh, *arguments):
+    """Queries, keys and values one above another, where Megatron-Core has them group by group."""
+    from fivefold.megatron.layers.adapters import Adapters
+
+    original = Adapters.__init__
+
+    def init(self, linear, maps, lora, groups, tp):
+        original(self, linear, maps, lora, 1, tp)
+
+    Adapters.__init__ = init
+    return two_steps(mesh, *arguments)
+
+
+def experts_counted_twice(mesh, *arguments):
+    """What the ranks of an expert hold alike counted in the gradient norm by each."""
+    from fivefold.megatron.layers import adapters
+
+    original = adapters._mark
+    adapters._mark = lambda parameter, **marks: None if "shared" in marks else original(parameter, **marks)
+    return two_steps(mesh, *arguments)
+
+
+def experts_not_summed(mesh, *arguments):
+    """What the ranks of an expert hold alike, with the gradient of each rank's own part of it."""
+    from fivefold.megatron.layers.adapters import ExpertAdapters
+
+    ExpertAdapters._summed = lambda self, parameter: parameter
+    return two_steps(mesh, *arguments)
+
+
+FAULTS = [
+    (partial_gradients, "qwen3", "t2", {}),
+    (no_gradient_into_the_first_layer, "qwen3", "d1", FULL),
+    (merged_without_alpha, "qwen3", "d1", {}),
+    (joined_map_by_map, "qwen3", "d1", {}),
+    (experts_counted_twice, "qwen3_moe", "(attn:t2|ffn:t2)", {}),
+    (experts_not_summed, "qwen3_moe", "(attn:t2|ffn:t2)", {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "name", "layout", "own"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_planted_fault_is_seen(cluster, models, adapters, fault, name, layout, own):
+    policy, wanted = policy_of(name, Case(layout), own, adapters(name)), expected(models, adapters, name)
+    try:
+        results = cluster.run(fault, f"megatron:{layout}", models(name), policy, wanted[3])
+    except RuntimeError as error:
+        # Copies that differ end the run by themselves.
+        assert "copies of parameters that must be equal differ" in str(error)
+        return
+    found = difference(results, wanted)
+    assert any(value > 10 * bound for value, bound in zip(found, BOUNDS, strict=True)), found
+
+
+# --- a critic --------------------------------------------------------------------------------------------------------
+
+
+def critic_step(mesh, directory: Path, policy, path: Path):
+    """Two steps of a critic towards 1: (losses, norms, weights, what is written, what is frozen is as it was)."""
+    from fivefold.megatron.model import MegatronModel
+    from fivefold.types import LossOutput
+
+    model = MegatronModel(directory, policy, mesh, total_updates=2, value_head=True)
+    before = {n: p.clone() for c in model._chunks for n, p in c.named_parameters() if not p.requires_grad}
+    batch = whole_batch()
+    mine = batch.select(mesh.ranks.shard_of_replica(range(len(LENGTHS))))
+
+    def loss(values_T, entropy_T, micro):
+        return LossOutput(loss=(micro.loss_weights_T * (values_T - 1).square()).sum(), sums={})
+
+    reports = [model.train_step(mine, loss) for _ in range(2)]
+    model.verify()
+    if mesh.ranks.is_main:
+        path.mkdir()
+    mesh.ranks.barrier()
+    model.save(path)
+    kept = all(torch.equal(p, before[n]) for c in model._chunks for n, p in c.named_parameters() if n in before)
+    return [(r.loss, r.grad_norm) for r in reports], {n: t.clone() for n, t in model.weights()}, kept
+
+
+def test_a_critic_with_adapters_trains_them_and_its_value_head(cluster, models, tmp_path):
+    found = {}
+    for layout in ("d1", "t2"):
+        policy = policy_of("qwen3", Case(layout), {})
+        found[layout] = cluster.run(critic_step, f"megatron:{layout}", models("qwen3"), policy, tmp_path / layout)
+        assert all(kept for *_, kept in found[layout])
+    (numbers, weights, _), *_ = found["d1"]
+    assert weights["score.weight"].abs().max() > 1e-4 and numbers[1][0] < numbers[0][0]
+    for others, tensors, _ in found["t2"]:
+        torch.testing.assert_close(torch.tensor(others), torch.tensor(numbers), rtol=1e-5, atol=0)
+        assert all((tensors[name] - tensor).abs().max() <= BOUNDS[2] for name, tensor in weights.items())
+    written = {name for name in numbers_in(tmp_path / "t2") if not name.endswith(("exp_avg", "exp_avg_sq"))}
+    assert "model.output_layer.weight" in written
+    assert all(".adapters." in name or name == "model.output_layer.weight" for name in written)
