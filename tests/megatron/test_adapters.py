@@ -37,10 +37,12 @@ BALANCE = {name: value for name, value in ROUTER.items() if name != "moe_router_
 """The losses of routers reach adapters through what routers read; their biases stay as they are."""
 BALANCED = ("qwen3_moe", "deepseek_v3")
 FULL = {"recompute": "full"}
+OVERLAP = {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 CASES: list[tuple[str, Case, dict[str, Any]]] = [
     ("qwen3", Case("d1"), {}),
     ("qwen3", Case("d1"), FULL),
     ("qwen3", Case("d2"), {}),
+    ("qwen3", Case("d2"), OVERLAP),
     ("qwen3", Case("t2"), {}),
     ("qwen3", Case("t2"), FULL),
     ("qwen3", Case("t2", sequence_parallel=False), {}),
@@ -65,7 +67,8 @@ MORE: list[tuple[str, Case, dict[str, Any]]] = [
 
 
 def policy_of(name: str, case: Case, own: dict[str, Any], path: Path | None = None):
-    megatron = MegatronConfig(pipeline=case.pipeline, transformer=BALANCE if name in BALANCED else {})
+    own, ddp = {key: value for key, value in own.items() if key != "ddp"}, own.get("ddp", {})
+    megatron = MegatronConfig(pipeline=case.pipeline, transformer=BALANCE if name in BALANCED else {}, ddp=ddp)
     lora = replace(LORA[name], path=None if path is None else str(path))
     return replace(
         POLICY, tokens_per_micro_batch=48, sequence_parallel=case.sequence_parallel, megatron=megatron, lora=lora, **own

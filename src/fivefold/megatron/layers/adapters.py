@@ -39,6 +39,10 @@ class Pair(torch.nn.Module):
         super().__init__()
         self.lora_A, self.lora_B = torch.nn.Parameter(lora_A), torch.nn.Parameter(lora_B)
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A and B; where parameters are gathered while the model computes, the call is what waits for them."""
+        return self.lora_A, self.lora_B
+
 
 class Adapters(torch.nn.Module):
     """The adapters of one linear module of Megatron-Core: what it reads -> what is added to what it gives."""
@@ -75,8 +79,8 @@ class Adapters(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the adapters add to the output of this rank."""
-        pairs = list(self.pairs.values())
-        low = F.linear(x, torch.cat([pair.lora_A for pair in pairs])) * self._scale
+        pairs = [pair() for pair in self.pairs.values()]
+        low = F.linear(x, torch.cat([a for a, _ in pairs])) * self._scale
         if self._sharding is Sharding.ROW:
             if self._sequence_parallel:
                 low = reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
@@ -88,7 +92,7 @@ class Adapters(torch.nn.Module):
             else:
                 low = copy_to_tensor_model_parallel_region(low, group=self._tp)
         parts = low.chunk(len(pairs), -1)
-        return self._join([F.linear(part, pair.lora_B) for part, pair in zip(parts, pairs, strict=True)])
+        return self._join([F.linear(part, b) for part, (_, b) in zip(parts, pairs, strict=True)])
 
     def merges(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
         """(`weight`, W -> W + alpha / rank · B A of this rank, computed in float32, in the dtype of W)."""
@@ -198,9 +202,7 @@ class ExpertAdapters(torch.nn.Module):
             if not each.is_adapted:
                 found.append(None)
                 continue
-            pair = self.get_submodule(each.name)
-            assert isinstance(pair, Pair)
-            a, b = (self._summed(tensor) for tensor in (pair.lora_A, pair.lora_B))
+            a, b = (self._summed(tensor) for tensor in self.get_submodule(each.name)())
             found.append(product(product(x, a, tokens_per_expert) * self._scale, b, tokens_per_expert))
         return _side_by_side(found)
 
