@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fivefold.megatron.layers.mla import ReplicatedLinear
 from fivefold.megatron.layers.moe import GroupedExperts
+from fivefold.megatron.layers.recompute import LastLinear
 from fivefold.models.adapters import Adapter, LoraSpec
 from fivefold.models.parameters import Sharding
 
@@ -152,6 +153,10 @@ class AdaptedRow(_Adapted, RowParallelLinear):
     pass
 
 
+class AdaptedLast(_Adapted, LastLinear):  # type: ignore[misc]
+    pass
+
+
 class AdaptedReplicated(_Adapted, ReplicatedLinear):  # type: ignore[misc]
     pass
 
@@ -159,6 +164,7 @@ class AdaptedReplicated(_Adapted, ReplicatedLinear):  # type: ignore[misc]
 _ADAPTED: dict[type, type] = {
     ColumnParallelLinear: AdaptedColumn,
     RowParallelLinear: AdaptedRow,
+    LastLinear: AdaptedLast,
     ReplicatedLinear: AdaptedReplicated,
 }
 
