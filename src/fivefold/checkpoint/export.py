@@ -52,6 +52,10 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     lora = (config.critic if critic else config.policy).lora.spec
     if form == "adapter" and lora is None:
         raise ValueError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
+    if form == "adapter" and critic:
+        raise ValueError(
+            "--to adapter is for the policy: a critic's adapters say nothing without its value head; leave it out"
+        )
     state = RunState.read(checkpoint)
     directory = Path(path)
     if not directory.is_dir():

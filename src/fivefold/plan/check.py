@@ -200,7 +200,8 @@ def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> N
     try:
         adapters_of(spec, lora)
     except ValueError as error:
-        findings.error("lora", f".{error}")
+        key, _, message = str(error).partition(" ")
+        findings.at("lora").error(key, message)
         return
     if path is None:
         return
