@@ -16,8 +16,11 @@ from fivefold.layout import ParallelLayout
 from fivefold.models.adapters import CONFIG, TENSORS, LoraSpec, adapter_tensors, peft_config
 from fivefold.models.families import load_spec
 from fivefold.plan.check import check
+from fivefold.plan.efficiency import Efficiencies, load_rates
+from fivefold.plan.hardware import Cluster
 from fivefold.plan.memory import Sharded, checkpoint_bytes, rank_parameters, trained_parameters, training_flops
 from fivefold.plan.roles import memory_of, roles
+from fivefold.plan.step_time import Batch, update_time
 
 ALL = LoraSpec(4, 6.0, ("all-linear",))
 
@@ -77,6 +80,16 @@ def test_a_reference_that_is_the_base_takes_no_memory(models):
     ):
         assert not make_config({**tree, **own}).reference_is_base
     assert make_config({**tree, "reference": {"backend": "megatron:d2"}}).reference_is_base
+
+
+def test_an_update_of_adapters_takes_less_time_and_no_gradients_of_frozen_experts(models):
+    cluster, batch = Cluster("h100-80g", 8), Batch.of(64, 100, 300)
+    rates = Efficiencies(load_rates(None), "h100-80g")
+    for name in ("qwen3", "qwen3_moe"):
+        plain = Sharded(load_spec(models(name)), ParallelLayout.parse("megatron:d8"), tokens_per_micro_batch=4096)
+        whole, adapted = (update_time(replace(plain, lora=lora), batch, cluster, rates).parts for lora in (None, ALL))
+        assert adapted["forward"] == whole["forward"] and adapted["backward"] < whole["backward"]
+        assert adapted["optimizer"] < whole["optimizer"] and adapted["data parallel"] < whole["data parallel"]
 
 
 @pytest.mark.parametrize(("lora", "others", "says"), [

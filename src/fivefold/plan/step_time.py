@@ -179,8 +179,8 @@ def _stages(model: Sharded, tokens: Tokens, links: Links, trains: bool) -> list[
 _PARTS = ("forward", "backward", "recomputation", "tensor parallel", "context parallel", "expert parallel", "pipeline")
 
 
-_PRODUCTS = ("gemm", "grouped_gemm")
-"""Whose backward is half as much where weights are frozen."""
+_FROZEN = {"gemm": 0.5, "grouped_gemm": 0.5, "gradients": 0.0}
+"""What is left of a layer's backward by kind of work where its weights have no gradients."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     ahead, back = layer_work(spec, layout, tokens, has_experts)
     traffic = layer_traffic(spec, layout, tokens, has_experts, links)
     if model.lora is not None:
-        back = [replace(one, amount=one.amount / 2) if one.kind in _PRODUCTS else one for one in back]
+        back = [replace(one, amount=one.amount * _FROZEN.get(one.kind, 1.0)) for one in back]
     forward = _seconds(ahead, rates)
     again, ways, tensor_ways, overlapped = 0.0, 1.0, 1.0, 0.0
     if trains:

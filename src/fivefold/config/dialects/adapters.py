@@ -102,5 +102,6 @@ def rows_of_verl(start: str, ours: str) -> list[Row]:
     for place, (name, note) in enumerate(zip(names, notes, strict=True)):
         theirs = [part.split()[place] for part in (_FSDP, _MEGATRON) if place < len(part.split())]
         found += used([start + key for key in theirs], f"{ours}.lora.{name}", note)
-    found += used([f"{start}lora.{name}" for name in ("dropout", "type", "lora_B_init_method")], f"{ours}.lora.rank")
+    refused = [f"{start}lora.{name}" for name in ("dropout", "type", "lora_B_init_method")]
+    found += used(refused, f"{ours}.lora.rank", "Dropout, other adapters than LoRA and a B that is not 0 are refused.")
     return found + fixed(f"{start}lora.**", "how adapters reach the engine: it is given the merged weights")

@@ -601,7 +601,7 @@ SECTIONS = (
                 ("lora_rank", "rank", "32 when left out."),
                 ("lora_alpha", "alpha", ""),
                 ("target_modules", "target_modules", "All linear maps where there are none."),
-                ("peft_type", "rank", ""),
+                ("peft_type", "rank", "Others than lora are refused."),
             )
         ),
         lacks("*.use_lora", "adapters of another model", [False]),

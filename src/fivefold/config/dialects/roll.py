@@ -739,8 +739,8 @@ SECTIONS = (
                 ("lora_alpha", "alpha", "Twice the rank when left out."),
                 ("lora_target", "target_modules", ""),
                 ("adapter_name_or_path", "path", "Its r and lora_alpha must be those set here."),
-                ("lora_dropout", "rank", ""),
-                ("additional_target", "rank", ""),
+                ("lora_dropout", "rank", "Another one than 0 is refused."),
+                ("additional_target", "rank", "Refused where it names something."),
             )
         ),
         lacks("critic.model_args.lora_target", "adapters of the critic: critic.lora has them", []),
