@@ -438,9 +438,7 @@ TABLE = Table(
         "skyrl.train.entrypoints.main_base` as they are, or the "
         "script that has them; the Hydra keys of skyrl-train are read too."
     ),
-    loses=(
-        "environments with tools and several turns",
-    ),
+    loses=("environments with tools and several turns",),
     gains=(
         "critics, context and expert parallelism in every combination",
         "losses and KL that do not depend on micro-batches",

@@ -428,9 +428,7 @@ TABLE = Table(
         "they are, `--config-name` "
         "included, or the script that has them: `fivefold train --from verl run.sh`."
     ),
-    loses=(
-        "tools, several turns, images",
-    ),
+    loses=("tools, several turns, images",),
     gains=(
         "a batch vocabulary that is printed before the run starts",
         "numbers that no layout, no micro-batch and no number of GPUs changes",
