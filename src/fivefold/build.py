@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
 from fivefold.config.mixture import counts, domains_of
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.schema import LoraConfig, PolicyConfig
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import Loader, PromptLoader
@@ -31,9 +31,9 @@ from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
-from fivefold.interfaces import Engine, Model, RolloutSource, SteppedEngine
+from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource, SteppedEngine
 from fivefold.megatron.mesh import Meshes
-from fivefold.megatron.model import MegatronModel
+from fivefold.megatron.model import MegatronModel, WithoutAdapters
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
@@ -180,7 +180,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             rollouts,
             evaluation,
             plan,
-            flops=partial(training_flops, spec),
+            flops=partial(training_flops, spec, lora=config.policy.lora.spec),
             resolved_config=dump_yaml(config.absolute),
             # Only one rank compares and writes it: it reads every file of the run.
             fingerprint=Fingerprint.of(config, steps, directories) if ranks.is_main else Fingerprint(),
@@ -251,15 +251,25 @@ def build_models(
     learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
     ranks, spec = meshes.ranks, load_spec(directories[config.described_by(config.model.path)])
     trained = files_of(config.model.path) | learning
-    policy = build_model(meshes, config.policy, 0, total_updates=(steps - warmup) * updates, **trained)
-    reference: Model | None = None
+
+    def adapters_of(lora: LoraConfig) -> dict[str, Any]:
+        return {"adapters": directories.get(lora.path or ""), "seed": config.trainer.seed} if lora.rank else {}
+
+    own, learner = _on_its_ranks(
+        meshes, config.policy, 0, total_updates=(steps - warmup) * updates, **trained, **adapters_of(config.policy.lora)
+    )
+    policy = on_replicas_of(meshes.ranks, learner, own)
+    reference: FrozenModel | None = None
     critic: Model | None = None
-    if objective.needs_reference:
+    if config.reference_is_base:
+        base = None if learner is None else cast(Model, WithoutAdapters(learner))
+        reference = on_replicas_of(meshes.ranks, base, own)
+    elif objective.needs_reference:
         files, settings = files_of(config.reference.path or config.model.path), config.settings("reference")
         same_vocabulary("reference.path", load_spec(files["directory"]), spec)
         reference = build_model(meshes, settings, config.reference.first_rank, **files)
     if objective.needs_critic:
-        trained = files_of(config.critic.path or config.model.path) | learning
+        trained = files_of(config.critic.path or config.model.path) | learning | adapters_of(config.critic.lora)
         same_vocabulary("critic.path", load_spec(trained["directory"]), spec)
         settings, trained["total_updates"] = config.settings("critic"), steps * updates
         critic = build_model(meshes, settings, config.critic.first_rank, value_head=True, **trained)
@@ -274,14 +284,22 @@ def build_models(
         seed=config.trainer.seed,
         critic_warmup=warmup,
         values_per_update=config.algorithm.values_per == "update",
+        reference_is_base=config.reference_is_base,
     )
 
 
 def build_model(meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any) -> Model:
     """A model on the ranks from `first_rank` on, for callers on the policy's replicas."""
-    ranks, mesh = meshes.of(settings.layout, first_rank)
-    model = None if mesh is None else MegatronModel(policy=settings, mesh=mesh, **arguments)
-    return on_replicas_of(meshes.ranks, model, ranks)
+    own, model = _on_its_ranks(meshes, settings, first_rank, **arguments)
+    return on_replicas_of(meshes.ranks, model, own)
+
+
+def _on_its_ranks(
+    meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any
+) -> tuple[Ranks, MegatronModel | None]:
+    """The ranks from `first_rank` on that have the model, and what this one has of it."""
+    own, mesh = meshes.of(settings.layout, first_rank)
+    return own, None if mesh is None else MegatronModel(policy=settings, mesh=mesh, **arguments)
 
 
 def _refresh(models: Models, engine: Engine) -> None:
@@ -354,8 +372,9 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
     # Routers that add something look at every token of an update.
     adds = spec.moe is not None and config.policy.megatron.options.has_router_terms
     skips = config.policy.skip_zero_advantage and not adds
-    per_token = training_flops(spec, 1, 0)
-    per_pair = training_flops(spec, 1, 1) - per_token
+    lora = config.policy.lora.spec
+    per_token = training_flops(spec, 1, 0, lora)
+    per_pair = training_flops(spec, 1, 1, lora) - per_token
 
     def work(lengths_N: Tensor) -> Tensor:
         lengths_N = lengths_N.double()

@@ -103,11 +103,14 @@ def _parser() -> argparse.ArgumentParser:
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
     added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
     configured(added)
-    added = command("export", _export, "write a checkpoint as a Hugging Face directory, or as one of Megatron-Core")
+    added = command(
+        "export", _export, "write a checkpoint as a Hugging Face directory, as one of Megatron-Core, or for PEFT"
+    )
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
     added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
-    added.add_argument("--to", choices=["huggingface", "megatron"], default="huggingface", help="form (default huggingface)")
+    forms = ["huggingface", "megatron", "adapter"]
+    added.add_argument("--to", choices=forms, default=forms[0], help="form (default huggingface); adapter: as PEFT has it")
     added.add_argument("--shard-gb", type=flags.above_0(float), default=5.0, help="largest safetensors file (default 5)")
     flags.report(
         command("report", _report, "write RUN/report.html, or serve it: curves, stage times, samples of one run or several")

@@ -12,14 +12,9 @@ from torch import Tensor
 from fivefold.types import Completion, Group, LossFn, Request, StepReport, TokenBatch
 
 
-class Model(Protocol):
-    """Policy, reference, critic or reward model, one replica sharded over the ranks of a layout. Every method is called on
-    all ranks."""
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps taken."""
-        ...
+class FrozenModel(Protocol):
+    """What computes log-probs or values and is not trained: a reference or a reward model. Every method is called on all
+    ranks."""
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] on the CPU of every rank, 0 where nothing is wanted.
@@ -27,6 +22,23 @@ class Model(Protocol):
         With a language-model head the log-prob of each response token at the batch's temperature; with a value head the
         value of the text up to and including each token, from the one before the response on.
         """
+        ...
+
+    def offload(self) -> dict[str, int]:
+        """Move to host memory what the configuration names; bytes freed by part. Other methods bring back what they need."""
+        ...
+
+    def onload(self) -> None:
+        """Bring back everything that `offload` moved."""
+        ...
+
+
+class Model(FrozenModel, Protocol):
+    """Policy, reference, critic or reward model, one replica sharded over the ranks of a layout."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
         ...
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
@@ -39,14 +51,6 @@ class Model(Protocol):
 
     def verify(self) -> None:
         """Raise RuntimeError where copies of a parameter on several ranks are not equal."""
-        ...
-
-    def offload(self) -> dict[str, int]:
-        """Move to host memory what the configuration names; bytes freed by part. Other methods bring back what they need."""
-        ...
-
-    def onload(self) -> None:
-        """Bring back everything that `offload` moved."""
         ...
 
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:

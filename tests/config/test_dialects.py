@@ -96,18 +96,19 @@ def test_every_key_of_the_source_has_one_outcome():
         *VERL,
         "trainer.balance_batch=True",
         "trainer.logger=['console','wandb','clearml']",
-        "actor_rollout_ref.model.lora_rank=32",
+        "actor_rollout_ref.model.override_config.attention_dropout=0.1",
         "data.shufle=False",
     ]
     found = translated("verl", *words)
     assert [each.key for each in found.outcomes] == [word.partition("=")[0] for word in words]
     assert outcome(found, "data.train_files").ours == ("data.train",)
     assert outcome(found, "trainer.balance_batch").kind == "fixed"
-    logger, adapters, typo = (
-        outcome(found, key) for key in ("trainer.logger", "actor_rollout_ref.model.lora_rank", "data.shufle")
+    logger, dropout, typo = (
+        outcome(found, key)
+        for key in ("trainer.logger", "actor_rollout_ref.model.override_config.attention_dropout", "data.shufle")
     )
     assert (logger.kind, logger.is_refused) == ("unsupported", False) and logger.reason.startswith("clearml: ")
-    assert (adapters.kind, adapters.is_refused) == ("unsupported", True)
+    assert (dropout.kind, dropout.is_refused) == ("unsupported", True)
     assert (typo.kind, typo.reason) == ("unknown", "no key of verl that is known here: did you mean data.shuffle?")
     assert len(found.refusals) == 2
 

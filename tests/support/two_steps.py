@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,18 +75,20 @@ def megatron_step(mesh, directory: Path, policy: PolicyConfig, base_T: torch.Ten
     return reports, {name: tensor.clone() for name, tensor in model.weights()}
 
 
-def reference_step(directory: Path, options: dict[str, Any]):
+def reference_step(directory: Path, options: dict[str, Any], adapt: Callable[[Any], Callable[[], None]] | None = None):
     """The same two steps written out with transformers and torch.optim.AdamW, routers' losses included.
 
-    ([(loss, gradient norm)], parameters by name, [T] log-probs before the first step)
+    ([(loss, gradient norm)], parameters by name, [T] log-probs before the first step). `adapt` changes the model before, and
+    gives what is to be done with it behind the last step.
     """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config).float()
+    finish = (lambda: None) if adapt is None else adapt(model)
     batch = whole_batch()
-    decay = [p for n, p in model.named_parameters() if p.ndim > 1]
-    plain = [p for n, p in model.named_parameters() if p.ndim == 1]
+    decay = [p for n, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
+    plain = [p for n, p in model.named_parameters() if p.ndim == 1 and p.requires_grad]
     adam = torch.optim.AdamW(
         [{"params": decay, "weight_decay": OPTIMIZER.weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=OPTIMIZER.lr,
@@ -146,6 +149,7 @@ def reference_step(directory: Path, options: dict[str, Any]):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
         adam.step()
         results.append((loss.item(), norm.item()))
+    finish()
     with tempfile.TemporaryDirectory() as saved:
         # In memory transformers stacks experts; its files have the names that everything else goes by.
         model.save_pretrained(saved)

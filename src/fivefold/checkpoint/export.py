@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
-from fivefold.config import load_config
+from fivefold.checkpoint.fingerprint import content_of
+from fivefold.config import RunConfig, load_config
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.hub import model_snapshot
@@ -23,13 +24,18 @@ from fivefold.layout import ParallelLayout
 from fivefold.megatron import mesh
 from fivefold.megatron.bridge.torch_dist import write_torch_dist
 from fivefold.megatron.model import MegatronModel
+from fivefold.models.adapters import CONFIG, TENSORS, peft_config
+from fivefold.models.torch_dist import find_torch_dist
 
-Form = Literal["huggingface", "megatron"]
+Form = Literal["huggingface", "megatron", "adapter"]
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", form: Form = "huggingface") -> str:
-    """Write the policy or the critic of `checkpoint` to the new directory `out` in one process; a sentence about it."""
+    """Write the policy or the critic of `checkpoint` to the new directory `out` in one process; a sentence about it.
+
+    Adapters are merged into the model that the run began with, or with `form` adapter written by themselves, for PEFT.
+    """
     if (checkpoint / "checkpoints").is_dir():
         newest = Checkpoints(checkpoint, 1).latest(lambda _: None)
         has = "it has none" if newest is None else f"its newest one is {newest}"
@@ -43,9 +49,20 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     config = load_config(checkpoint / "run.yaml")
     critic = part == "critic"
     path = config.described_by((config.critic.path if critic else None) or config.model.path)
+    lora = (config.critic if critic else config.policy).lora.spec
+    if form == "adapter" and lora is None:
+        raise ValueError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
+    if form == "adapter" and critic:
+        raise ValueError(
+            "--to adapter is for the policy: a critic's adapters say nothing without its value head; leave it out"
+        )
+    state = RunState.read(checkpoint)
     directory = Path(path)
     if not directory.is_dir():
-        directory = model_snapshot(path, _COPIED, RunState.read(checkpoint).commits.get(path))
+        # A checkpoint of adapters holds nothing else.
+        wanted = _COPIED if lora is None else (*_COPIED, "*.safetensors")
+        directory = model_snapshot(path, wanted, state.commits.get(path))
+    weights = None if lora is None else _base_weights(part, config, directory, state)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
@@ -54,10 +71,16 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         # One process holds the whole model: what split it into stages does not apply.
         settings = config.critic.settings(config.policy) if critic else config.policy
         settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
-        model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic)
+        model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic, torch_dist=weights)
         model.load(checkpoint / part)
         out.mkdir(parents=True, exist_ok=True)
-        if form == "megatron":
+        if form == "adapter":
+            assert lora is not None
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.adapters()}
+            save_file(tensors, out / TENSORS, metadata={"format": "pt"})
+            (out / CONFIG).write_text(json.dumps(peft_config(model.spec, lora, path), indent=2))
+            total, said = sum(tensor.nbytes for tensor in tensors.values()), f"as adapters of {path}"
+        elif form == "megatron":
             total = write_torch_dist(model.weights(), model.spec, out)
             said = "as a torch_dist checkpoint of Megatron-Core"
         else:
@@ -65,13 +88,27 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
             said = f"in {files} file{'s' if files > 1 else ''}"
     finally:
         mesh.destroy()
-    for pattern in _COPIED:
+    for pattern in _COPIED if form != "adapter" else ():
         for file in directory.glob(pattern):
             if file.name != "model.safetensors.index.json":
                 shutil.copy(file, out / file.name)
     if critic:
         _make_classifier(out / "config.json")
     return f"{out}: {total / 2**20:,.1f} MiB of weights {said}"
+
+
+def _base_weights(part: str, config: RunConfig, directory: Path, state: RunState) -> Path | None:
+    """The checkpoint of Megatron-Core with the weights beside which adapters were trained; None where `directory` has them.
+
+    Raises ValueError where they are others now.
+    """
+    own = config.critic.path if part == "critic" else None
+    key, path = ("critic.path", own) if own else ("model.path", config.model.path)
+    then = state.fingerprint[key]["content"]
+    now = content_of([Path(path) if Path(path).is_dir() else directory])
+    if None not in (*then, *now) and then != now:
+        raise ValueError(f"{key}: {path} holds other files than those with which the adapters were trained: put them back")
+    return find_torch_dist(path)
 
 
 def _parts(checkpoint: Path) -> list[str]:

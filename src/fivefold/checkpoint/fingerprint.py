@@ -18,6 +18,8 @@ from fivefold.models.torch_dist import find_torch_dist, is_torch_dist
 
 _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
 """Keys about how a run is started, not about the run."""
+_NEVER_ACCEPTED = ("policy.lora.rank", "critic.lora.rank")
+"""Keys that say of what size a checkpoint's tensors are."""
 _OF_A_MODEL = ("*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -65,7 +67,7 @@ class Fingerprint:
         for key, value, counts in _keys(config):
             if counts is Counts.CONTENT and value:
                 names = value if isinstance(value, list) else [value]
-                held = _content([directories.get(name, Path(name)) for name in names])
+                held = content_of([directories.get(name, Path(name)) for name in names])
                 values[key] = {"files": names, "content": held}
             else:
                 values[key] = _with_code(value)
@@ -89,7 +91,7 @@ class Fingerprint:
             text = f"{key}: {_shown(then)} -> {_shown(now)}"
             if key in self.harmless:
                 changes.harmless.append(text)
-            elif any(key == name or key.startswith(f"{name}.") for name in self.accept):
+            elif key not in _NEVER_ACCEPTED and any(key == name or key.startswith(f"{name}.") for name in self.accept):
                 changes.accepted.append(text)
             else:
                 changes.refused.append(text)
@@ -113,7 +115,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
         yield leaf.key, chosen.get(leaf.key, leaf.value), counts
 
 
-def _content(paths: Sequence[Path]) -> list[str | None]:
+def content_of(paths: Sequence[Path]) -> list[str | None]:
     """A hash of what stands in each file, or in a model's directory; None for what is not here."""
     found: list[str | None] = []
     for path in paths:

@@ -18,6 +18,7 @@ from fivefold.config.mcore_options import Options
 from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
 from fivefold.config.ranges import Matches, OneOf, Range, above, at_least, within
 from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.adapters import ALL, LoraSpec
 from fivefold.models.torch_dist import config_beside, is_torch_dist
 
 RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
@@ -109,6 +110,35 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, 2106.09685): only they are trained, and a critic's value head; all other weights stay as they
+    are."""
+
+    rank: Annotated[int, at_least(0)] = 0
+    """Of A and B, by which a weight W becomes W + alpha / rank · B A; 0: no adapters, all weights are trained."""
+    alpha: Annotated[float, above(0)] = 16.0
+    """Over the rank, the factor of what adapters add."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL])
+    """Linear maps that have adapters, by the end of their names in Hugging Face: q_proj, k_proj, v_proj, o_proj, gate_proj,
+    up_proj, down_proj; `all-linear` names all of the layers."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Of these, the ones that have none."""
+    init: Literal["kaiming", "xavier"] = "kaiming"
+    """How A is drawn, by trainer.seed: uniform in ±1/sqrt(in), as PEFT does, or normal with the variance 2 / (in + rank), as
+    Megatron-Bridge does. B is 0: the model begins as it is."""
+    path: Annotated[str | None, CONTENT] = None
+    """Adapters to begin with instead, as PEFT saves them: a directory or hub id with adapter_config.json and
+    adapter_model.safetensors."""
+
+    @property
+    def spec(self) -> LoraSpec | None:
+        """What models are built with; None without adapters."""
+        if not self.rank:
+            return None
+        return LoraSpec(self.rank, self.alpha, tuple(self.target_modules), tuple(self.exclude_modules))
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     backend: Annotated[str, HARMLESS] = "megatron:d1"
     """Backend and layout: docs/layouts.md has the grammar."""
@@ -127,6 +157,7 @@ class PolicyConfig:
     share_prefix: Annotated[bool, HARMLESS] = False
     """Compute the prompt of several samples in a micro-batch once: each response attends to it and to itself. Samples of a
     group then go to one replica, as far as that pays. Needs c1, layers of plain PyTorch and routers without losses."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     offload: Annotated[OffloadConfig, HARMLESS] = field(default_factory=OffloadConfig)
@@ -142,6 +173,8 @@ class PolicyConfig:
     def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
         """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no
         layout. How this layout's pipeline is split says nothing of another one's."""
+        # A model has adapters where its own section says so.
+        own = {"lora": LoraConfig(), **own}
         settings = replace(self, **own) if backend is None else replace(self, backend=backend, **own)
         if megatron is None:
             is_same = settings.backend == self.backend or settings.layout.is_same(self.layout)
@@ -160,6 +193,7 @@ class CriticConfig:
     one only the own `megatron.pipeline` splits it into stages."""
     first_rank: Annotated[int, at_least(0), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
     """As in `policy`; the policy's when left out."""
@@ -177,7 +211,7 @@ class CriticConfig:
         """The critic's whole settings."""
         own = {
             name: getattr(self, name)
-            for name in ("optimizer", "recompute", "tokens_per_micro_batch", "offload")
+            for name in ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "offload")
             if getattr(self, name) is not None
         }
         return policy.for_role(self.backend, self.megatron, **own)
@@ -716,7 +750,7 @@ class RunConfig:
     def others(self) -> dict[str, CriticConfig | ReferenceConfig | RewardModelConfig]:
         """The models beside the policy that the run has, by their section."""
         found: dict[str, CriticConfig | ReferenceConfig | RewardModelConfig] = {}
-        if self.algorithm.needs_reference:
+        if self.algorithm.needs_reference and not self.reference_is_base:
             found["reference"] = self.reference
         if self.uses_critic:
             found["critic"] = self.critic
@@ -748,6 +782,18 @@ class RunConfig:
     def world_size(self) -> int:
         """Ranks of the run, those of all models."""
         return max(span.stop for span in self.spans.values())
+
+    @property
+    def reference_is_base(self) -> bool:
+        """The reference is the policy with its adapters switched off: there is no second model."""
+        policy, path = self.policy, self.reference.path
+        if not policy.lora.rank or not self.algorithm.needs_reference or path not in (None, self.model.path):
+            return False
+        if self.reference.first_rank:
+            return False
+        settings = self.reference.settings(policy)
+        is_placed_alike = settings.backend == policy.backend or settings.layout.is_same(policy.layout)
+        return is_placed_alike and settings.megatron == policy.megatron
 
     @property
     def run_dir(self) -> Path:
@@ -784,6 +830,8 @@ class RunConfig:
         others = [self.reference.path if self.algorithm.needs_reference else None]
         others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
         others.append(self.reward.judge.model if self.may_generate and self.reward.judge_layout else None)
+        adapted = [self.policy.lora, *([self.critic.lora] if self.uses_critic else [])]
+        others += [lora.path for lora in adapted if lora.rank]
         paths = [path for path in (self.model.path, *others) if path]
         return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 

@@ -10,9 +10,10 @@ from fivefold.config.identity import leaves
 from fivefold.config.method_rules import check_method
 from fivefold.config.mixture import counts
 from fivefold.config.ranges import check_values, suggest
-from fivefold.config.schema import DataConfig, OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
+from fivefold.config.schema import DataConfig, LoraConfig, OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
+from fivefold.models.adapters import ALL
 
 
 def validate(config: RunConfig) -> Findings:
@@ -266,7 +267,9 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
     _check_shared_prefix(findings, config)
+    _check_adapters(findings.at("policy"), config.policy)
     if config.uses_critic:
+        _check_adapters(findings.at("critic"), config.critic.settings(config.policy))
         critic, steps = config.critic, config.trainer.steps
         own = {item.name for item in fields(critic) if getattr(critic, item.name) is not None}
         _check_model(findings.at("critic"), critic.settings(config.policy), own, longest)
@@ -295,6 +298,28 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
     findings.require(not options.has_router_terms, key, message)
     if config.algorithm.samples_per_prompt == 1:
         findings.ignore(key, "every prompt has one sample")
+
+
+def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
+    """What adapters need; `findings` are at the model's section."""
+    lora, megatron, usual = settings.lora, settings.megatron, LoraConfig()
+    if not lora.rank:
+        for item in fields(lora):
+            if getattr(lora, item.name) != getattr(usual, item.name):
+                findings.ignore(f"lora.{item.name}", "lora.rank is 0: there are no adapters")
+        return
+    if lora.path is not None and lora.init != usual.init:
+        findings.ignore("lora.init", "the adapters of lora.path are not drawn")
+    findings.require(bool(lora.target_modules), "lora.target_modules", f"must name linear maps, or {ALL}: got []")
+    for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
+        found = getattr(megatron, key)
+        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with adapters (lora): got {found}")
+    for key, why in (
+        ("moe_shared_expert_overlap", "adapters stand beside layers that gather and scatter by themselves"),
+        ("moe_router_bias_update_rate", "with adapters nothing else of the model moves"),
+    ):
+        value = megatron.transformer.get(key)
+        findings.require(not value, f"megatron.transformer.{key}", f"must be left out with adapters, {why}: got {value}")
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:
@@ -348,6 +373,11 @@ def _check_accepted(findings: Findings, config: RunConfig) -> None:
     for name in config.trainer.accept_changes:
         message = f"must name keys or sections: got {name!r}{suggest(name, known)}"
         findings.require(name in known, "trainer.accept_changes", message)
+        message = (
+            f"cannot name {name}: a checkpoint holds adapters of its own rank; leave it as it was, or start anew from an "
+        )
+        message += "exported adapter by lora.path"
+        findings.require(not name.endswith(".lora.rank"), "trainer.accept_changes", message)
 
 
 def _check_evaluation(findings: Findings, config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fivefold.distributed.balance import balance
 from fivefold.distributed.ranks import Ranks
-from fivefold.interfaces import Model
+from fivefold.interfaces import FrozenModel, Model
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Pass(Generic[T]):
     """What `compute` has given, on every rank: once, and where it was computed elsewhere, as soon as it is there."""
 
 
-def begin_forward(model: Model, batch: TokenBatch) -> Pass[Tensor]:
+def begin_forward(model: FrozenModel, batch: TokenBatch) -> Pass[Tensor]:
     """`model.forward` of the batch in its parts."""
     if isinstance(model, RedealtModel):
         return model.begin_forward(batch)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.config.schema import PolicyConfig
+from fivefold.megatron.layers.adapters import ExpertAdapters, adapt, adapt_experts, adapters_in, is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
+from fivefold.models.adapters import LoraSpec, adapters_of
+from fivefold.models.parameters import Sharding
 from fivefold.models.spec import ModelSpec
 
 FUSED_NAMES = {
@@ -56,11 +62,61 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
     return chunks
 
 
+def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mesh: Mesh) -> None:
+    """Put adapters beside the linear maps of these chunks, their content not yet set; the rest is frozen, but for a value
+    head."""
+    found = adapters_of(spec, lora)
+    wanted = {linear: list(maps) for linear, maps in groupby(found, key=lambda each: each.linear)}
+    # All experts of a layer are alike.
+    experts = {layer: [each for each in found if (each.layer, each.expert) == (layer, 0)] for layer in range(spec.layers)}
+    for chunk in chunks:
+        chunk.has_adapters = True
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(chunk.is_trained(name))
+        for name in [name.removesuffix(".weight") for name, _ in chunk.named_parameters()]:
+            if maps := wanted.get(_whole_name(f"{name}.weight", chunk).removesuffix(".weight")):
+                groups = spec.kv_heads // mesh.layout.tp if maps[0].sharding is Sharding.QKV else 1
+                adapt(chunk.get_submodule(name), maps, lora, groups, mesh.tp)
+        for layer, module in zip(chunk.layers_of_model, chunk.decoder.layers, strict=True):
+            if experts[layer]:
+                adapt_experts(module.mlp.experts, experts[layer], lora)
+
+
+def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
+    """A and B of the adapters by name, layers and experts counted over the whole model; of experts views."""
+    found: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        for name, adapters in adapters_in(chunk):
+            start = _whole_name(f"{name}.", chunk)
+            if isinstance(adapters, ExpertAdapters):
+                found.update((f"{start}{own}", view) for own, view in adapters.by_expert())
+            else:
+                found.update((f"{start}adapters.{own}", parameter) for own, parameter in adapters.named_parameters())
+    return found
+
+
+class MergedWeights(dict[str, torch.Tensor]):
+    """Weights by name, of which each that has an adapter is merged with it when it is taken."""
+
+    def __init__(self, chunks: list[PolicyModel]) -> None:
+        super().__init__(named_weights(chunks))
+        self._merges: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            _whole_name(f"{name}.{own}", chunk): merge
+            for chunk in chunks
+            for name, adapters in adapters_in(chunk)
+            for own, merge in adapters.merges()
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = super().__getitem__(name)
+        return self._merges[name](weight) if name in self._merges else weight
+
+
 def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
     """Parameters and router biases by name, layers and experts counted over the whole model instead of this rank.
 
-    The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`: views, so ask again after anything
-    that moves parameters.
+    Adapters are not among them. The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`: views, so
+    ask again after anything that moves parameters.
     """
     found: dict[str, torch.Tensor] = {}
     for chunk in chunks:
@@ -70,7 +126,7 @@ def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
             elif isinstance(module, Router) and module.expert_bias is not None:
                 found[_whole_name(f"{name}.expert_bias", chunk)] = module.expert_bias
         for name, parameter in chunk.named_parameters():
-            if ".mlp.experts." not in name:
+            if ".mlp.experts." not in name and not is_adapter(name):
                 found[_whole_name(name, chunk)] = parameter
     return found
 

@@ -26,6 +26,7 @@ from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
 
 _STATE = "optimizer.json"
+_PREFIX = "model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PINNED, _ALIGNMENT = 256 << 20, 16
 MASTER = "param"
@@ -148,8 +149,13 @@ class _LocalTensor:
 
 
 def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
-    """Megatron-Core says where each tensor lies; some it cuts in several (gate and up of a feed-forward layer)."""
-    for name, found in chunk.sharded_state_dict(prefix="model.", metadata={"dp_cp_group": mesh.dp}).items():
+    """Megatron-Core says where each tensor lies; some it cuts in several (gate and up of a feed-forward layer).
+
+    Of a model with adapters those that are trained: the others are those of the model that the run began with.
+    """
+    for name, found in chunk.sharded_state_dict(prefix=_PREFIX, metadata={"dp_cp_group": mesh.dp}).items():
+        if not chunk.is_trained(name.removeprefix(_PREFIX)):
+            continue
         if isinstance(found, ShardedTensorFactory):
             # The numbers' own places go through the cut.
             places = torch.arange(found.data.numel()).view(found.data.shape)
@@ -262,8 +268,9 @@ def _load_optimizer(reader: PieceReader, chunks: list[PolicyModel], updater: Upd
 def _step(updater: Updater) -> float:
     """Updates that Adam has counted, of every parameter alike."""
     counted = {float(state["step"]) for outer in _adams(updater) for state in outer.optimizer.state.values()}
-    assert len(counted) == 1, f"parameters differ in their updates: {sorted(counted)}"
-    return counted.pop()
+    assert len(counted) <= 1, f"parameters differ in their updates: {sorted(counted)}"
+    # A stage of the embedding alone trains nothing where there are adapters.
+    return counted.pop() if counted else float(updater.schedule.num_steps)
 
 
 def _adams(updater: Updater) -> list[Any]:

@@ -20,14 +20,23 @@ from fivefold.distributed.heartbeat import Interrupted
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import first_line, sentence_of
 from fivefold.megatron import dist_checkpoint, step
-from fivefold.megatron.bridge import SafetensorsSource, TorchDistSource, WeightStream, load_parameters
+from fivefold.megatron.bridge import SafetensorsSource, TorchDistSource, WeightStream, load_adapters, load_parameters
 from fivefold.megatron.bridge.external import external_bridge
-from fivefold.megatron.chunks import build_chunks, named_weights, routers
+from fivefold.megatron.chunks import (
+    MergedWeights,
+    adapter_weights,
+    add_adapters,
+    build_chunks,
+    named_weights,
+    routers,
+)
+from fivefold.megatron.layers.adapters import switched_off
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.offload import Offload
 from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.transformer_config import transformer_config
+from fivefold.models.adapters import adapter_tensors, check_adapter_files
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files
@@ -64,6 +73,8 @@ class MegatronModel:
         read_weights: bool = True,
         value_head: bool = False,
         torch_dist: Path | None = None,
+        adapters: Path | None = None,
+        seed: int = 0,
     ) -> None:
         """Load the Hugging Face model in `directory`, or the one that it describes out of a checkpoint `torch_dist` of
         Megatron-Core.
@@ -71,12 +82,14 @@ class MegatronModel:
         `total_updates` is the length of the schedule, `updates_per_step` of them make a step; without it the model only
         computes. With `value_head` it ends in
         a value head, which starts at 0 where the directory has none (`score.weight`).
-        `read_weights` False leaves the weights unset: a checkpoint will be loaded.
+        `read_weights` False leaves unset what a checkpoint holds, which will be loaded: the weights, or with `policy.lora`
+        the adapters. New ones begin as those that PEFT saved in `adapters`, or are drawn by `seed`.
         """
         self._mesh = mesh
         with mesh.active():
             self.spec: ModelSpec = load_spec(directory, value_head)
             self.spec.check_layout(mesh.layout, policy.megatron.pipeline_split)
+            lora, loads = policy.lora.spec, read_weights or policy.lora.spec is not None
             config = transformer_config(self.spec, mesh, policy)
             self._chunks = build_chunks(config, self.spec, mesh, policy)
             self._routers = routers(self._chunks)
@@ -97,20 +110,31 @@ class MegatronModel:
                 raise ValueError(f"bridge_type must be native for a critic or a reward model: got {kind}")
             if kind != "native" and torch_dist is not None:
                 raise ValueError(f"bridge_type must be native for a checkpoint of Megatron-Core: got {kind}")
-            if read_weights:
+            if kind != "native" and lora is not None:
+                raise ValueError(f"bridge_type must be native for adapters (policy.lora): got {kind}")
+            if loads:
                 check = partial(check_tensor_files, directory)
                 _check_files(check if torch_dist is None else partial(check_torch_dist, torch_dist), self.spec, mesh.ranks)
             external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
             self.value_head_is_new = False
             """The directory has no value head, so it started at 0."""
-            if read_weights and external is not None:
+            if loads and external is not None:
                 external.load(directory)
-            elif read_weights:
+            elif loads:
                 source = SafetensorsSource(directory) if torch_dist is None else TorchDistSource(torch_dist, self.spec)
                 self.value_head_is_new = value_head and not source.has_value_head
                 load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
-            stream = WeightStream(lambda: named_weights(self._chunks), self.spec, mesh, bucket_mb)
+            if lora is not None:
+                add_adapters(self._chunks, self.spec, lora, mesh)
+                if read_weights:
+                    if adapters is not None:
+                        _check_files(lambda spec: check_adapter_files(adapters, spec, lora), self.spec, mesh.ranks)
+                    place = (mesh.ranks.coords, mesh.layout)
+                    load_adapters(adapter_weights(self._chunks), adapters, policy.lora.init, seed, self.spec, lora, *place)
+            weights = named_weights if lora is None else MergedWeights
+            stream = WeightStream(lambda: weights(self._chunks), self.spec, mesh, bucket_mb)
             self._stream = stream if external is None else external.weights
+            self._lora, self._bucket_mb = lora, bucket_mb
             self._updater = None
             self._finalize = step.FinalizeOnce()
             if total_updates is None:
@@ -237,10 +261,19 @@ class MegatronModel:
                     ddp.start_param_sync(force_sync=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on every rank; collective."""
+        """(Hugging Face name, full tensor) on every rank, adapters merged; collective."""
         with self._mesh.active():
             self._settle()
         return self._mesh.iterate(self._stream())
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(PEFT's name, full A or B) of the adapters, on every rank; collective."""
+        assert self._lora is not None, "a model built without policy.lora has no adapters"
+        with self._mesh.active():
+            self._settle()
+            tensors = adapter_tensors(self.spec, self._lora)
+            stream = WeightStream(lambda: adapter_weights(self._chunks), self.spec, self._mesh, self._bucket_mb, tensors)
+        return self._mesh.iterate(stream())
 
     @_on_its_mesh
     def verify(self) -> None:
@@ -280,6 +313,25 @@ class MegatronModel:
         """Read a checkpoint written on any layout; collective."""
         self.onload()
         dist_checkpoint.load(path, self._chunks, self._updater, self._mesh)
+
+
+class WithoutAdapters:
+    """The base of a model with adapters: the same weights, the adapters switched off."""
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._model = model
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """[T] log-probs of the response tokens, on the host of every rank of the replica."""
+        with switched_off(self._model._chunks):
+            return self._model.forward(batch)
+
+    def offload(self) -> dict[str, int]:
+        """It has nothing of its own."""
+        return {}
+
+    def onload(self) -> None:
+        self._model.onload()
 
 
 def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from fivefold.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    LoraConfig,
     PolicyConfig,
     RayConfig,
     ReferenceConfig,
@@ -25,6 +26,7 @@ from fivefold.config.schema import (
 from fivefold.config.validate import validate
 from fivefold.errors import shown
 from fivefold.hub import MODELSCOPE
+from fivefold.models.adapters import adapters_of, check_adapter_files
 from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.models.parameters import VALUE_HEAD
@@ -114,6 +116,7 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
             specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
             _check_spec(findings, config, part, spec)
+            _check_adapters(findings.at(part.where), part.settings.lora, spec)
             if not again and checkpoint is not None:
                 check_torch_dist(checkpoint, spec)
             elif not again:
@@ -188,6 +191,30 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
         if not is_there:
             findings.error(part.key, f": {part.path} has no value head ({head}): it is not a sequence classifier")
         check_tokenizer_files(findings, part.key, described, spec)
+
+
+def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> None:
+    """Whether the model has what `lora` of its section names, and the adapters to begin with are of it."""
+    lora, path = asked.spec, asked.path
+    if lora is None:
+        return
+    try:
+        adapters_of(spec, lora)
+    except ValueError as error:
+        key, _, message = str(error).partition(" ")
+        findings.at("lora").error(key, message)
+        return
+    if path is None:
+        return
+    if Path(path).is_dir():
+        try:
+            check_adapter_files(Path(path), spec, lora)
+        except ValueError as error:
+            findings.error("lora.path", f": {error}")
+    elif not is_hub_id(path):
+        findings.error("lora.path", f": no directory {path}, and no hub id, which is written owner/name")
+    else:
+        findings.note(f"adapters {path} are not here: they will be taken from the hub, and are not checked")
 
 
 def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfig) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.adapters import LoraSpec, adapter_tensors
+from fivefold.models.parameters import Sharding
 from fivefold.models.spec import ModelSpec
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -128,6 +130,24 @@ def rank_parameters(
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
+def adapter_parameters(
+    spec: ModelSpec, lora: LoraSpec, layout: ParallelLayout, stages: PipelineSplit | None = None
+) -> tuple[RankParameters, ...]:
+    """Numbers of the adapters of a rank of each pipeline stage."""
+    dense, experts = [0] * spec.layers, [0] * spec.layers
+    for tensor, (rows, columns) in adapter_tensors(spec, lora).items():
+        assert tensor.layer is not None
+        parts = layout.tp if tensor.expert is None else layout.etp
+        size = rows * columns // (1 if tensor.sharding is Sharding.REPLICATE else parts)
+        (dense if tensor.expert is None else experts)[tensor.layer] += size
+    return tuple(
+        RankParameters(sum(dense[layer] for layer in own), sum(experts[layer] for layer in own) // layout.ep)
+        for chunks in (stages or PipelineSplit()).split_layers(spec.layers, layout)
+        for own in [[layer for chunk in chunks for layer in chunk]]
+    )
+
+
 def kept_numbers(spec: ModelSpec, layer: int, kernels: bool) -> int:
     """What a layer keeps of a token for its backward; `kernels`: those of GPUs, which keep their inputs only."""
     heads, groups = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -161,6 +181,15 @@ class Sharded:
     """Of whole sequences, of which context-parallel ranks hold a part each; 0 where the model only computes."""
     kernels: bool = True
     """It runs on GPUs."""
+    lora: LoraSpec | None = None
+    """Only these adapters are trained."""
+
+    @property
+    def trained(self) -> tuple[RankParameters, ...]:
+        """What has gradients and moments, of a rank of each pipeline stage."""
+        if self.lora is None:
+            return rank_parameters(self.spec, self.layout, self.stages)
+        return adapter_parameters(self.spec, self.lora, self.layout, self.stages)
 
     def held(self, size: int) -> list[Held]:
         """By a rank of each pipeline stage, in bytes; `size` is that of a number."""
@@ -173,7 +202,8 @@ class Sharded:
         else:
             logits = min(PLAIN_LOGITS_BYTES, 3 * logits)
         parts = rank_parameters(self.spec, layout, self.stages)
-        for stage, (own, chunks) in enumerate(zip(parts, self.stages.split_layers(self.spec.layers, layout), strict=True)):
+        split = self.stages.split_layers(self.spec.layers, layout)
+        for stage, (own, learned, chunks) in enumerate(zip(parts, self.trained, split, strict=True)):
             # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
             in_flight = float(layout.pp - stage)
             if len(chunks) > 1:
@@ -186,7 +216,8 @@ class Sharded:
             last = logits if stage == layout.pp - 1 and not spec.value_head else 0
             # The logits are gone before a layer is made again.
             activations = int(tokens * size * in_flight * sum(kept) + max(last, tokens * size * again))
-            found.append(Held(own.total * size, own.total * 4, _optimizer(own, layout, size), activations))
+            held = (own.total + (0 if self.lora is None else learned.total)) * size
+            found.append(Held(held, learned.total * 4, _optimizer(learned, layout, size), activations))
         return found
 
 
@@ -270,15 +301,25 @@ def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:
     return own.dense * state // (layout.dp * layout.cp) + own.experts * state // layout.edp
 
 
-def checkpoint_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Of a model that trains: the weights, in bfloat16 a float32 copy of them, and two moments."""
-    return spec.parameters * (12 if dtype == "float32" else 14)
+def trained_parameters(spec: ModelSpec, lora: LoraSpec | None) -> int:
+    """Of the whole model: all, or those of adapters."""
+    if lora is None:
+        return spec.parameters
+    return sum(rows * columns for rows, columns in adapter_tensors(spec, lora).values())
 
 
-def training_flops(spec: ModelSpec, tokens: int, mean_length: float) -> float:
-    """Forward and backward of `tokens` tokens: 6 a parameter that takes part and token, and causal attention's products."""
+def checkpoint_bytes(spec: ModelSpec, dtype: str, lora: LoraSpec | None = None) -> int:
+    """Of a model that trains: the trained weights, in bfloat16 a float32 copy of them, and two moments."""
+    return trained_parameters(spec, lora) * (12 if dtype == "float32" else 14)
+
+
+def training_flops(spec: ModelSpec, tokens: int, mean_length: float, lora: LoraSpec | None = None) -> float:
+    """Forward and backward of `tokens` tokens: 6 a parameter that takes part and token, and causal attention's products.
+
+    A frozen parameter has 4, for it has no gradient; adapters' own are left out: about rank / width of them.
+    """
     active = sum(spec.active_parameters(layer) for layer in range(spec.layers)) + spec.vocab * spec.hidden
     width = spec.heads * spec.head_dim
     if spec.mla is not None:
         width = spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope + spec.mla.v_dim) // 2
-    return tokens * (6.0 * active + 6 * spec.layers * width * mean_length)
+    return tokens * ((6.0 if lora is None else 4.0) * active + 6 * spec.layers * width * mean_length)

@@ -42,6 +42,7 @@ class Role:
             settings.recompute,
             min(settings.tokens_per_micro_batch, most) if trains else 0,
             on_gpus(config),
+            settings.lora.spec,
         )
 
 
@@ -49,7 +50,7 @@ def roles(config: RunConfig) -> list[Role]:
     """Policy, reference, critic and reward model, as far as the run has them."""
     policy, reward_model = config.policy, config.reward.model
     parts = [Role("policy", "model.path", config.model.path, policy)]
-    if config.algorithm.needs_reference:
+    if config.algorithm.needs_reference and not config.reference_is_base:
         path = config.reference.path or config.model.path
         parts.append(Role("reference", "reference.path", path, config.reference.settings(policy)))
     if config.uses_critic:

@@ -122,7 +122,13 @@ class Space:
 
     def _trained(self, world: int) -> list[Sharded]:
         """The fastest models of so many ranks."""
-        even = _fastest(_EVEN, (self._best(Sharded(self.spec, layout, split)) for layout, split in self.layouts(world)))
+        even = _fastest(
+            _EVEN,
+            (
+                self._best(Sharded(self.spec, layout, split, lora=self.base.policy.lora.spec))
+                for layout, split in self.layouts(world)
+            ),
+        )
         cut = (
             self._best(replace(model, stages=split))
             for _, model in even[:_CUT]

@@ -8,7 +8,7 @@ longer than they do, the GPU waits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -27,7 +27,7 @@ from fivefold.plan.costs import (
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.links import Links, data_group, expert_data_group, layer_traffic, tensor_group
-from fivefold.plan.memory import RankParameters, Sharded, rank_parameters
+from fivefold.plan.memory import RankParameters, Sharded
 
 DATA_IMBALANCE = 1.02
 """Tokens of the fullest replica over the mean, as samples are dealt by length (benchmarks/results/balance.md)."""
@@ -179,6 +179,10 @@ def _stages(model: Sharded, tokens: Tokens, links: Links, trains: bool) -> list[
 _PARTS = ("forward", "backward", "recomputation", "tensor parallel", "context parallel", "expert parallel", "pipeline")
 
 
+_FROZEN = {"gemm": 0.5, "grouped_gemm": 0.5, "gradients": 0.0}
+"""What is left of a layer's backward by kind of work where its weights have no gradients."""
+
+
 @dataclass(frozen=True)
 class _Layer:
     parts: dict[str, float]
@@ -190,6 +194,8 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     spec, layout, rates = model.spec, model.layout, links.efficiencies
     ahead, back = layer_work(spec, layout, tokens, has_experts)
     traffic = layer_traffic(spec, layout, tokens, has_experts, links)
+    if model.lora is not None:
+        back = [replace(one, amount=one.amount * _FROZEN.get(one.kind, 1.0)) for one in back]
     forward = _seconds(ahead, rates)
     again, ways, tensor_ways, overlapped = 0.0, 1.0, 1.0, 0.0
     if trains:
@@ -227,7 +233,7 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
 def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:
     """Gradients summed over replicas, the shard of the optimizer on each rank, parameters gathered again."""
     layout, rates = model.layout, links.efficiencies
-    fullest = max(rank_parameters(model.spec, layout, model.stages), key=lambda own: own.total)
+    fullest = max(model.trained, key=lambda own: own.total)
     own = RankParameters(fullest.dense // (layout.dp * layout.cp), fullest.experts // layout.edp)
     seconds = own.total * ADAM_BYTES / rates.rate("adam") + fullest.total * GRADIENT_BYTES / rates.rate("gradients")
     # Gradients in float32, parameters in bfloat16.

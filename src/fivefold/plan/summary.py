@@ -6,9 +6,10 @@ import math
 
 from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout
+from fivefold.models.adapters import adapters_of
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.engine_placement import device_rows
-from fivefold.plan.memory import checkpoint_bytes
+from fivefold.plan.memory import checkpoint_bytes, trained_parameters
 from fivefold.plan.placement import placement
 from fivefold.plan.roles import memory_of, placed
 
@@ -38,6 +39,7 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"parallelism) x {layout.cp} context x {layout.pp} pipeline"
         + (f" of {virtual} virtual stages each" if virtual > 1 else ""),
         *_describe_experts(spec, layout),
+        *_describe_adapters(config, spec),
         *_describe_placement(config),
         *_describe_engine(config),
         *_describe_ahead(config),
@@ -64,7 +66,7 @@ def _describe_placement(config: RunConfig) -> list[str]:
 
 def _describe_checkpoints(config: RunConfig, spec: ModelSpec) -> list[str]:
     """Megatron-Core's own settings of moments are not looked at."""
-    trainer, gib = config.trainer, checkpoint_bytes(spec, config.policy.dtype) / 2**30
+    trainer, gib = config.trainer, checkpoint_bytes(spec, config.policy.dtype, config.policy.lora.spec) / 2**30
     share = f"{gib / config.layout.world_size:.2f} GiB by each rank"
     if not trainer.save_every:
         return []
@@ -128,6 +130,21 @@ def _describe_others(config: RunConfig) -> list[str]:
     if reward_model.path:
         lines.append(f"reward   model {reward_model.path} x {reward_model.weight:g}")
     return lines
+
+
+def _describe_adapters(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """How many parameters are trained, and what else becomes of adapters."""
+    lora = config.policy.lora.spec
+    if lora is None:
+        return []
+    names = ", ".join(dict.fromkeys(each.name for each in adapters_of(spec, lora) if each.is_adapted))
+    trained = trained_parameters(spec, lora)
+    begin = f", beginning with {config.policy.lora.path}" if config.policy.lora.path else ""
+    reference = "; the reference is the model without them" if config.reference_is_base else ""
+    return [
+        f"adapters rank {lora.rank}, x {lora.scale:g}, on {names}{begin}: {trained / 1e6:,.2f} M parameters are trained, "
+        f"{trained / spec.parameters:.2%} of the model's{reference}"
+    ]
 
 
 def _describe_experts(spec: ModelSpec, layout: ParallelLayout) -> list[str]:

@@ -15,7 +15,7 @@ from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import Model
+from fivefold.interfaces import FrozenModel, Model
 from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.minibatches import MiniBatch, select_tokens, skipped_share, without_skipped
 from fivefold.types import StepReport, TokenBatch
@@ -26,7 +26,7 @@ class Models:
     """Policy, reference and critic; what leaves the device between their turns is what their configuration names."""
 
     policy: Model
-    reference: Model | None
+    reference: FrozenModel | None
     critic: Model | None
     objective: Objective
     value_loss: ValueLoss
@@ -37,6 +37,8 @@ class Models:
     """Steps in which only the critic learns."""
     values_per_update: bool = False
     """Values and advantages of an update are those of the critic that the updates before it have left."""
+    reference_is_base: bool = False
+    """The reference is the policy without its adapters: they are on the device together."""
 
     @property
     def learners(self) -> dict[str, Model]:
@@ -46,7 +48,8 @@ class Models:
     @contextmanager
     def on_device(self, *names: str) -> Iterator[None]:
         """Give these models the device: the others leave it, as far as their configuration offloads them."""
-        for name, model in {**self.learners, "reference": self.reference}.items():
+        every: dict[str, FrozenModel | None] = {**self.learners, "reference": self.reference}
+        for name, model in every.items():
             if model is not None and name not in names:
                 model.offload()
         yield
@@ -60,7 +63,7 @@ class Models:
         everything = list(range(len(batch.lengths_N)))
         wanted = {
             "old_logprobs_T": ("policy", self.policy, trained),
-            "ref_logprobs_T": ("reference", self.reference, trained),
+            "ref_logprobs_T": ("policy" if self.reference_is_base else "reference", self.reference, trained),
             "values_T": ("critic", self.critic, everything),
         }
         passes = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config.dialects import shared
-from fivefold.config.dialects.areal_method import advantage, correction, critic, kl, loss, optimizer
+from fivefold.config.dialects.areal_method import advantage, correction, critic, kl, loss, low_rank, optimizer
 from fivefold.config.dialects.areal_placement import ahead, engine, is_sft, layout, roles, trainer
 from fivefold.config.dialects.areal_rows import SECTIONS
 from fivefold.config.dialects.known import known
@@ -70,6 +70,11 @@ DEFAULTS: dict[str, Any] = {
     "sglang.mem_fraction_static": 0.9,
     "vllm.gpu_memory_utilization": 0.9,
     "vllm.max_num_seqs": 256,
+    **{
+        f"{role}.{name}": value
+        for role in ("actor", "model", "critic")
+        for name, value in (("lora_rank", 32), ("lora_alpha", 16))
+    },
 }
 for _role in ("actor", "critic", "model"):
     DEFAULTS |= {
@@ -207,7 +212,23 @@ def tracked(source: Source) -> dict[str, Any]:
     }
 
 
-DERIVED = (ahead, layout, engine, model, data, advantage, loss, kl, correction, optimizer, critic, sampling, run, tracked)
+DERIVED = (
+    ahead,
+    layout,
+    engine,
+    model,
+    low_rank,
+    data,
+    advantage,
+    loss,
+    kl,
+    correction,
+    optimizer,
+    critic,
+    sampling,
+    run,
+    tracked,
+)
 TABLE = Table(
     "AReaL",
     SECTIONS,
@@ -220,10 +241,7 @@ TABLE = Table(
         "examples/math/gsm8k_rl.py --config run.yaml`; layout "
         "strings with or without quotes."
     ),
-    loses=(
-        "agents",
-        "adapters (LoRA)",
-    ),
+    loses=("agents",),
     gains=(
         "a KL without a reference is refused instead of being taken of the log-prob itself",
         "the same layout strings, and layouts that are checked against the model before anything starts",

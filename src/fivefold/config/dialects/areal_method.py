@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.areal_placement import is_sft, trainer
 from fivefold.config.dialects.source import Source
 
@@ -169,4 +170,14 @@ def critic(source: Source) -> dict[str, Any]:
         "critic.value_clip": source.number("critic.eps_clip"),
     }
     same = source.has("critic.optimizer")
+    found |= low_rank(source, "critic", "critic")
     return found | optimizer(source, "actor" if same else "critic", "critic.optimizer")
+
+
+def low_rank(source: Source, role: str = "", ours: str = "policy") -> dict[str, Any]:
+    start = f"{role or trainer(source)}."
+    if not source.flag(start + "use_lora"):
+        return {}
+    keys = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules"}
+    refuse(source, start + "peft_type", "other adapters than LoRA", ("lora",))
+    return adapters(source, ours, **{name: start + key for name, key in keys.items()})

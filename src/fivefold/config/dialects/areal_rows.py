@@ -64,7 +64,8 @@ SECTIONS = (
             "rollout.routing_strategy rollout.poll_interval rollout.*_api_key rollout.api_url",
             "how requests are spread",
         ),
-        lacks("rollout.use_lora rollout.return_routed_experts", "adapters, or the routing of experts", [False]),
+        fixed("rollout.use_lora", "the engine is given the merged weights"),
+        lacks("rollout.return_routed_experts", "the routing of experts", [False]),
         fixed("rollout.agent.** rollout.openai.**", "read by agents only"),
     ),
     Section.of(
@@ -103,7 +104,18 @@ SECTIONS = (
             "*.request_timeout *.setup_timeout",
             "AReaL's own bookkeeping",
         ),
-        lacks("*.use_lora", "low-rank adapters: all weights are trained", [False]),
+        *(
+            used(f"{role}.{theirs}", f"{ours}.lora.{part}", note)
+            for role, ours in (("actor", "policy"), ("model", "policy"), ("critic", "critic"))
+            for theirs, part, note in (
+                ("use_lora", "rank", ""),
+                ("lora_rank", "rank", "32 when left out."),
+                ("lora_alpha", "alpha", ""),
+                ("target_modules", "target_modules", "All linear maps where there are none."),
+                ("peft_type", "rank", "Others than lora are refused."),
+            )
+        ),
+        lacks("*.use_lora", "adapters of another model", [False]),
         fixed("*.lora_rank *.lora_alpha *.target_modules *.peft_type", "read with use_lora only"),
         *(
             row

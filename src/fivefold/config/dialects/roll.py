@@ -10,7 +10,7 @@ from typing import Any
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.roll_data import batch, columns, lengths, mixture
-from fivefold.config.dialects.roll_method import critic, loss, method, optimizer
+from fivefold.config.dialects.roll_method import critic, loss, low_rank, method, optimizer
 from fivefold.config.dialects.roll_placement import engine, layout, megatron
 from fivefold.config.dialects.roll_roles import INFER, TRAIN, kind, role
 from fivefold.config.dialects.roll_rows import SECTIONS
@@ -73,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     INFER + "generating_args.temperature": 1.0,
     INFER + "generating_args.top_p": 1.0,
     INFER + "generating_args.top_k": 50,
+    **{f"{name}.model_args.lora_rank": 8 for name in ("actor_train", "sft_train")},
     INFER + "strategy_args.strategy_config.gpu_memory_utilization": 0.8,
 }
 for _role in ("actor_train", "critic", "sft_train"):
@@ -134,7 +135,7 @@ tracked = shared.tracked(
     "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
 )
 DERIVED = (
-    *(ahead, model, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
+    *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
     *(run, tracked),
 )
 TABLE = Table(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.roll_roles import TRAIN, kind, role, samples_a_group, uses_critic
 from fivefold.config.dialects.source import Source
 
@@ -179,3 +180,17 @@ def critic(source: Source) -> dict[str, Any]:
         "critic.path": shared.path(source, "reward_pretrain"),
         "critic.value_clip": source.number("value_clip"),
     } | optimizer(source, "critic.", "critic.optimizer")
+
+
+def low_rank(source: Source) -> dict[str, Any]:
+    """Adapters are there where lora_target is; its alpha is twice the rank when left out (model_args.py, __post_init__)."""
+    said = f"{role(source)}model_args."
+    if not source.texts(said + "lora_target"):
+        return {}
+    keys = {"rank": said + "lora_rank", "alpha": said + "lora_alpha", "targets": said + "lora_target"}
+    found = adapters(source, "policy", path=said + "adapter_name_or_path", **keys)
+    if found and found["policy.lora.alpha"] is None:
+        found["policy.lora.alpha"] = 2.0 * found["policy.lora.rank"]
+    refuse(source, said + "lora_dropout", "dropout of adapters", (0, 0.0))
+    refuse(source, said + "additional_target", "weights that are trained beside adapters", ())
+    return found

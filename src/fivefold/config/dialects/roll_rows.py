@@ -248,8 +248,19 @@ SECTIONS = (
         lacks(
             _of("actor_train sft_train", "model_args.dtype"), "training in another type: policy.dtype", ["bf16", "bfloat16"]
         ),
-        lacks("**.model_args.lora_rank lora_rank", "low-rank adapters: all weights are trained", [0]),
-        fixed("**.model_args.lora_* lora_* lora_target lora_alpha", "read with a rank of adapters only"),
+        *(
+            used(_of("actor_train sft_train", f"model_args.{theirs}"), f"policy.lora.{ours}", note)
+            for theirs, ours, note in (
+                ("lora_rank", "rank", "With lora_target; 8 when left out."),
+                ("lora_alpha", "alpha", "Twice the rank when left out."),
+                ("lora_target", "target_modules", ""),
+                ("adapter_name_or_path", "path", "Its r and lora_alpha must be those set here."),
+                ("lora_dropout", "rank", "Another one than 0 is refused."),
+                ("additional_target", "rank", "Refused where it names something."),
+            )
+        ),
+        lacks("critic.model_args.lora_target", "adapters of the critic: critic.lora has them", []),
+        fixed("**.model_args.lora_* lora_* lora_rank lora_target lora_alpha", "the engine is given the merged weights"),
         lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
         lacks("**.model_args.moe_aux_loss_coef", "balancing of experts by loss", [0, 0.0]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.skyrl_algorithm import advantage, correction, dynamic_sampling, kl, loss, shaping
@@ -119,6 +120,11 @@ DEFAULTS: dict[str, Any] = {
     "generator.eval_n_samples_per_prompt": 1,
     "generator.apply_overlong_filtering": False,
     "environment.env_class": "gsm8k",
+    **{
+        f"trainer.{role}.model.lora.{name}": value
+        for role in ("policy", "critic")
+        for name, value in (("rank", 0), ("alpha", 16), ("target_modules", "all-linear"), ("init_method", "kaiming"))
+    },
 }
 
 _BEFORE_2026_08: dict[str, Any] = {
@@ -277,6 +283,16 @@ def optimizer(source: Source, role: str = _POLICY, ours: str = "policy.optimizer
     return {f"{ours}.{key}": value for key, value in found.items()}
 
 
+def low_rank(source: Source, role: str = "policy") -> dict[str, Any]:
+    start = f"trainer.{role}.model.lora."
+    names = {"rank": "rank", "alpha": "alpha", "targets": "target_modules", "exclude": "exclude_modules"}
+    found = adapters(source, role, init=start + "init_method", **{name: start + key for name, key in names.items()})
+    if found:
+        refuse(source, start + "dropout", "dropout of adapters", (0, 0.0))
+        refuse(source, f"{_MEGATRON}lora_config.lora_type", "other adapters than LoRA", ("lora", "canonical_lora"))
+    return found
+
+
 def critic(source: Source) -> dict[str, Any]:
     if source.text(_ALGORITHM + "advantage_estimator") != "gae":
         return {}
@@ -286,7 +302,7 @@ def critic(source: Source) -> dict[str, Any]:
         "critic.path": shared.path(source, "trainer.critic.model.path"),
         "critic.value_clip": source.number(_ALGORITHM + "value_clip"),
     }
-    return found | optimizer(source, "trainer.critic.", "critic.optimizer")
+    return found | optimizer(source, "trainer.critic.", "critic.optimizer") | low_rank(source, "critic")
 
 
 def sampling(source: Source) -> dict[str, Any]:
@@ -400,6 +416,7 @@ DERIVED = (
     offload,
     micro_batch,
     optimizer,
+    low_rank,
     critic,
     sampling,
     engine,
@@ -421,10 +438,7 @@ TABLE = Table(
         "skyrl.train.entrypoints.main_base` as they are, or the "
         "script that has them; the Hydra keys of skyrl-train are read too."
     ),
-    loses=(
-        "environments with tools and several turns",
-        "adapters (LoRA)",
-    ),
+    loses=("environments with tools and several turns",),
     gains=(
         "critics, context and expert parallelism in every combination",
         "losses and KL that do not depend on micro-batches",

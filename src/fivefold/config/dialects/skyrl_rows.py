@@ -34,7 +34,6 @@ OLDER = {
 }
 """Keys under generator.inference_engine -> under generator, as they were until 2026."""
 
-_LORA = "low-rank adapters: all weights are trained"
 _TOOLS = "tools and several turns"
 _SFT = "SFT from data sets of the hub with slices: write their rows as parquet and use algorithm.name: sft"
 
@@ -239,8 +238,21 @@ SECTIONS = (
         ),
         used(f"{_POLICY}optimizer_config.scheduler", "policy.optimizer.schedule"),
         used(f"{_POLICY}optimizer_config.offload_after_step", "policy.offload.optimizer"),
-        lacks("trainer.policy.model.lora.rank trainer.ref.model.lora.rank trainer.critic.model.lora.rank", _LORA, [0]),
-        fixed("trainer.*.model.lora.*", "read with a rank of adapters only"),
+        *(
+            used(f"trainer.{role}.model.lora.{theirs}", f"{role}.lora.{ours}", note)
+            for role in ("policy", "critic")
+            for theirs, ours, note in (
+                ("rank", "rank", ""),
+                ("alpha", "alpha", "Over the rank, the factor of B A."),
+                ("target_modules", "target_modules", ""),
+                ("exclude_modules", "exclude_modules", ""),
+                ("init_method", "init", ""),
+                ("dropout", "rank", "Another one than 0 is refused."),
+            )
+        ),
+        used(f"{_MEGATRON}lora_config.lora_type", "policy.lora.rank", "Others than lora and canonical_lora are refused."),
+        lacks("trainer.ref.model.lora.rank", "a reference with adapters: it is the model without them", [0]),
+        fixed("trainer.*.model.lora.*", "how adapters reach the engine: it is given the merged weights"),
         lacks("trainer.policy.model.fake_int4_qat.enabled", "training for a quantized model", [False]),
         fixed("trainer.*.model.fake_int4_qat.*", "read with enabled only"),
     ),

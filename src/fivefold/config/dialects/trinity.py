@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects.adapters import adapters
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
@@ -373,8 +374,27 @@ def run(source: Source) -> dict[str, Any]:
 
 tracked = shared.tracked("monitor.monitor_type", "project", "name", group="group")
 
+
+def low_rank(source: Source) -> dict[str, Any]:
+    """The one adapter of model.lora_configs; its rank, alpha and modules have Trinity's defaults (LoRAConfig)."""
+    key = "model.lora_configs"
+    if not source.has(key) or not (given := source.value(key)):
+        return {}
+    entries = given if isinstance(given, list) else [given]
+    if len(entries) > 1 or not isinstance(entries[0], dict):
+        source.lacks(key, "more than one adapter")
+        return {}
+    own = Source(entries[0], {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}, source.environment)
+    names = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "exclude": "exclude_modules"}
+    found = adapters(own, "policy", path="path", **names)
+    if own.found or own.value("is_dummy"):
+        source.lacks(key, "adapters for the sampler alone, or whose modules are given by a pattern")
+    return found
+
+
 DERIVED = (
     program,
+    low_rank,
     ahead,
     layout,
     offload,

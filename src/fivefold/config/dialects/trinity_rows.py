@@ -123,7 +123,8 @@ SECTIONS = (
             "Trinity's trainer does not divide logits by the temperature, ours does: ratios compare the "
             "distribution that was sampled from.",
         ),
-        lacks("model.lora_configs model.lora_configs.**", "low-rank adapters: all weights are trained"),
+        used("model.lora_configs", "policy.lora", "One of them; rank 32, alpha 32 and all-linear when left out."),
+        lacks("model.lora_configs.**", "parts of an adapter on the command line: write model.lora_configs whole"),
         used("model.enable_thinking", "data.chat_template_kwargs"),
         lacks(
             "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta",

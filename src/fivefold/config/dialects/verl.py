@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects import shared, verl_async, verl_sft
+from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
@@ -215,6 +216,10 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
     return {**weights, "model.config": directory}
 
 
+def low_rank(source: Source) -> dict[str, Any]:
+    return of_verl(source, _M, "policy", is_megatron(source))
+
+
 def critic(source: Source) -> dict[str, Any]:
     if (source.text("algorithm.adv_estimator") or "gae") != "gae":
         return {}
@@ -224,6 +229,7 @@ def critic(source: Source) -> dict[str, Any]:
         "critic.value_clip": said.number("cliprange_value"),
     }
     found |= optimizer(source, _C, "critic.optimizer")
+    found |= of_verl(source, "critic.model.", "critic", is_megatron(source))
     for key, of_actor in (("ppo_mini_batch_size", _A), ("ppo_epochs", _A), ("loss_agg_mode", _A)):
         if said.raw(key) is not None and str(said.raw(key)) != str(source.raw(of_actor + key)):
             said.lacks(key, "the critic learns in the policy's updates")
@@ -400,6 +406,7 @@ DERIVED = (
     template,
     layout,
     megatron,
+    low_rank,
     memory,
     micro_batch,
     optimizer,
@@ -427,10 +434,7 @@ TABLE = Table(
         "they are, `--config-name` "
         "included, or the script that has them: `fivefold train --from verl run.sh`."
     ),
-    loses=(
-        "adapters (LoRA)",
-        "tools, several turns, images",
-    ),
+    loses=("tools, several turns, images",),
     gains=(
         "a batch vocabulary that is printed before the run starts",
         "numbers that no layout, no micro-batch and no number of GPUs changes",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fivefold.config.dialects.adapters import VERL_DEFAULTS
+
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 
 DEFAULTS: dict[str, Any] = {
@@ -55,8 +57,7 @@ DEFAULTS: dict[str, Any] = {
     _A + "megatron.sequence_parallel": True,
     _A + "megatron.seed": 42,
     _M + "enable_gradient_checkpointing": True,
-    _M + "lora_rank": 0,
-    _M + "lora.rank": 0,
+    **{model + name: value for model in (_M, "critic.model.") for name, value in VERL_DEFAULTS.items()},
     _R + "n": 1,
     _R + "temperature": 1.0,
     _R + "top_k": -1,

@@ -6,13 +6,13 @@ What a note says of verl's code was read in verl b178a3cd (2026-01-29).
 from __future__ import annotations
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import rows_of_verl
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
 
 _A, _R, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model.", "critic."
 _TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
 _OF_POLICY = "it has the policy's layout and options"
-_LORA = "low-rank adapters: all weights are trained"
 _ASYNC = (
     "sampling while the policy learns (asynchronous training), of another program than one_step_off_policy and "
     "fully_async_policy"
@@ -221,11 +221,8 @@ SECTIONS = (
             "With FSDP. With Megatron override_transformer_config decides.",
         ),
         slower(_M + "enable_activation_offload", "activations stay on the GPU: use policy.recompute", [False]),
-        lacks(f"{_M}lora_rank {_M}lora.rank {_M}lora_adapter_path {_M}lora.adapter_path", _LORA, [0]),
-        fixed(
-            f"{_M}lora_alpha {_M}lora.fully_sharded_loras {_M}lora.** {_M}target_modules {_M}exclude_modules",
-            "read with a rank of adapters only",
-        ),
+        rows_of_verl(_M, "policy"),
+        fixed(_M + "lora.fully_sharded_loras", "how adapters reach the engine: it is given the merged weights"),
         lacks(_M + "custom_chat_template", "a chat template in the configuration: put it into the tokenizer's files"),
         fixed(
             (f"{_M}override_config.max_position_embeddings {_M}override_config.model_config.max_position_embeddings"),
@@ -442,8 +439,7 @@ SECTIONS = (
             "critic.warmup_steps",
             "verl's policy learns from step critic_warmup on, counted from 1 (ray_trainer.py:1604): one step less here.",
         ),
-        lacks("critic.model.lora_rank", _LORA, [0]),
-        lacks("critic.model.lora.rank", _LORA, [0]),
+        rows_of_verl("critic.model.", "critic"),
         fixed(
             (
                 "critic.strategy critic.megatron.** critic.model.** critic.ulysses_sequence_parallel_size "

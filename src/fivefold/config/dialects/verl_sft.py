@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import VERL_DEFAULTS, of_verl, rows_of_verl
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
@@ -38,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "engine.ulysses_sequence_parallel_size": 1,
     "ulysses_sequence_parallel_size": 1,
     "model.enable_gradient_checkpointing": True,
+    **{f"model.{name}": value for name, value in VERL_DEFAULTS.items()},
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 1,
@@ -68,6 +70,10 @@ def method(source: Source) -> dict[str, Any]:
 def model(source: Source) -> dict[str, Any]:
     key = "model.partial_pretrain" if source.has("model.partial_pretrain") else "model.path"
     return {"model.path": shared.path(source, key)}
+
+
+def low_rank(source: Source) -> dict[str, Any]:
+    return of_verl(source, "model.", "policy", is_megatron(source))
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -261,8 +267,7 @@ TABLE = Table(
                 [1],
             ),
             fixed("engine.distributed_strategy engine.**", SPREAD),
-            lacks("model.lora_rank model.lora.rank", "low-rank adapters: all weights are trained", [0]),
-            fixed("model.lora_alpha model.lora.** model.target_modules", "read with a rank of adapters only"),
+            rows_of_verl("model.", "policy"),
             fixed(
                 (
                     "model.use_liger model.use_fused_kernels model.attn_implementation "
@@ -270,11 +275,9 @@ TABLE = Table(
                 ),
                 KERNELS,
             ),
-            fixed("model.fused_kernel_options.* model.tiled_mlp.* model.hf_config_path model.exclude_modules", KERNELS),
+            fixed("model.fused_kernel_options.* model.tiled_mlp.* model.hf_config_path", KERNELS),
             to("model.tokenizer_path", "model.tokenizer", shared.path),
-            lacks(
-                "model.custom_chat_template model.lora_adapter_path model.override_config", "changes of the model's files"
-            ),
+            lacks("model.custom_chat_template model.override_config", "changes of the model's files"),
             lacks("data.tools_key data.multiturn.tools_key", "tools", ["tools"]),
             lacks(
                 "data.enable_thinking_key data.multiturn.enable_thinking_key data.enable_thinking_default",
@@ -321,7 +324,21 @@ TABLE = Table(
             ),
         ),
     ),
-    (method, model, columns, lengths, layout, memory, micro_batch, optimizer, length_of_run, intervals, run, tracked),
+    (
+        method,
+        model,
+        low_rank,
+        columns,
+        lengths,
+        layout,
+        memory,
+        micro_batch,
+        optimizer,
+        length_of_run,
+        intervals,
+        run,
+        tracked,
+    ),
     DEFAULTS,
     known=known("verl"),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,10 +14,12 @@ from torch import Tensor
 
 from fivefold.layout import Coordinates, ParallelLayout
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
+from fivefold.models.adapters import TENSORS, LoraSpec, adapter_tensors
 from fivefold.models.families import parameters_of
-from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD
+from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter
+from fivefold.models.shapes import Shape
 from fivefold.models.spec import ModelSpec
-from fivefold.models.tensor_files import tensor_places
+from fivefold.models.tensor_files import read_headers, tensor_places
 
 
 class Source(Protocol):
@@ -29,8 +34,9 @@ class Source(Protocol):
 class SafetensorsSource:
     """Tensors of a Hugging Face directory by name, in one file or many, read slice by slice."""
 
-    def __init__(self, directory: Path) -> None:
-        self._files = tensor_places(directory)
+    def __init__(self, directory: Path, file: str | None = None) -> None:
+        """`file` names the only one that is read."""
+        self._files = tensor_places(directory) if file is None else dict.fromkeys(read_headers(directory / file), file)
         self._directory = directory
         self._open: dict[str, Any] = {}
 
@@ -45,13 +51,73 @@ class SafetensorsSource:
         return self._open[file].get_slice(name)  # type: ignore[no-any-return]
 
 
+class DrawnAdapters:
+    """New adapters: A is uniform in ±1/sqrt(in), as PEFT draws it (Kaiming, 1502.01852, with a = sqrt 5), or normal with the
+    variance 2 / (in + rank), as Megatron-Bridge does (Xavier, Glorot & Bengio 2010, eq. 12); B is 0.
+
+    Every A is drawn whole, by the seed and its name: the same on every layout.
+    """
+
+    has_value_head = False
+
+    def __init__(self, shapes: Mapping[str, Shape], init: str, seed: int) -> None:
+        self._shapes, self._init, self._seed = shapes, init, seed
+
+    def __getitem__(self, name: str) -> Sliceable:
+        shape = self._shapes[name]
+        if name.endswith("lora_B.weight"):
+            return torch.zeros(shape)
+        number = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little", signed=True)
+        generator, (rank, into) = torch.Generator().manual_seed(number), shape
+        if self._init == "xavier":
+            return torch.randn(shape, generator=generator).mul_(math.sqrt(2 / (into + rank)))
+        return torch.empty(shape).uniform_(-(into**-0.5), into**-0.5, generator=generator)
+
+
+def load_adapters(
+    parameters: dict[str, Tensor],
+    directory: Path | None,
+    init: str,
+    seed: int,
+    spec: ModelSpec,
+    lora: LoraSpec,
+    place: Coordinates,
+    layout: ParallelLayout,
+) -> None:
+    """Fill adapters from those that PEFT wrote into `directory`, or with new ones, drawn as `init` says."""
+    tensors = adapter_tensors(spec, lora)
+    drawn = DrawnAdapters({item.hf[0]: shape for item, shape in tensors.items()}, init, seed)
+    source = drawn if directory is None else SafetensorsSource(directory, TENSORS)
+    fill_parameters(parameters, source, tensors, spec, place, layout)
+
+
 @torch.no_grad()
 def load_parameters(
     parameters: dict[str, Tensor], source: Source, spec: ModelSpec, place: Coordinates, layout: ParallelLayout
 ) -> None:
     """Fill `parameters` (by Megatron-Core name, layers and experts counted over the whole model) from `source`."""
+    filled = fill_parameters(parameters, source, parameters_of(spec), spec, place, layout)
+    if spec.tied and (copy := parameters.get(OUTPUT.mcore)) is not None:
+        # The last stage of a pipeline keeps its own copy of the tied embedding.
+        full = [source[name] for name in EMBEDDING.hf]
+        _fill(copy, SHARDERS[EMBEDDING.sharding].shard(full, place.tp, layout.tp, spec), OUTPUT.mcore)
+        filled.add(OUTPUT.mcore)
+    left = sorted(set(parameters) - filled)
+    assert not left, f"parameters that no row of the table fills: {left}"
+
+
+@torch.no_grad()
+def fill_parameters(
+    parameters: dict[str, Tensor],
+    source: Source,
+    items: Iterable[MappedParameter],
+    spec: ModelSpec,
+    place: Coordinates,
+    layout: ParallelLayout,
+) -> set[str]:
+    """Fill those of `parameters` that are among `items`; their names."""
     filled = set()
-    for item in parameters_of(spec):
+    for item in items:
         if (parameter := parameters.get(item.mcore)) is None:
             continue
         if item.hf == VALUE_HEAD.hf and not source.has_value_head:
@@ -61,13 +127,7 @@ def load_parameters(
             full = [source[name] for name in item.hf]
             _fill(parameter, SHARDERS[item.sharding].shard(full, rank, size, spec), item.mcore)
         filled.add(item.mcore)
-    if spec.tied and (copy := parameters.get(OUTPUT.mcore)) is not None:
-        # The last stage of a pipeline keeps its own copy of the tied embedding.
-        full = [source[name] for name in EMBEDDING.hf]
-        _fill(copy, SHARDERS[EMBEDDING.sharding].shard(full, place.tp, layout.tp, spec), OUTPUT.mcore)
-        filled.add(OUTPUT.mcore)
-    left = sorted(set(parameters) - filled)
-    assert not left, f"parameters that no row of the table fills: {left}"
+    return filled
 
 
 def _fill(parameter: Tensor, value: Tensor, name: str) -> None:

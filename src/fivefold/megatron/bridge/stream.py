@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,15 @@ class _Piece:
 class WeightStream:
     """Streams full tensors out of a model that is sharded over a mesh; the plan is made once, the same on every rank."""
 
-    def __init__(self, named: Callable[[], dict[str, Tensor]], spec: ModelSpec, mesh: Mesh, bucket_mb: int) -> None:
+    def __init__(
+        self,
+        named: Callable[[], dict[str, Tensor]],
+        spec: ModelSpec,
+        mesh: Mesh,
+        bucket_mb: int,
+        parameters: Iterable[MappedParameter] | None = None,
+    ) -> None:
+        """`parameters` are what `named` has of the whole model: its weights when left out."""
         self._named, self._spec, self._mesh = named, spec, mesh
         layout = mesh.layout
         own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named().items()}
@@ -40,7 +48,7 @@ class WeightStream:
         pieces: list[_Piece] = []
         experts: dict[str, list[MappedParameter]] = {}
         per_rank = spec.moe.num_experts // layout.ep if spec.moe is not None else 0
-        for item in parameters_of(spec):
+        for item in parameters_of(spec) if parameters is None else parameters:
             if item.expert is None:
                 stage, sizes, dtype = self._place(held, item)
                 pieces.append(_Piece(stage, torch.Size(sizes), dtype, (item,)))

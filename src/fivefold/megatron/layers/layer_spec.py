@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from fivefold.config.packages import TRANSFORMER_IMPL, missing_packages
+from fivefold.megatron.layers.adapters import is_adapter
 from fivefold.megatron.layers.attention import PackedAttention, Packing
 from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
@@ -125,6 +126,9 @@ class Layer(TransformerLayer):
 class PolicyModel(GPTModel):
     """GPTModel over packed sequences; the last stage gives log-probs and entropies instead of logits, or values."""
 
+    has_adapters = False
+    """Only its adapters are trained."""
+
     def __init__(self, *args: Any, value_head: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._value_head = value_head
@@ -133,6 +137,10 @@ class PolicyModel(GPTModel):
         elif self.post_process:
             # Same parameter, same checkpoint key; only what it computes is ours.
             self.output_layer.__class__ = LogProbHead
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter of that name is not frozen: beside adapters a value head is trained, which may be new."""
+        return not self.has_adapters or is_adapter(name) or (self._value_head and name.startswith("output_layer."))
 
     def forward(
         self,
@@ -182,6 +190,9 @@ class PolicyModel(GPTModel):
         if angles is not None and packed_seq_params.cu_seqlens_q is None:
             # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
             angles = angles[packed_seq_params.positions_T, 0]
+        if self.has_adapters and first is not None and torch.is_grad_enabled() and not first.requires_grad:
+            # Layers that are recomputed in backward pass gradients on to their parameters only where their input wants one.
+            first.requires_grad_(True)
         return (first, angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:

@@ -168,7 +168,8 @@ class _LogProbs(torch.autograd.Function):
         _, row_gradient = _passes(hidden_SD)
         # Several chunks are summed in float32; one needs no second buffer.
         dtype = weight_VD.dtype if tokens <= rows else torch.float32
-        grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if into is None else into
+        trains = ctx.needs_input_grad[1]
+        grad_weight = into if into is not None or not trains else torch.zeros_like(weight_VD, dtype=dtype)
         for begin in range(0, tokens if valid else 0, rows):
             chunk = slice(begin, begin + rows)
             hidden = hidden_SD[chunk]
@@ -183,10 +184,13 @@ class _LogProbs(torch.autograd.Function):
                 hidden.dtype,
             )
             torch.mm(grad, weight, out=grad_hidden[chunk])
-            add_product(grad_weight[:valid], grad, hidden)
+            if grad_weight is not None:
+                add_product(grad_weight[:valid], grad, hidden)
             # Its memory is that of the next chunk's logits.
             del grad
-        given = grad_weight.to(weight_VD.dtype) if into is None else taken_by_buffer(weight_VD)
+        given = None
+        if trains:
+            given = grad_weight.to(weight_VD.dtype) if into is None else taken_by_buffer(weight_VD)
         return grad_hidden, given, None, None, None, None, None, None
 
 

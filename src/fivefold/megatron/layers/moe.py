@@ -169,16 +169,23 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, tokens_TD: Tensor, tokens_per_expert: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:
         """Tokens sorted by expert -> their outputs, times their weights."""
-        fc1 = self.fc1.flatten(1, 2)
-        product = self._product(tokens_TD, fc1, tokens_per_expert)
+        product = self._up(tokens_TD, tokens_per_expert)
         selective = self.config.recompute_granularity == "selective"
         if self.training and selective and "moe_act" in self.config.recompute_modules:
             recompute = CheckpointWithoutOutput()
             activated = recompute.checkpoint(_swiglu, product, weights_T)
-            output = self._product(activated, self.fc2, tokens_per_expert)
+            output = self._down(activated, tokens_per_expert)
             recompute.discard_output_and_register_recompute(output)
             return output, None
-        return self._product(_swiglu(product, weights_T), self.fc2, tokens_per_expert), None
+        return self._down(_swiglu(product, weights_T), tokens_per_expert), None
+
+    def _up(self, tokens_TD: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """[T, gate and up] of this rank's part of the experts."""
+        return self._product(tokens_TD, self.fc1.flatten(1, 2), tokens_per_expert)
+
+    def _down(self, activated: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """[T, width]: what this rank's part of the experts adds to the output."""
+        return self._product(activated, self.fc2, tokens_per_expert)
 
     def _product(self, tokens: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """[T, in] x [experts, out, in] -> [T, out], each token with its own expert's weight."""
@@ -240,7 +247,9 @@ class _GroupedProduct(torch.autograd.Function):
         return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         tokens, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.t(), tokens, offs=ends), None
+        # A frozen weight has none.
+        of_weight = F.grouped_mm(grad.t(), tokens, offs=ends) if ctx.needs_input_grad[1] else None
+        return F.grouped_mm(grad, weight, offs=ends), of_weight, None

@@ -1,0 +1,342 @@
+"""Low-rank adapters beside Megatron-Core's linear maps: y = W x + alpha / rank · B A x, W frozen (LoRA, 2106.09685, eq. 3).
+
+A product that Megatron-Core fuses (queries, keys and values; gate and up) has an A and a B for each map in it, so that every
+adapter is one of PEFT's. Tensor-parallel ranks divide B where they divide what the map gives, A where they divide what it
+reads; the other one all of them hold. Between the two there are `rank` numbers a token, and only those are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from fivefold.megatron.layers.mla import ReplicatedLinear
+from fivefold.megatron.layers.moe import GroupedExperts
+from fivefold.megatron.layers.recompute import LastLinear
+from fivefold.models.adapters import Adapter, LoraSpec
+from fivefold.models.parameters import Sharding
+
+
+class Pair(torch.nn.Module):
+    """A and B of one map, as far as this rank holds them."""
+
+    def __init__(self, lora_A: Tensor, lora_B: Tensor) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = torch.nn.Parameter(lora_A), torch.nn.Parameter(lora_B)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A and B; where parameters are gathered while the model computes, the call is what waits for them."""
+        return self.lora_A, self.lora_B
+
+
+class Adapters(torch.nn.Module):
+    """The adapters of one linear module of Megatron-Core: what it reads -> what is added to what it gives."""
+
+    def __init__(self, linear: Any, maps: Sequence[Adapter], lora: LoraSpec, groups: int, tp: dist.ProcessGroup) -> None:
+        """`maps` are all that the module computes, in their order, in as many `groups` as this rank has of them."""
+        super().__init__()
+        self.is_on = True
+        self._scale, self._groups, self._tp = lora.scale, groups, tp
+        self._sequence_parallel = bool(linear.config.sequence_parallel)
+        self._sharding, weight = maps[0].sharding, linear.weight
+        is_divided, parts = self._sharding is not Sharding.REPLICATE, tp.size()
+        self._out = {each.name: each.out // (parts if is_divided and not each.is_row_parallel else 1) for each in maps}
+        """[rows of this rank] of each map."""
+        for each in maps:
+            if not each.is_adapted:
+                continue
+            into = each.into // (parts if each.is_row_parallel else 1)
+            pair = Pair(weight.new_empty(lora.rank, into), weight.new_empty(self._out[each.name], lora.rank))
+            whole, divided = (pair.lora_B, pair.lora_A) if each.is_row_parallel else (pair.lora_A, pair.lora_B)
+            # What all ranks hold sees the tokens of its own part of the sequence only: Megatron-Core sums its gradient.
+            _mark(whole, sequence_parallel=self._sequence_parallel)
+            if is_divided:
+                axis = 1 if each.is_row_parallel else 0
+                _mark(divided, tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
+            else:
+                _mark(divided, sequence_parallel=self._sequence_parallel)
+            self.add_module(each.name, pair)
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """By the map's name, as far as it is adapted."""
+        return {name: pair for name, pair in self.named_children() if isinstance(pair, Pair)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the adapters add to the output of this rank."""
+        pairs = [pair() for pair in self.pairs.values()]
+        low = F.linear(x, torch.cat([a for a, _ in pairs])) * self._scale
+        if self._sharding is Sharding.ROW:
+            if self._sequence_parallel:
+                low = reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
+            else:
+                low = reduce_from_tensor_model_parallel_region(low, group=self._tp)
+        elif self._sharding is not Sharding.REPLICATE:
+            if self._sequence_parallel:
+                low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self._tp)
+            else:
+                low = copy_to_tensor_model_parallel_region(low, group=self._tp)
+        parts = low.chunk(len(pairs), -1)
+        return self._join([F.linear(part, b) for part, (_, b) in zip(parts, pairs, strict=True)])
+
+    def merges(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+        """(`weight`, W -> W + alpha / rank · B A of this rank, computed in float32, in the dtype of W)."""
+        yield "weight", self._merge
+
+    @torch.no_grad()
+    def _merge(self, weight: Tensor) -> Tensor:
+        added = self._join([(pair.lora_B.float() @ pair.lora_A.float()).t() for pair in self.pairs.values()])
+        return torch.add(weight.detach().float(), added.t(), alpha=self._scale).to(weight.dtype)
+
+    def _join(self, adapted: list[Tensor]) -> Tensor:
+        """[..., rows of a map] each -> [..., rows of the module]: group by group, 0 for maps without an adapter."""
+        given, first = dict(zip(self.pairs, adapted, strict=True)), adapted[0]
+        every = [given[name] if name in given else first.new_zeros(*first.shape[:-1], n) for name, n in self._out.items()]
+        if len(every) == 1:
+            return every[0]
+        return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in every], -1).flatten(-2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Each tensor by the axis along which ranks divide it."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        axes = {name: axis for name, each in tensors.items() if (axis := getattr(each, "partition_dim", -1)) >= 0}
+        groups = {"tp_group": self._tp, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
+        return found
+
+
+def _mark(parameter: Tensor, **marks: Any) -> None:
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
+class _Adapted:
+    """A linear module with adapters; its weight is what they are added to."""
+
+    adapters: Adapters
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return output + self.adapters(x) if self.adapters.is_on else output, bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        # The module takes all that is in it for its own and whole on every rank.
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return found | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
+
+
+class AdaptedColumn(_Adapted, ColumnParallelLinear):
+    pass
+
+
+class AdaptedRow(_Adapted, RowParallelLinear):
+    pass
+
+
+class AdaptedLast(_Adapted, LastLinear):  # type: ignore[misc]
+    pass
+
+
+class AdaptedReplicated(_Adapted, ReplicatedLinear):  # type: ignore[misc]
+    pass
+
+
+_ADAPTED: dict[type, type] = {
+    ColumnParallelLinear: AdaptedColumn,
+    RowParallelLinear: AdaptedRow,
+    LastLinear: AdaptedLast,
+    ReplicatedLinear: AdaptedReplicated,
+}
+
+
+class ExpertAdapters(torch.nn.Module):
+    """The adapters of a layer's routed experts on this rank: an A and a B for each expert and map, stacked as weights are.
+
+    Ranks that divide an expert (etp) read all of its tokens and hold a part of what it computes inside: A of gate and up and
+    B of down all of them have whole, each with a part of the gradient.
+    """
+
+    def __init__(self, experts: GroupedExperts, maps: Sequence[Adapter], lora: LoraSpec) -> None:
+        """`maps` are those of one expert, in their order: all of each product in which one is adapted."""
+        super().__init__()
+        self.is_on = True
+        self._scale, self._experts = lora.scale, (experts,)
+        rank, parts = experts.etp_group.rank(), experts.etp_group.size()
+        self._maps = {part: tuple(each for each in maps if each.row.endswith(part)) for part in ("fc1", "fc2")}
+        self._axes: dict[int, int | None] = {}
+        """Along which the ranks of an expert divide a parameter, by its id; None where they hold it whole."""
+        for each in maps:
+            if not each.is_adapted:
+                continue
+            out, into = (each.out, each.into // parts) if each.is_row_parallel else (each.out // parts, each.into)
+            new = experts.fc1.new_empty
+            pair = Pair(new(experts.count, lora.rank, into), new(experts.count, out, lora.rank))
+            for parameter in pair.parameters():
+                # As experts' weights: every rank of a replica has other numbers, reduced over expert replicas.
+                _mark(parameter, tensor_model_parallel=True, partition_dim=0, partition_stride=1, allreduce=False)
+            whole, divided, axis = (pair.lora_B, pair.lora_A, 2) if each.is_row_parallel else (pair.lora_A, pair.lora_B, 1)
+            # What ranks of an expert hold alike counts in the gradient norm once.
+            _mark(whole, shared=rank > 0)
+            self._axes |= {id(whole): None, id(divided): axis}
+            self.add_module(each.name, pair)
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor, part: str) -> Tensor | float:
+        """What the adapters add to the product `part` of tokens that are sorted by expert."""
+        (experts,) = self._experts
+        product, found = experts._product, list[Tensor | None]()
+        for each in self._maps[part]:
+            if not each.is_adapted:
+                found.append(None)
+                continue
+            a, b = (self._summed(tensor) for tensor in self.get_submodule(each.name)())
+            found.append(product(product(x, a, tokens_per_expert) * self._scale, b, tokens_per_expert))
+        return _side_by_side(found)
+
+    def _summed(self, parameter: Tensor) -> Tensor:
+        """The parameter, whose gradient is the sum over the ranks that hold it whole."""
+        if self._axes[id(parameter)] is not None:
+            return parameter
+        summed: Tensor = copy_to_tensor_model_parallel_region(parameter, group=self._experts[0].etp_group)
+        return summed
+
+    def by_expert(self) -> Iterator[tuple[str, Tensor]]:
+        """(`7.fc1.adapters.gate_proj.lora_A`, view) by the expert's number in the whole model."""
+        (experts,) = self._experts
+        first = experts.ep_group.rank() * experts.count
+        for part, maps in self._maps.items():
+            for each in maps:
+                for name, parameter in self.named_parameters() if each.is_adapted else ():
+                    if name.startswith(f"{each.name}."):
+                        for index, own in enumerate(parameter.detach()):
+                            yield f"{first + index}.{part}.adapters.{name}", own
+
+    def merges(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+        """(`7.fc1`, W -> W + alpha / rank · B A of that expert) of the products that have adapters."""
+        (experts,) = self._experts
+        first = experts.ep_group.rank() * experts.count
+        for part, maps in self._maps.items():
+            if any(each.is_adapted for each in maps):
+                for index in range(experts.count):
+                    yield f"{first + index}.{part}", partial(self._merge, index, maps)
+
+    @torch.no_grad()
+    def _merge(self, index: int, maps: Sequence[Adapter], weight: Tensor) -> Tensor:
+        found = []
+        for each in maps:
+            pair = self.get_submodule(each.name) if each.is_adapted else None
+            found.append((pair.lora_B[index].float() @ pair.lora_A[index].float()).t() if isinstance(pair, Pair) else None)
+        added = _side_by_side(found)
+        assert isinstance(added, Tensor)
+        return torch.add(weight.detach().float(), added.t(), alpha=self._scale).to(weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Experts by their number in the whole model, as their weights."""
+        (experts,), axes = self._experts, len(sharded_offsets)
+        ep, etp = ((group.rank(), group.size()) for group in (experts.ep_group, experts.etp_group))
+        found = {}
+        for name, parameter in self.named_parameters():
+            axis = self._axes[id(parameter)]
+            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *sharded_offsets,
+                (axes, *ep),
+                *([] if axis is None else [(axes + axis, *etp)]),
+                replica_id=(0, etp[0] if axis is None else 0, experts.dp_group.rank()),
+                prepend_axis_num=axes,
+            )
+        return found
+
+
+def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | float:
+    """[..., n] each, 0 for what is None: one after another along the last axis; maps of one product are of one size."""
+    some = next((part for part in parts if part is not None), None)
+    if some is None:
+        return 0.0
+    return torch.cat([torch.zeros_like(some) if part is None else part for part in parts], -1)
+
+
+class AdaptedExperts(GroupedExperts):
+    """Routed experts with adapters."""
+
+    adapters: ExpertAdapters
+
+    def _up(self, tokens_TD: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        own = super()._up(tokens_TD, tokens_per_expert)
+        return own + self.adapters(tokens_TD, tokens_per_expert, "fc1") if self.adapters.is_on else own
+
+    def _down(self, activated: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        own = super()._down(activated, tokens_per_expert)
+        return own + self.adapters(activated, tokens_per_expert, "fc2") if self.adapters.is_on else own
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return found | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
+
+
+def adapt_experts(experts: GroupedExperts, maps: Sequence[Adapter], lora: LoraSpec) -> None:
+    """Put adapters beside routed experts, all alike; their content is not yet set."""
+    experts.__class__ = AdaptedExperts
+    experts.add_module("adapters", ExpertAdapters(experts, maps, lora))
+
+
+def adapt(linear: torch.nn.Module, maps: Sequence[Adapter], lora: LoraSpec, groups: int, tp: dist.ProcessGroup) -> None:
+    """Put adapters beside a linear module; their content is not yet set."""
+    kind = type(linear)
+    if kind not in _ADAPTED or getattr(linear, "explicit_expert_comm", False):
+        raise ValueError(
+            f"policy.lora: {maps[0].linear} is a {kind.__name__} that has no adapters here: leave "
+            "megatron.transformer_impl and megatron.transformer.moe_shared_expert_overlap as they are by default"
+        )
+    # Same weight, same checkpoint key; what it computes is ours.
+    linear.__class__ = _ADAPTED[kind]
+    linear.add_module("adapters", Adapters(linear, maps, lora, groups, tp))
+
+
+def is_adapter(name: str) -> bool:
+    """A parameter of that name is an adapter's."""
+    return ".adapters." in name
+
+
+def adapters_in(model: torch.nn.Module) -> Iterator[tuple[str, Adapters | ExpertAdapters]]:
+    """(name of the module, its adapters)."""
+    for name, module in model.named_modules():
+        if isinstance(module, _Adapted | AdaptedExperts):
+            yield name, module.adapters
+
+
+@contextmanager
+def switched_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Models compute without their adapters meanwhile."""
+    found = [adapters for model in models for _, adapters in adapters_in(model)]
+    for adapters in found:
+        adapters.is_on = False
+    try:
+        yield
+    finally:
+        for adapters in found:
+            adapters.is_on = True

@@ -1,0 +1,213 @@
+"""Low-rank adapters (LoRA, 2106.09685): which linear maps of a model have one, its tensors by PEFT's names. No torch here.
+
+The map W [out, in] of a module in a Hugging Face model becomes W + alpha / rank · B A with A [rank, in] and B [out, rank].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import shown
+from fivefold.files import read_json_object
+from fivefold.models.families import parameters_of
+from fivefold.models.parameters import MappedParameter, Sharding
+from fivefold.models.shapes import Shape, file_shapes
+from fivefold.models.spec import ModelSpec
+from fivefold.models.tensor_files import read_headers
+
+ALL = "all-linear"
+"""Every linear map of the layers, but for routers; never the embedding or the output layer."""
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model."""
+_MARK = "linear_"
+"""Megatron-Core's modules that compute a product are called so."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """What `lora` asks of a model."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    exclude_modules: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one linear map."""
+
+    module: str
+    """The map's name in Hugging Face: `model.layers.3.self_attn.q_proj`."""
+    linear: str
+    """What computes it in Megatron-Core, maybe with others: `decoder.layers.3.self_attention.linear_qkv`, or of an expert
+    `decoder.layers.3.mlp.experts.7.fc1`."""
+    row: str
+    """That of the weight in the family's table."""
+    sharding: Sharding
+    """Of that weight."""
+    out: int
+    into: int
+    """Sizes of the whole map: `out` numbers of `into`."""
+    layer: int
+    expert: int | None
+    is_adapted: bool
+    """False for a map that was not asked for, beside one that was."""
+
+    @property
+    def name(self) -> str:
+        """Of the map within its module: `q_proj`."""
+        return self.module.rpartition(".")[2]
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """Tensor-parallel ranks divide what it reads, so A; otherwise what it gives, so B, or nothing."""
+        return self.sharding is Sharding.ROW
+
+    def tensors(self, rank: int) -> tuple[tuple[MappedParameter, Shape], tuple[MappedParameter, Shape]]:
+        """A and B with their shapes in the whole model."""
+        is_whole = self.sharding is Sharding.REPLICATE
+        of_b = Sharding.REPLICATE if is_whole or self.is_row_parallel else Sharding.COLUMN
+        of_a = Sharding.ROW if self.is_row_parallel else Sharding.REPLICATE
+
+        def mapped(name: str, sharding: Sharding) -> MappedParameter:
+            own, row = (f"{where}.adapters.{self.name}.{name}" for where in (self.linear, self.row))
+            hf = (f"{_PREFIX}{self.module}.{name}.weight",)
+            return MappedParameter(own, hf, sharding, None, row, self.layer, self.expert)
+
+        return (mapped("lora_A", of_a), (rank, self.into)), (mapped("lora_B", of_b), (self.out, rank))
+
+
+@lru_cache(maxsize=64)
+def adapters_of(spec: ModelSpec, lora: LoraSpec) -> tuple[Adapter, ...]:
+    """The maps of each product in which one has an adapter, by layers; raises ValueError for names that fit none."""
+    maps = _linear_maps(spec)
+    for key, names in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
+        known = sorted({module.rpartition(".")[2] for module, *_ in maps})
+        for name in names:
+            if name != ALL and not any(_fits(module, name) for module, *_ in maps):
+                raise ValueError(
+                    f"{key} must name linear maps of the model's layers, by the end of their names: got {shown(name)}; "
+                    f"{spec.family} has {', '.join(known)}"
+                )
+    found = []
+    for module, parameter, shape in maps:
+        wanted = any(_fits(module, name) for name in lora.target_modules)
+        wanted = wanted and not any(_fits(module, name) for name in lora.exclude_modules)
+        linear, layer = parameter.mcore.removesuffix(".weight"), parameter.layer
+        assert layer is not None
+        found.append(Adapter(module, linear, parameter.row, parameter.sharding, *shape, layer, parameter.expert, wanted))
+    _check_experts(found)
+    modules = {each.linear for each in found if each.is_adapted}
+    if not modules:
+        raise ValueError("target_modules leaves nothing to train: exclude_modules excludes all of it")
+    return tuple(each for each in found if each.linear in modules)
+
+
+def _check_experts(adapters: list[Adapter]) -> None:
+    """Raise ValueError where some experts of a layer would have an adapter and others none."""
+    wanted: dict[tuple[int, str], set[bool]] = {}
+    for each in adapters:
+        if each.expert is not None:
+            kinds = wanted.setdefault((each.layer, each.name), set())
+            kinds.add(each.is_adapted)
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"target_modules and exclude_modules must treat all experts of a layer alike: got {each.module} apart"
+                )
+
+
+def adapter_tensors(spec: ModelSpec, lora: LoraSpec) -> dict[MappedParameter, Shape]:
+    """Every tensor of the adapters with its shape in the whole model, in order of layers."""
+    return {
+        tensor: shape for each in adapters_of(spec, lora) if each.is_adapted for tensor, shape in each.tensors(lora.rank)
+    }
+
+
+def _linear_maps(spec: ModelSpec) -> list[tuple[str, MappedParameter, tuple[int, int]]]:
+    """(name in Hugging Face, parameter that holds it, [out, in]) of every linear map of the layers."""
+    found = []
+    for parameter in parameters_of(spec):
+        is_linear = parameter.mcore.rpartition(".")[0].rpartition(".")[2].startswith(_MARK)
+        if parameter.layer is None or not (is_linear or parameter.expert is not None):
+            continue
+        for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True):
+            if name.endswith(".weight") and shape is not None and len(shape) == 2:
+                found.append((name.removesuffix(".weight"), parameter, (shape[0], shape[1])))
+    return found
+
+
+def _fits(module: str, name: str) -> bool:
+    """As PEFT compares: the name is the module's, or the end of it behind a dot."""
+    return name == ALL or module == name or module.endswith(f".{name}")
+
+
+def peft_config(spec: ModelSpec, lora: LoraSpec, base: str) -> dict[str, Any]:
+    """The `adapter_config.json` with which PEFT loads these adapters onto the model `base`."""
+    adapted = [each for each in adapters_of(spec, lora) if each.is_adapted]
+    names = {each.name for each in adapted}
+    # Whole names where a name alone would fit a map without an adapter too.
+    is_plain = len(adapted) == sum(any(_fits(module, name) for name in names) for module, *_ in _linear_maps(spec))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        # Readers of this file want a whole number where it is one.
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(names) if is_plain else [each.module for each in adapted],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+}
+"""Keys of PEFT's configuration that change what an adapter computes, and their values that change nothing."""
+
+
+def check_adapter_files(directory: Path, spec: ModelSpec, lora: LoraSpec) -> None:
+    """Raise ValueError where `directory` does not hold adapters of this model, rank and alpha, as PEFT writes them."""
+    path, config = directory / TENSORS, read_json_object(directory / CONFIG)
+    if not path.is_file():
+        raise ValueError(f"no {TENSORS} in {directory}; adapters in pickle files (*.bin) are not read")
+    for key, values in _PLAIN.items():
+        if (value := config.get(key, values[0])) not in values:
+            raise ValueError(
+                f"{directory / CONFIG}: {key} must be {shown(values[0])}, nothing else is computed here: {shown(value)}"
+            )
+    for key, ours, own in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+        if config.get(key) != own:
+            raise ValueError(f"lora.{ours} must be {key} of {directory / CONFIG}, {shown(config.get(key))}: got {own:g}")
+    headers, wanted = read_headers(path), {tensor.hf[0]: shape for tensor, shape in adapter_tensors(spec, lora).items()}
+    if missing := sorted(set(wanted) - set(headers)):
+        raise ValueError(f"{path} lacks {len(missing)} tensors of lora.target_modules, the first: {missing[:2]}")
+    if extra := sorted(set(headers) - set(wanted)):
+        raise ValueError(f"{path} has {len(extra)} tensors that lora.target_modules leaves out, the first: {extra[:2]}")
+    for name, shape in wanted.items():
+        if headers[name].shape != shape:
+            raise ValueError(f"{path}: {name} must have the shape {shape}: got {headers[name].shape}")

@@ -1,0 +1,135 @@
+"""Adapters before anything starts: what they take, and what of `lora` cannot be, in one sentence each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fivefold.config import ConfigError, make_config
+from fivefold.layout import ParallelLayout
+from fivefold.models.adapters import CONFIG, TENSORS, LoraSpec, adapter_tensors, peft_config
+from fivefold.models.families import load_spec
+from fivefold.plan.check import check
+from fivefold.plan.efficiency import Efficiencies, load_rates
+from fivefold.plan.hardware import Cluster
+from fivefold.plan.memory import Sharded, checkpoint_bytes, rank_parameters, trained_parameters, training_flops
+from fivefold.plan.roles import memory_of, roles
+from fivefold.plan.step_time import Batch, update_time
+
+ALL = LoraSpec(4, 6.0, ("all-linear",))
+
+
+def faults(model: Path, lora: dict[str, Any], **others: Any) -> str:
+    tree = {
+        "model": {"path": str(model)},
+        "policy": {"dtype": "float32", "lora": lora, **others.pop("policy", {})},
+        **others,
+    }
+    tree["trainer"] = {"device": "cpu", "run_dir": "x", **tree.get("trainer", {})}
+    tree.setdefault("data", {"train": ["x.jsonl"], "max_prompt_tokens": 16, "max_response_tokens": 16})
+    try:
+        return "\n".join(check(make_config(tree)).errors)
+    except ConfigError as error:
+        return "\n".join(error.faults)
+
+
+def write(directory: Path, model: Path, lora: LoraSpec = ALL, **changes: Any) -> Path:
+    """Adapters as PEFT has them."""
+    spec = load_spec(model)
+    save_file({item.hf[0]: torch.zeros(shape) for item, shape in adapter_tensors(spec, lora).items()}, directory / TENSORS)
+    (directory / CONFIG).write_text(json.dumps({**peft_config(spec, lora, "m"), **changes}))
+    return directory
+
+
+def test_the_parameters_of_adapters_are_rank_times_the_sizes_of_their_maps(models):
+    """Of each map in + out, by hand: four layers of width 64, ffn 96, 8 heads of 16 in 4 groups; experts of 32, 8 a layer."""
+    attention = (64 + 128) + 2 * (64 + 64) + (128 + 64)
+    assert trained_parameters(load_spec(models("qwen3")), ALL) == 4 * 4 * (attention + 3 * (64 + 96))
+    assert trained_parameters(load_spec(models("qwen3_moe")), ALL) == 4 * 4 * (attention + 8 * 3 * (64 + 32))
+    only = replace(ALL, target_modules=("q_proj", "v_proj"), exclude_modules=("layers.3.self_attn.q_proj",))
+    assert trained_parameters(load_spec(models("qwen3")), only) == 4 * (3 * (64 + 128) + 4 * (64 + 64))
+
+
+def test_frozen_weights_have_no_gradients_no_moments_and_no_place_in_a_checkpoint(models):
+    spec, layout = load_spec(models("qwen3")), ParallelLayout.parse("megatron:d2")
+    whole, adapted = (Sharded(spec, layout, lora=lora, tokens_per_micro_batch=64).held(2)[0] for lora in (None, ALL))
+    trained = trained_parameters(spec, ALL)
+    assert (adapted.gradients, adapted.optimizer) == (4 * trained, 12 * trained // 2)
+    assert adapted.parameters == 2 * (rank_parameters(spec, layout)[0].total + trained)
+    assert adapted.activations == whole.activations
+    assert checkpoint_bytes(spec, "bfloat16", ALL) == 14 * trained
+    # Without the product for the weights' gradients: 4 of 6 operations a parameter and token.
+    assert training_flops(spec, 9, 0, ALL) == pytest.approx(training_flops(spec, 9, 0) * 4 / 6)
+
+
+def test_a_reference_that_is_the_base_takes_no_memory(models):
+    tree: dict[str, Any] = {"model": {"path": str(models("qwen3"))}, "algorithm": {"kl": {"coef": 0.1}}}
+    tree["policy"] = {"backend": "megatron:d2", "lora": {"rank": 4}}
+    config, spec = make_config(tree), load_spec(models("qwen3"))
+    assert config.reference_is_base and memory_of(config, spec).reference == 0 and len(roles(config)) == 1
+    for own in (
+        {"reference": {"backend": "megatron:t2"}},
+        {"reference": {"path": "other"}},
+        {"policy": {"lora": {"rank": 0}}},
+    ):
+        assert not make_config({**tree, **own}).reference_is_base
+    assert make_config({**tree, "reference": {"backend": "megatron:d2"}}).reference_is_base
+
+
+def test_an_update_of_adapters_takes_less_time_and_no_gradients_of_frozen_experts(models):
+    cluster, batch = Cluster("h100-80g", 8), Batch.of(64, 100, 300)
+    rates = Efficiencies(load_rates(None), "h100-80g")
+    for name in ("qwen3", "qwen3_moe"):
+        plain = Sharded(load_spec(models(name)), ParallelLayout.parse("megatron:d8"), tokens_per_micro_batch=4096)
+        whole, adapted = (update_time(replace(plain, lora=lora), batch, cluster, rates).parts for lora in (None, ALL))
+        assert adapted["forward"] == whole["forward"] and adapted["backward"] < whole["backward"]
+        assert adapted["optimizer"] < whole["optimizer"] and adapted["data parallel"] < whole["data parallel"]
+
+
+@pytest.mark.parametrize(("lora", "others", "says"), [
+    ({"rank": 4, "target_modules": ["q_prj"]}, {}, "policy.lora.target_modules must name linear maps"),
+    ({"rank": 4, "exclude_modules": ["lm_head"]}, {}, "policy.lora.exclude_modules must name linear maps"),
+    ({"rank": 4, "exclude_modules": ["all-linear"]}, {}, "leaves nothing to train"),
+    ({"rank": 4, "target_modules": []}, {}, "policy.lora.target_modules must name linear maps, or all-linear: got []"),
+    ({"rank": -1}, {}, "policy.lora.rank must be at least 0"),
+    ({"rank": 4, "alpha": 0}, {}, "policy.lora.alpha must be above 0"),
+    ({"rank": 4, "dropout": 0.1}, {}, "unknown key 'policy.lora.dropout'"),
+    ({"rank": 4, "path": "nowhere"}, {}, "policy.lora.path: no directory nowhere"),
+    ({"rank": 4}, {"policy": {"megatron": {"bridge_type": "mbridge"}}}, "policy.megatron.bridge_type must be native with adapters"),
+    ({"rank": 4}, {"policy": {"megatron": {"transformer_impl": "auto"}}}, "policy.megatron.transformer_impl must be torch with adapters"),
+    ({"rank": 4}, {"policy": {"megatron": {"transformer": {"moe_router_bias_update_rate": 0.1}}}}, "moe_router_bias_update_rate must be left out"),
+    ({"rank": 4}, {"trainer": {"accept_changes": ["policy.lora.rank"]}}, "trainer.accept_changes cannot name policy.lora.rank"),
+    ({}, {"critic": {"lora": {"rank": 4, "target_modules": ["x"]}}, "algorithm": {"name": "ppo"}}, "critic.lora.target_modules must name"),
+])  # fmt: skip
+def test_what_adapters_cannot_be_is_a_sentence(models, lora, others, says):
+    assert says in faults(models("qwen3"), lora, **others)
+
+
+def test_some_experts_of_a_layer_alone_are_refused(models):
+    found = faults(models("qwen3_moe"), {"rank": 4, "exclude_modules": ["layers.1.mlp.experts.3.up_proj"]})
+    assert "policy.lora.target_modules and exclude_modules must treat all experts of a layer alike" in found
+
+
+@pytest.mark.parametrize(("lora", "changes", "says"), [
+    ({"rank": 8, "alpha": 6}, {}, "lora.rank must be r of"),
+    ({"rank": 4, "alpha": 8}, {}, "lora.alpha must be lora_alpha of"),
+    ({"rank": 4, "alpha": 6}, {"use_rslora": True}, "use_rslora must be False"),
+    ({"rank": 4, "alpha": 6}, {"modules_to_save": ["lm_head"]}, "modules_to_save must be []"),
+    ({"rank": 4, "alpha": 6, "target_modules": ["q_proj"]}, {}, "tensors that lora.target_modules leaves out"),
+])  # fmt: skip
+def test_adapters_of_another_kind_are_refused(models, tmp_path, lora, changes, says):
+    path = write(tmp_path, models("qwen3"), **changes)
+    found = faults(models("qwen3"), {**lora, "path": str(path)})
+    assert "policy.lora.path: " in found and says in found
+
+
+def test_adapters_of_another_model_are_refused(models, tmp_path):
+    path = write(tmp_path, models("qwen3"), replace(ALL, exclude_modules=("k_proj",)))
+    assert "lacks 8 tensors" in faults(models("qwen3"), {"rank": 4, "alpha": 6, "path": str(path)})
+    assert "lora" not in faults(models("qwen3"), {"rank": 4, "alpha": 6, "exclude_modules": ["k_proj"], "path": str(path)})
