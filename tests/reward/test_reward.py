@@ -450,6 +450,29 @@ def test_samples_are_scored_by_as_many_processes_as_the_rank_has_cores(tmp_path,
     assert [sample.reward for sample in scored.samples] == [1.0] * 4
 
 
+def test_nobody_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp_path):
+    """Every process but the first hangs while it imports; the first takes longer a sample than others wait for it."""
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import os, time\n"
+        "try:\n"
+        f"    os.mkdir({str(tmp_path / 'first')!r})\n"
+        "except FileExistsError:\n"
+        "    time.sleep(1000)\n"
+        "def slow(response):\n"
+        "    time.sleep(0.3)\n"
+        "    return 1\n"
+    )
+    pool = RewardPool(RewardConfig(functions={f"{path}:slow": 1.0}, workers=3))
+    scored = group(*"abcdef")
+    assert pool.start([(scored.prompt, scored.samples[0])]) is None
+    scoring = [pool.submit(scored.prompt, sample) for sample in scored.samples]
+    assert [each.result(timeout=LONGEST) for each in scoring] == [None] * 6
+    assert not pool._asleep, "nobody has waited, so this says nothing"
+    pool.close()
+    assert [sample.reward for sample in scored.samples] == [1.0] * 6
+
+
 def test_nothing_of_a_reward_process_is_left_when_the_pool_is_closed(tmp_path):
     path = tmp_path / "children.py"
     path.write_text(

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
-from queue import LifoQueue
+from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import RewardConfig
@@ -32,6 +33,8 @@ _START_SECONDS = 300.0
 """Until a process has imported what its functions import: minutes where a cluster's file system is cold."""
 _END_SECONDS = 5.0
 """Until a process that has closed its files is gone."""
+_PATIENCE = 0.1
+"""Seconds that a sample waits for a process that is busy, before another one is started."""
 _KILLED = "ended by SIGKILL"
 _MOST_WORKERS = 32
 Scoring = Future[str | None]
@@ -68,10 +71,12 @@ class RewardPool:
         count = config.workers or min(max(2, cores_of_rank()), _MOST_WORKERS)
         self._workers = [_Worker(config) for _ in range(count)]
         # The last one used comes first: the others are started only where they are needed.
+        *others, first = self._workers
         self._idle: LifoQueue[_Worker] = LifoQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(count)
+        self._idle.put(first)
+        self._asleep = deque(others)
+        """Those that were not started yet."""
+        self._threads, self._starting = ThreadPoolExecutor(count), ThreadPoolExecutor(count)
         self._judge: Judge | None = None
         self._is_closed = False
 
@@ -145,6 +150,7 @@ class RewardPool:
             for worker in self._workers:
                 worker.kill()
             # A thread that was just starting a process has done so now.
+            self._starting.shutdown(cancel_futures=True)
             self._threads.shutdown(cancel_futures=True)
 
     def _score(self, prompt: Prompt, sample: Sample) -> str | None:
@@ -189,7 +195,7 @@ class RewardPool:
         """What the functions of a sample's rewards give, or why one does not."""
         if self._is_closed:
             return "the run has ended"
-        worker = self._idle.get()
+        worker = self._free()
         try:
             answer = worker.ask(self._request(prompt, sample), self._config.timeout_seconds)
         finally:
@@ -198,6 +204,22 @@ class RewardPool:
         if error is not None:
             return error
         return {name: float(answer["values"][name]) for name in _functions(self._rewards(prompt.source))}
+
+    def _free(self) -> _Worker:
+        """The process that is free first. Where none is for a while another one is started, which nobody waits for: that
+        takes longer than most rewards."""
+        with contextlib.suppress(Empty):
+            return self._idle.get(timeout=_PATIENCE)
+        with contextlib.suppress(IndexError, RuntimeError):
+            # None is left to be started, or the run has ended.
+            self._starting.submit(self._wake, self._asleep.pop())
+        return self._idle.get()
+
+    def _wake(self, worker: _Worker) -> None:
+        # Whoever asks it next is told what is wrong.
+        with contextlib.suppress(Exception):
+            worker.start()
+        self._idle.put(worker)
 
     def _request(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
         offered = {
