@@ -207,7 +207,11 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         trainer=replace(config.trainer, device="cuda", resume="never"),
         reference=replace(config.reference, path=model if config.reference.path else None),
         critic=replace(config.critic, path=model if config.critic.path else None),
-        reward=replace(config.reward, model=replace(config.reward.model, path=model if config.reward.model.path else None)),
+        reward=replace(
+            config.reward,
+            model=replace(config.reward.model, path=model if config.reward.model.path else None),
+            judge=replace(config.reward.judge, model=model if config.reward.judge.model else None),
+        ),
     )
     # Memory is the model's matter, and the model is a stand-in, without tensors.
     many, any_size = {"visible_gpus": lambda: 1 << 20}, {"device_of": lambda config: None}
