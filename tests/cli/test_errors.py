@@ -64,7 +64,7 @@ COMMANDS = [
     (["check", "{tmp}/date.yaml"], "not valid YAML: month must be in 1..12"),
     (["check", "{tmp}/key.yaml"], "not valid YAML"),
     (["train", "{tmp}/none.yaml"], "no configuration file at"),
-    (["report", "{tmp}/none"], "no metrics in"),
+    (["report", "{tmp}/none"], "must be the directory of a run: there is none"),
     (["report", "{tmp}/run"], "run/metrics.jsonl, line 1 is not JSON"),
     (["data", "gsm8k", "--out", "{tmp}/out"], "openai/gsm8k cannot be downloaded from the hub, name local files with --source"),
     (["data", "gsm8k", "--source", "{tmp}/none.jsonl", "--out", "{tmp}/out"], "no source file at"),

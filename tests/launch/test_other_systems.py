@@ -120,13 +120,13 @@ def test_a_run_that_would_be_another_does_not_start(root):
     ]
     words += [
         f"trainer.default_local_dir={root}/runs/refused",
-        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.rollout.dtype=float16",
         "trainer.loger=console",
     ]
     for command in ("train", "check"):
         done = fivefold(command, *words)
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert "actor_rollout_ref.model.lora_rank=8: low-rank adapters" in done.stderr
+        assert "actor_rollout_ref.rollout.dtype=float16: sampling in float16" in done.stderr
         assert "trainer.loger=console: no key of verl that is known here: did you mean trainer.logger?" in done.stderr
     assert not (root / "runs/refused").exists()
 
@@ -141,8 +141,10 @@ def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
         "trainer.logger=[console,clearml]",
     ]
     assert fivefold("convert", *words).returncode == 0
-    refused = fivefold("convert", *words, "actor_rollout_ref.model.lora_rank=8")
-    assert refused.returncode == 0 and "refused  actor_rollout_ref.model.lora_rank=8: low-rank adapters" in refused.stderr
+    refused = fivefold("convert", *words, "actor_rollout_ref.rollout.dtype=float16")
+    assert (
+        refused.returncode == 0 and "refused  actor_rollout_ref.rollout.dtype=float16: sampling in float16" in refused.stderr
+    )
     done = fivefold("convert", "--strict", *words)
     assert (
         done.returncode == 2 and "trainer.logger = [console,clearml]: clearml: metrics are in metrics.jsonl" in done.stdout
