@@ -473,6 +473,31 @@ def test_nobody_waits_for_a_process_that_starts_where_another_is_free_sooner(tmp
     assert [sample.reward for sample in scored.samples] == [1.0] * 6
 
 
+def test_a_pool_is_closed_at_once_while_samples_wait_for_processes(tmp_path):
+    """Every call hangs by then, the trial of a process that starts too: whoever waited must start none."""
+    path, marks = tmp_path / "hanging.py", tmp_path / "marks"
+    marks.mkdir()
+    path.write_text(
+        "import os, time\n"
+        "def hanging(response):\n"
+        f"    if os.path.exists({str(tmp_path / 'hang')!r}):\n"
+        f"        open({str(marks)!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "        time.sleep(1000)\n"
+        "    return 1\n"
+    )
+    pool = RewardPool(RewardConfig(functions={f"{path}:hanging": 1.0}, workers=4, timeout_seconds=LONGEST))
+    scored = group(*"abcdefgh")
+    assert pool.start([(scored.prompt, scored.samples[0])]) is None
+    (tmp_path / "hang").touch()
+    scoring = [pool.submit(scored.prompt, sample) for sample in scored.samples]
+    # One is asked, three start and call the function once.
+    wait_for(lambda: len(list(marks.iterdir())) == 4)
+    begin = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begin < 100
+    assert all(each.done() for each in scoring)
+
+
 def test_nothing_of_a_reward_process_is_left_when_the_pool_is_closed(tmp_path):
     path = tmp_path / "children.py"
     path.write_text(

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -146,12 +147,10 @@ class RewardPool:
         if self._judge is not None:
             self._judge.close()
             self._judge = None
-        for _ in range(2):
-            for worker in self._workers:
-                worker.kill()
-            # A thread that was just starting a process has done so now.
-            self._starting.shutdown(cancel_futures=True)
-            self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.end()
+        self._starting.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
     def _score(self, prompt: Prompt, sample: Sample) -> str | None:
         """Why it failed: a traceback where the function raised."""
@@ -281,6 +280,13 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._messages: Messages | None = None
         self._numbers = itertools.count(1)
+        self._starts, self._is_over = threading.Lock(), False
+
+    def end(self) -> None:
+        """Kill the process for good: whoever was about to start it is told that the run has ended."""
+        with self._starts:
+            self._is_over = True
+        self.kill()
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The worker's answer, or {"error": ...} when it gave none in time; a process that was killed is asked once more."""
@@ -304,7 +310,10 @@ class _Worker:
             return
         self.kill()
         own, theirs = socket.socketpair()
-        with theirs:
+        with theirs, self._starts:
+            if self._is_over:
+                own.close()
+                raise _NoAnswerError("the run has ended")
             self._messages = Messages(own)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fivefold.reward.process", str(theirs.fileno())],
