@@ -67,6 +67,18 @@ def test_a_ppo_run_has_the_same_metrics_with_models_on_ranks_of_their_own(root, 
         assert "         2     -       -          whole   -\n" in told
 
 
+def test_a_reference_without_adapters_computes_where_the_policy_is_while_the_critic_is_elsewhere(root):
+    """The reference is the policy with its adapters switched off: asked by every rank, held by the policy's."""
+    adapters = ("policy.lora.rank=4", "policy.lora.alpha=8")
+    one, _ = train(root, "adapters", *adapters)
+    apart, told = train(root, "adapters-apart", *adapters, on("megatron[policy]:t2|megatron[reward]:t2+megatron[critic]:d1"))
+    assert "the reference is the model without them" in told
+    assert_same(apart, one)
+    # From where the policy began, not from where it was before this step's updates.
+    last = apart[-1]
+    assert last["policy/kl_reference"] > 5 * last["policy/kl_old"] > 0
+
+
 def test_a_run_that_was_killed_goes_on_with_its_models_on_other_ranks(root, base):
     process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/moved", "trainer.save_every=1", on(ONE))
     wait_for((root / "runs/moved/checkpoints/step-000002").exists, process)
