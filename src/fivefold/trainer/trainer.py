@@ -220,11 +220,12 @@ class Trainer:
             self.logger.log(f"{asked}, which goes on after {self.work.updates} of its optimizer steps on resume")
             self._write(self.rollouts.state_dict(), self._groups(), True, work=self.work)
         elif self._before is not None:
+            asked += ", which is done anew on resume"
             # Ranks without a model may not have heard of its last updates: the step is not known well enough to go on in it.
             taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.learners.values())
             if updates := taken - self._before.updates:
                 asked += f"; {updates} of its optimizer steps were taken and stay"
-            self.logger.log(f"{asked}, which is done anew on resume")
+            self.logger.log(asked)
             set_rng_states(self._before.rng)
             self._write(self._before.rollouts, self._before.groups, True)
         else:
