@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ class Part:
     def model(self, name: str, write: Callable[..., None] = write_model) -> Path:
         path = self._root / f"{write.__name__}-{name}"
         if not path.exists():
-            self._cluster.run(write, "megatron:d1", name, path)
+            begun = path.with_suffix(".part")
+            self._cluster.run(write, "megatron:d1", name, begun)
+            begun.rename(path)
             if write is write_model:
                 self.say(f"model {name}", f"{load_spec(path).parameters / 1e6:,.0f} M parameters")
         return path
@@ -77,6 +80,7 @@ def run(description: str | None, parts: Mapping[str, Callable[[Part], None]], ar
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all of them if none is named")
     parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")
+    parser.add_argument("--models", type=Path, help="directory that keeps the models for the next run (default: none is kept)")
     given = parser.parse_args(arguments)
     # What it has started ends with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -90,7 +94,7 @@ def run(description: str | None, parts: Mapping[str, Callable[[Part], None]], ar
     try:
         for wanted in given.parts or parts:
             print(f"\n{wanted}: {(parts[wanted].__doc__ or '').strip()}", flush=True)
-            with scratch(gpus > 0) as root:
+            with scratch(gpus > 0) if given.models is None else nullcontext(given.models) as root:
                 part = Part(cluster, gpus, Path(root), given.seconds)
                 try:
                     parts[wanted](part)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fivefold.config.schema import MegatronConfig
 from tests.support.layout_cases import VPP2, Case
@@ -158,6 +160,36 @@ def test_ranks_write_each_number_once_and_divide_them(cluster, models, tmp_path,
         assert sum(math.prod(size) for _, size in boxes) == math.prod(ends), f"{name} is written in part, or twice"
     sizes = [path.stat().st_size for path in files]
     assert max(sizes) < most * sum(sizes), sizes
+
+
+def bytes_made_for_a_share(mesh, model_dir):
+    """Bytes of the tensors that finding a trained model's share makes, and bytes of the share."""
+    from fivefold.megatron import dist_checkpoint
+    from fivefold.megatron.model import MegatronModel
+
+    class Made(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            found = function(*args, **kwargs or {})
+            for leaf in tree_leaves(found):
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                    self.total += leaf.nbytes
+            return found
+
+    model = MegatronModel(model_dir, policy_of(Case("d1")), mesh, total_updates=10)
+    model.train_step(whole_batch().select(range(len(LENGTHS))), OBJECTIVE.loss)
+    with mesh.active(), Made() as made:
+        share = dist_checkpoint.share_of(model._chunks, model._updater, mesh)
+    return made.total, sum(piece.values.nbytes for piece in share.pieces)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_share_is_found_without_touching_its_numbers(cluster, models, name):
+    """Training pauses meanwhile: numbers made for each of a model's would take minutes of a large one."""
+    ((made, share),) = cluster.run(bytes_made_for_a_share, "megatron:d1", models(name))
+    assert made < share / 1000, (made, share)
 
 
 def test_moments_that_are_not_loaded_are_seen(cluster, models, tmp_path):

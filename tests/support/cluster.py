@@ -46,7 +46,8 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         from fivefold.distributed.ranks import Ranks
         from fivefold.megatron import mesh as megatron_mesh
 
-        torch.set_num_threads(THREADS)
+        # On GPUs a rank has its cores, as the launcher gives them; CPU tests run beside each other.
+        torch.set_num_threads(THREADS if kind == "cpu" else max(1, (os.cpu_count() or 1) // layout.world_size))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         device = _device(kind, rank)

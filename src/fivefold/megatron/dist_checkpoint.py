@@ -7,6 +7,7 @@ ranks hold alike each data-parallel rank writes a part; moments are divided over
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_ra
 _STATE = "optimizer.json"
 _PREFIX = "model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_PINNED, _ALIGNMENT = 256 << 20, 16
+_ALIGNMENT = 16
 MASTER = "param"
 """The float32 copy of a parameter that an optimizer keeps of one in bfloat16."""
 
@@ -53,28 +54,64 @@ class Share:
 
 
 class HostCopies:
-    """Copies of shares on the host, in pinned memory that is kept: to pin it takes longer than to copy."""
+    """Copies of shares in host memory that is kept, by way of a little that is pinned: to pin it all takes minutes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._pinned: list[Tensor] = []
+    def __init__(self, device: torch.device, block: int = 128 << 20) -> None:
+        """`block`: bytes that are copied at once."""
+        self._is_cuda, self._block = device.type == "cuda", block
+        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._buffers: list[Tensor] = []
 
     def of(self, share: Share) -> Share:
         """The share as it is now; the one copied before it must have been written."""
-        copied, number, begin = [], 0, 0
+        places, size = [], 0
         for piece in share.pieces:
-            size = piece.values.nbytes
-            if number < len(self._pinned) and begin + size > self._pinned[number].numel():
-                number, begin = number + 1, 0
-            if number == len(self._pinned) or size > self._pinned[number].numel():
-                # Memory is pinned in powers of two.
-                self._pinned[number:] = [torch.empty(max(_PINNED, size), dtype=torch.uint8, pin_memory=self._is_cuda)]
-            place = self._pinned[number][begin : begin + size].view(piece.values.dtype).view(piece.values.shape)
-            copied.append(replace(piece, values=place.copy_(piece.values, non_blocking=True)))
-            begin += -(-size // _ALIGNMENT) * _ALIGNMENT
-        if self._is_cuda:
-            torch.cuda.current_stream().synchronize()
+            places.append(size)
+            size += -(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not self._buffers or len(self._kept) != size:
+            self._kept = _memory(size)
+            length = min(self._block, size)
+            self._buffers = [torch.empty(length, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2)]
+        self._fill([piece.values.reshape(-1).view(torch.uint8) for piece in share.pieces], places)
+        copied = []
+        for piece, begin in zip(share.pieces, places, strict=True):
+            values = self._kept[begin : begin + piece.values.nbytes].view(piece.values.dtype)
+            copied.append(replace(piece, values=values.view(piece.values.shape)))
         return replace(share, pieces=copied)
+
+    def _fill(self, pieces: list[Tensor], places: list[int]) -> None:
+        """Two buffers take turns: the device fills one while the host's threads empty the other."""
+        blocks = self._kept.split(self._block)
+        filled = [torch.cuda.Event() if self._is_cuda else None for _ in self._buffers]
+        number = 0
+        for turn in range(len(blocks) + 1):
+            if turn < len(blocks):
+                begin, buffer = turn * self._block, self._buffers[turn % 2]
+                end = begin + len(blocks[turn])
+                while number < len(pieces):
+                    first, last = places[number], places[number] + len(pieces[number])
+                    low, high = max(begin, first), min(end, last)
+                    if low < high:
+                        buffer[low - begin : high - begin].copy_(pieces[number][low - first : high - first], non_blocking=True)
+                    if last > end:
+                        break
+                    number += 1
+                if event := filled[turn % 2]:
+                    event.record()
+            if turn:
+                if event := filled[(turn - 1) % 2]:
+                    event.synchronize()
+                block = blocks[turn - 1]
+                block.copy_(self._buffers[(turn - 1) % 2][: len(block)])
+
+
+def _memory(size: int) -> Tensor:
+    """[size] bytes in pages as large as the machine has: their number is what the first copy waits for."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> Share:
@@ -157,9 +194,7 @@ def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
         if not chunk.is_trained(name.removeprefix(_PREFIX)):
             continue
         if isinstance(found, ShardedTensorFactory):
-            # The numbers' own places go through the cut.
-            places = torch.arange(found.data.numel()).view(found.data.shape)
-            cuts = list(nested_values(found.build_fn(found.key, places, found.replica_id, None)))
+            cuts = list(nested_values(found.build_fn(found.key, found.data, found.replica_id, None)))
         elif isinstance(found, ShardedTensor):
             cuts = [found]
         else:
@@ -167,8 +202,9 @@ def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
         parts, begin = [], 0
         for cut in cuts:
             if cut is not found:
-                begin = int(cut.data.reshape(-1)[0])
-                assert torch.equal(cut.data.reshape(-1), torch.arange(begin, begin + cut.data.numel())), name
+                # It is a view, and where it begins says which numbers it has.
+                begin = (cut.data.data_ptr() - found.data.data_ptr()) // found.data.element_size()
+                assert cut.data.is_contiguous() and 0 <= begin <= found.data.numel() - cut.data.numel(), name
             size = (*(1 for _ in range(cut.prepend_axis_num)), *cut.local_shape)
             parts.append((begin, begin + cut.data.numel(), cut.key, Box(tuple(cut.global_offset), size)))
         *others, copy = cuts[0].replica_id
