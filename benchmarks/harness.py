@@ -80,7 +80,7 @@ def run(description: str | None, parts: Mapping[str, Callable[[Part], None]], ar
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all of them if none is named")
     parser.add_argument("--seconds", type=float, default=240.0, help="that each part has (default: 240)")
-    parser.add_argument("--models", type=Path, help="directory that keeps the models for the next run (default: none is kept)")
+    parser.add_argument("--models", type=Path, help="directory that keeps the models (default: none does)")
     given = parser.parse_args(arguments)
     # What it has started ends with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

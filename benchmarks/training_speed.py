@@ -24,6 +24,7 @@ from benchmarks.harness import Part, peak_gib, run
 from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
+from fivefold.calibration.profile import seconds_by_kind
 from fivefold.config.schema import OffloadConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
@@ -104,36 +105,11 @@ def row(mesh, directory: Path, tokens: int, samples: int, length: int, recompute
     return found
 
 
-KINDS = {
-    "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "cutlass___call__", "kernel_cutlass"),
-    "products": ("nvjet", "gemm", "cutlass", "splitk", "cublas"),
-    "logits": ("_row_sums", "_row_gradient"),
-    "heads": ("_heads",),
-    "swiglu": ("_swiglu",),
-    "norms": ("layer_norm", "rms_norm", "gammabeta"),
-    "optimizer": ("fusedadam", "fused_adam", "multi_tensor", "optimizer", "nrm", "normtwo"),
-    "compiled": ("triton_",),
-    "communication": ("nccl",),
-    "copies": ("copy", "cat", "memcpy", "memset", "fill"),
-}
-
-
 def kernels_of(mesh, step: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds of the GPU's kernels in one step, by what they are for."""
     if not is_large(mesh):
         return {}
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        timed(mesh, step)
-    found: dict[str, float] = dict.fromkeys([*KINDS, "element-wise and others"], 0.0)
-    for event in profiled.key_averages():
-        if event.self_device_time_total <= 0 or event.key.startswith("Optimizer."):
-            continue
-        name = event.key.lower()
-        kind = next((kind for kind, marks in KINDS.items() if any(mark in name for mark in marks)), None)
-        found[kind or "element-wise and others"] += event.self_device_time_total / 1e3
-    return {kind: round(spent, 1) for kind, spent in found.items() if spent}
+    return {kind: round(1e3 * spent, 1) for kind, spent in seconds_by_kind(step, mesh.device).items() if spent}
 
 
 def waits_of(mesh, directory: Path, tokens: int, samples: int, length: int) -> dict[str, Any]:

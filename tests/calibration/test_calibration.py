@@ -8,8 +8,11 @@ import time
 from dataclasses import asdict
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from fivefold.calibration import calibrate, machine
+from fivefold.calibration.profile import OTHERS, seconds_by_kind
 from fivefold.plan.efficiency import Efficiencies, Rate, known_rates, load_rates, read_calibration
 from tests.support.commands import gone, program, wait_for
 
@@ -33,6 +36,22 @@ def test_a_calibration_measures_layers_as_the_trainer_runs_them(tmp_path):
     # What was measured stands in the place of what was measured elsewhere; of the rest that remains.
     rates = Efficiencies(load_rates(path), "cpu")
     assert rates.sources["gemm"] == "cpu" and rates.sources["decode_host"] == "h200-141g"
+
+
+def test_what_is_computed_goes_to_its_kind_and_time_between_to_none():
+    left, right, query = torch.randn(400, 400), torch.randn(400, 400), torch.randn(1, 2, 200, 16)
+
+    def work():
+        left @ right
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+        F.layer_norm(left, (400,))
+        left.exp()
+        time.sleep(0.2)
+
+    work()
+    found = seconds_by_kind(work, torch.device("cpu"), times=2)
+    assert {kind for kind, spent in found.items() if spent} >= {"products", "attention", "norms", OTHERS}
+    assert sum(found.values()) < 0.2 and not found["logits"] and not found["communication"]
 
 
 def a_part_that(tmp_path, monkeypatch, body):

@@ -171,7 +171,9 @@ def bytes_made_for_a_share(mesh, model_dir):
         total = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            given = {
+                leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            }
             found = function(*args, **kwargs or {})
             for leaf in tree_leaves(found):
                 if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:

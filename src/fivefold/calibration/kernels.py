@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from fivefold.calibration.profile import seconds_by_kind
 from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES
 
 _LARGE, _SMALL = 0.4, 0.05
@@ -50,16 +50,10 @@ class Clock:
             best = min(best, self.once(work, times))
         return best
 
-    def computing(self, work: Callable[[], Any]) -> float:
-        """Seconds in which the device computes: of a GPU its kernels', whatever the host does beside them or between."""
-        if not self.is_large:
-            return self.seconds(work)
+    def by_kind(self, work: Callable[[], Any]) -> dict[str, float]:
+        """Seconds of every kind that the device computes, the first runs left out: they compile and allocate."""
         self.once(work, 2)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            self.once(work, _PROFILED)
-        # An optimizer's step is a span that has its kernels in it.
-        events = [event for event in profiled.key_averages() if not event.key.startswith("Optimizer.")]
-        return float(sum(event.self_device_time_total for event in events)) / 1e6 / _PROFILED
+        return seconds_by_kind(work, self.device, _PROFILED)
 
     def once(self, work: Callable[[], Any], times: int = 1) -> float:
         """Seconds until the device has done it, of so many in a row: what is launched behind another waits for no launch."""

@@ -1,7 +1,7 @@
 """Layers and heads of small models as the trainer runs them: device -> rates in the units of their kinds.
 
-What a model with more layers, longer sequences, a vocabulary or experts takes more than one without, less the products, is
-the time of that part.
+What a model with more layers, or with a vocabulary, computes more than one without, kind by kind, is the time of that part.
+Products are not taken from it: those of a layer take ten times as long as its passes over memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fivefold.megatron.mesh import Mesh, build_mesh, destroy, init_process_group
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.models.shapes import file_shapes
-from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES, Tokens, Work, head_work, layer_work
-from fivefold.plan.efficiency import Efficiencies
+from fivefold.plan.costs import Tokens, Work, head_work, layer_work
+from fivefold.plan.efficiency import KINDS, UNITS, Efficiencies
 from fivefold.types import LossOutput, TokenBatch
 
 Found = tuple[str, float, float]
 _MINUTES = 10.0
 _ONE = ParallelLayout()
-_TRAFFIC = ("elementwise", "heads", "swiglu")
+_NOT_PASSES = ("products", "attention", "optimizer", "zeros")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class _Sizes:
     head_dim: int
     vocab: int
     tokens: int
-    short: int
     lengths: tuple[int, ...]
     experts: int
     expert_ffn: int
@@ -57,9 +56,9 @@ class _Sizes:
     """Tokens of an expert."""
 
 
-_LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, 256, (1024, 4096, 8192), 32, 768, (16, 128, 512, 1024, 2048, 4096))
+_LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, (1024, 4096, 8192), 32, 768, (16, 128, 512, 1024, 2048, 4096))
 _MIDDLE = replace(_LARGE, vocab=32768, tokens=8192)
-_SMALL = _Sizes(64, 192, 4, 16, 1024, 512, 16, (512,), 8, 32, (16, 128))
+_SMALL = _Sizes(64, 192, 4, 16, 8192, 512, (512,), 8, 32, (16, 128))
 _LARGE_BYTES = 64 * 2**30
 """Of a GPU that has room for the large sizes, which take 40 GiB."""
 _FEW = 1024
@@ -89,7 +88,7 @@ class _Layers:
             self._sizes = _LARGE if room >= _LARGE_BYTES else _MIDDLE
 
     def measure(self) -> Iterator[Found]:
-        """Host, traffic, attention, head, experts: each takes the ones before it as known."""
+        """Host, passes over memory, attention, head, experts."""
         few, more = self._model(2), self._model(4)
         yield from self._bodies(few, more)
         del more
@@ -103,62 +102,54 @@ class _Layers:
             self._tell(f"{what}: not measured, the time is over")
         return self._clock.left > 0
 
-    def _is_more(self, what: str, seconds: float) -> bool:
-        """Whether there is anything left of a whole, the known parts of which are measured apart."""
-        if seconds <= 0:
-            self._tell(f"{what}: left out, the parts that are known take {-seconds * 1e3:.3g} ms more than the whole")
-        return seconds > 0
+    def _rates_of(self, found: dict[tuple[str, float], tuple[float, float]]) -> Iterator[Found]:
+        """Of (kind, size): (operations or bytes, seconds)."""
+        for (kind, size), (amount, seconds) in found.items():
+            if seconds > 0:
+                yield kind, size, amount / seconds / UNITS[KINDS[kind].unit]
+            else:
+                self._tell(f"{kind}: left out, nothing of it was seen")
 
     def _bodies(self, few: MegatronModel, more: MegatronModel) -> Iterator[Found]:
-        sizes = self._sizes
-
-        def layer(length: int, tokens: int) -> tuple[float, float]:
-            """(forward, backward) of one layer."""
-            low, high = self._times(few, length, tokens), self._times(more, length, tokens)
-            forward = max(0.0, high[0] - low[0]) / 2
-            added = self._update_seconds(more) - self._update_seconds(few)
-            return forward, max(0.0, high[1] - low[1] - added) / 2 - forward
-
-        few_tokens = _batch(16, 16, few.spec.vocab)
+        sizes, few_tokens = self._sizes, _batch(16, 16, few.spec.vocab)
         host = [self._clock.seconds(partial(model.train_step, few_tokens, _sum)) for model in (few, more)]
-        if self._is_more("layer_host", host[1] - host[0]):
+        if host[1] > host[0]:
             yield "layer_host", 0, (host[1] - host[0]) / 2 * 1e6
-        base, spec = layer(sizes.short, sizes.tokens), few.spec
-        work = [layer_work(spec, _ONE, Tokens(sizes.tokens, sizes.short), False)[way] for way in (0, 1)]
-        left = sum(base) - sum(self._known(way, *_TRAFFIC) for way in work)
-        if self._is_more(", ".join(_TRAFFIC), left):
-            # Passes over memory are measured together: each has its own share of the rates that are known.
-            known = self._rates()
-            moved = [one for way in work for one in way if one.kind in _TRAFFIC]
-            share = sum(one.seconds(known) for one in moved) / left
-            for kind, size in dict.fromkeys((one.kind, one.size) for one in moved):
-                yield kind, size, share * known.rate(kind, size) / 1e9
-        for length in sizes.lengths:
+        else:
+            self._tell("layer_host: left out, two layers more took no longer")
+        for number, length in enumerate(sizes.lengths):
             if not self._has_time(f"attention of {length} tokens"):
                 return
-            there = layer(length, sizes.tokens)
-            for way, name in enumerate(("attention_forward", "attention_backward")):
-                flops = [
-                    _amount(layer_work(spec, _ONE, Tokens(sizes.tokens, each), False)[way], name)
-                    for each in (length, sizes.short)
-                ]
-                if self._is_more(f"{name} of {length} tokens", there[way] - base[way]):
-                    yield self._rates().in_use(name), length, (flops[0] - flops[1]) / (there[way] - base[way]) / 1e12
+            low, high = (self._spent(model, length) for model in (few, more))
+            ahead, whole = ({kind: (high[way][kind] - low[way][kind]) / 2 for kind in high[way]} for way in (0, 1))
+            forward, backward = layer_work(few.spec, _ONE, Tokens(sizes.tokens, length), False)
+            if number == 0:
+                yield from self._rates_of(_traffic([*forward, *backward], whole))
+            attention = self._rates().in_use("attention_forward"), self._rates().in_use("attention_backward")
+            yield from self._rates_of(
+                {
+                    (attention[0], length): (_amount(forward, "attention_forward"), ahead["attention"]),
+                    (attention[1], length): (
+                        _amount(backward, "attention_backward"),
+                        whole["attention"] - ahead["attention"],
+                    ),
+                }
+            )
 
     def _head(self, without: MegatronModel) -> Iterator[Found]:
         sizes, model = self._sizes, self._model(2, value_head=False)
-        with_head, bare = (self._times(one, sizes.short, sizes.tokens) for one in (model, without))
-        forward, backward = head_work(model.spec, _ONE, Tokens(sizes.tokens, sizes.short))
-        ahead = with_head[0] - bare[0]
-        added = self._update_seconds(model) - self._update_seconds(without)
-        behind = with_head[1] - bare[1] - ahead - added
-        for name, work, seconds in (
-            ("head_forward", forward, ahead),
-            ("head_backward", backward, behind),
-        ):
-            left = seconds - self._known(work, name)
-            if self._is_more(name, left):
-                yield name, 0, _amount(work, name) / left / 1e9
+        length = sizes.lengths[0]
+        bare, whole = self._spent(without, length), self._spent(model, length)
+        forward, backward = head_work(model.spec, _ONE, Tokens(sizes.tokens, length))
+        # By its own kernels, where it has some: a gradient of as many words is passed over as well.
+        spent_on = (lambda spent: spent["logits"]) if whole[0]["logits"] else _passes
+        ahead, both = (spent_on(whole[way]) - spent_on(bare[way]) for way in (0, 1))
+        yield from self._rates_of(
+            {
+                ("head_forward", 0): (_amount(forward, "head_forward"), ahead),
+                ("head_backward", 0): (_amount(backward, "head_backward"), both - ahead),
+            }
+        )
 
     def _experts(self) -> Iterator[Found]:
         """The experts of a layer alone: what carries tokens to them and back is measured as traffic."""
@@ -177,21 +168,12 @@ class _Layers:
             flops = 3 * 3 * 2 * count * sizes.hidden * sizes.expert_ffn
             yield "grouped_gemm", each, flops / self._clock.seconds(work) / 1e12
 
-    def _known(self, work: list[Work], *unknown: str) -> float:
-        rates = self._rates()
-        return sum(one.seconds(rates) for one in work if one.kind not in unknown)
-
-    def _update_seconds(self, model: MegatronModel) -> float:
-        """Of the optimizer's kernels, by the rates that are known."""
-        spec, rates = model.spec, self._rates()
-        return spec.parameters * (ADAM_BYTES / rates.rate("adam") + GRADIENT_BYTES / rates.rate("gradients"))
-
-    def _times(self, model: MegatronModel, length: int, tokens: int) -> tuple[float, float]:
-        """Seconds that (forward, a whole update) compute."""
-        batch = _batch(length, tokens, model.spec.vocab)
+    def _spent(self, model: MegatronModel, length: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds by kind of (forward, a whole update)."""
+        batch = _batch(length, self._sizes.tokens, model.spec.vocab)
         return (
-            self._clock.computing(lambda: model.forward(batch)),
-            self._clock.computing(lambda: model.train_step(batch, _sum)),
+            self._clock.by_kind(lambda: model.forward(batch)),
+            self._clock.by_kind(lambda: model.train_step(batch, _sum)),
         )
 
     def _model(self, layers: int, value_head: bool = True, experts: bool = False, learns: bool = True) -> MegatronModel:
@@ -237,6 +219,24 @@ def _write_weights(directory: Path, device: torch.device, value_head: bool) -> N
             assert shape is not None
             found[name] = (0.02 * torch.randn(shape, device=device)).bfloat16().cpu()
     save_file(found, directory / "model.safetensors")
+
+
+def _passes(spent: dict[str, float]) -> float:
+    """Seconds of passes over memory that are not the optimizer's."""
+    return sum(seconds for kind, seconds in spent.items() if kind not in _NOT_PASSES)
+
+
+def _traffic(work: list[Work], spent: dict[str, float]) -> dict[tuple[str, float], tuple[float, float]]:
+    """Passes over memory: by their own kernels; those that have none go with the others, at one rate."""
+    of = {kind: [one for one in work if one.kind == kind] for kind in ("elementwise", "heads", "swiglu")}
+    apart = [kind for kind in of if spent.get(kind)]
+    rest = [one for kind, works in of.items() if kind not in apart for one in works]
+    left = _passes(spent) - sum(spent[kind] for kind in apart)
+    found = {}
+    for kind, works in of.items():
+        amount, seconds = (_amount(works, kind), spent[kind]) if kind in apart else (sum(one.amount for one in rest), left)
+        found[kind, works[0].size] = amount, seconds
+    return found
 
 
 def _amount(work: list[Work], kind: str) -> float:

@@ -92,7 +92,9 @@ class HostCopies:
                     first, last = places[number], places[number] + len(pieces[number])
                     low, high = max(begin, first), min(end, last)
                     if low < high:
-                        buffer[low - begin : high - begin].copy_(pieces[number][low - first : high - first], non_blocking=True)
+                        buffer[low - begin : high - begin].copy_(
+                            pieces[number][low - first : high - first], non_blocking=True
+                        )
                     if last > end:
                         break
                     number += 1

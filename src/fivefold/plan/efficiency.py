@@ -22,7 +22,7 @@ Bound = Literal["arithmetic", "memory", "link", "host"]
 Unit = Literal["TFLOP/s", "GB/s", "us"]
 CALIBRATION = Path("~/.cache/fivefold/calibration.json")
 """Where `fivefold plan --calibrate` keeps its result, and where `plan` and `check` look for one."""
-_FACTORS = {"TFLOP/s": 1e12, "GB/s": 1e9, "us": 1e-6}
+UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "us": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Efficiencies:
         """(log of size, rate in units of 1), in order."""
         found = []
         for row in self._of(kind):
-            scale = _scale(KINDS[kind].bound, row.hardware, self.gpu) * _FACTORS[KINDS[kind].unit]
+            scale = _scale(KINDS[kind].bound, row.hardware, self.gpu) * UNITS[KINDS[kind].unit]
             found.append((math.log(max(row.size, 1.0)), row.rate * scale))
         if not found:
             raise ValueError(f"no rate of {kind} is known: run `fivefold plan --calibrate` on the machine in question")

@@ -1,0 +1,47 @@
+"""What a device computes, by what it is for: kernels of a GPU and operators of a CPU, told by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import profiler
+
+KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "cutlass___call__", "kernel_cutlass", "scaled_dot_product"),
+    "products": ("nvjet", "gemm", "cutlass", "splitk", "cublas", "aten::mm", "aten::addmm", "aten::bmm", "grouped_mm"),
+    "logits": ("_row_sums", "_row_gradient"),
+    "heads": ("_heads",),
+    "swiglu": ("_swiglu",),
+    "norms": ("layer_norm", "rms_norm", "gammabeta"),
+    "optimizer": ("adam", "multi_tensor", "optimizer", "nrm", "normtwo"),
+    "compiled": ("triton_",),
+    "communication": ("nccl",),
+    "zeros": ("memset", "fill", "aten::zero"),
+    "copies": ("copy", "cat", "memcpy"),
+}
+"""Kind -> what the names of its kernels have in them; the first that fits."""
+OTHERS = "element-wise and others"
+
+
+def seconds_by_kind(work: Callable[[], Any], device: torch.device, times: int = 1) -> dict[str, float]:
+    """Seconds that the device computes for one run of `work`, of every kind: what the host does between is not counted."""
+    is_cuda = device.type == "cuda"
+    activity = profiler.ProfilerActivity.CUDA if is_cuda else profiler.ProfilerActivity.CPU
+    with profiler.profile(activities=[activity]) as profiled:
+        for _ in range(times):
+            work()
+        if is_cuda:
+            torch.cuda.synchronize(device)
+    found = dict.fromkeys([*KINDS, OTHERS], 0.0)
+    for event in profiled.key_averages():
+        spent = event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        # An optimizer's step is a span that has its kernels in it.
+        if spent > 0 and not event.key.startswith("Optimizer."):
+            found[_kind(event.key.lower())] += spent / 1e6 / times
+    return found
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, marks in KINDS.items() if any(mark in name for mark in marks)), OTHERS)
