@@ -91,7 +91,7 @@ UPDATES = [
     Update("1.7B", "d1", 32768, 8, 0.8622, 40.94, 1, **ROWS, recompute="full"),
     Update("1.7B", "d1", 32768, 8, 0.9943, 41.06, 1, **ROWS, recompute="full", has_flash=False),
     Update("8B", "d2t2", 131072, 32, 3.151, 86.86, 4, spread=0),
-    Update("8B", "d1t4", 131072, 32, 3.6015, 56.58, 8, spread=0, **OLDER),
+    Update("8B", "d1t4", 131072, 32, 3.4485, 75.53, 4, **ROWS),
 ]
 
 
