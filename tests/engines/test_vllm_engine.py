@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from dataclasses import replace
@@ -251,15 +252,15 @@ def test_weights_that_are_not_those_of_the_policy_are_refused_and_the_next_ones_
 
 def closed(mesh, directory: Path):
     engine = vllm_engine(mesh, directory, f"d1t{mesh.layout.world_size}")
-    blocks = named_blocks([os.getpid()])
+    blocks, kept = named_blocks([os.getpid()]), gc.get_freeze_count() > 100_000
     engine.close()
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
-    return float(total), sorted(block.name for block in blocks if block.exists())
+    return float(total), sorted(block.name for block in blocks if block.exists()), kept, gc.get_freeze_count()
 
 
-def test_closing_the_engine_leaves_the_trainer_s_groups_and_no_shared_memory(cluster, sized):
-    assert cluster.run(closed, "megatron:d2", sized("qwen3")) == [(2.0, [])] * 2
+def test_closing_the_engine_leaves_the_trainer_s_groups_and_no_shared_memory_and_garbage_is_collected_again(cluster, sized):
+    assert cluster.run(closed, "megatron:d2", sized("qwen3")) == [(2.0, [], True, 0)] * 2
 
 
 def test_scales_of_quantized_weights_are_awaited_from_nobody():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,9 @@ class VLLMEngine:
         self._is_asleep = self._is_cache_asleep = False
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
         self.version = -1
+        # vLLM collects garbage whenever it sleeps or wakes, and looks at all that is there as long as the engine is.
+        gc.collect()
+        gc.freeze()
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else."""
@@ -165,6 +169,7 @@ class VLLMEngine:
             del self._llm
             shutil.rmtree(self._sockets, ignore_errors=True)
         finally:
+            gc.unfreeze()
             dist.destroy_process_group = original
 
     def _completion(
