@@ -537,24 +537,25 @@ def test_servers_apart_may_sample_ahead_of_the_trainer_on_gpus(files, vllm):
 
 
 @pytest.mark.parametrize(
-    ("declares", "rollout", "is_refused"),
+    ("declares", "rollout", "stop", "is_refused"),
     [
-        ("logprobs: list", {"max_staleness": 2}, True),
-        ("logprobs: list", {"max_staleness": 0, "tail": "carry"}, True),
-        ("weight_versions: list", {"max_staleness": 2}, False),
-        ("logprobs: list", {"max_staleness": 2, "interrupt": "finish"}, False),
-        ("logprobs: list", {"max_staleness": 0}, False),
-        ("logprobs: list", {}, False),
+        ("logprobs: list", {"max_staleness": 2}, ["."], True),
+        ("logprobs: list", {"max_staleness": 0, "tail": "carry"}, ["."], True),
+        ("logprobs: list", {"max_staleness": 2}, [], False),
+        ("weight_versions: list", {"max_staleness": 2}, ["."], False),
+        ("logprobs: list", {"max_staleness": 2, "interrupt": "finish"}, ["."], False),
+        ("logprobs: list", {"max_staleness": 0}, ["."], False),
+        ("logprobs: list", {}, ["."], False),
     ],
 )
-def test_requests_go_on_under_new_weights_where_vllm_names_those_of_each_token(
-    files, vllm, tmp_path, declares, rollout, is_refused
+def test_responses_with_stop_strings_go_on_under_new_weights_where_vllm_need_not_be_asked_anew(
+    files, vllm, tmp_path, declares, rollout, stop, is_refused
 ):
     vllm("0.26.0")
     (tmp_path / "vllm" / "outputs.py").write_text(f"class CompletionOutput:\n    {declares}\n")
-    given = config(files, backend="vllm:t2", placement="apart")
+    given = config(files, backend="vllm:t2", placement="apart", sampling={"stop": stop})
     says = (
-        "rollout.interrupt: continue needs a release of vLLM that says which weights sampled each token, as 0.32 does; "
-        "0.26.0 is installed: finish or abort"
+        "rollout.interrupt: continue with engine.sampling.stop needs vLLM 0.32: older ones are asked anew for the rest of "
+        "responses and see no stop string that begins before; 0.26.0 is installed: finish or abort"
     )
     assert check(replace(given, rollout=RolloutConfig(**rollout))).errors == [says] * is_refused

@@ -65,6 +65,21 @@ def changed_midway(mesh, directory: Path, address: str):
     return midway(mesh, directory, vllm_engine(mesh, directory, Path(), [], addresses=[address]))
 
 
+def cut_midway(mesh, directory: Path, address: str):
+    """The same with answers as older releases give them, which do not say which weights have sampled what."""
+    engine = vllm_engine(mesh, directory, Path(), [], addresses=[address])
+    engine._names_versions = False
+    (server,) = engine._servers
+    generate = server.generate
+
+    async def unnamed(*asked):
+        async for answer in generate(*asked):
+            yield (*answer[:4], None)
+
+    server.generate = unnamed
+    return midway(mesh, directory, engine)
+
+
 def two_servers(mesh, directory: Path, logs: Path):
     """Everything that is tried on the same two servers, by name: they take half a minute to start."""
     said: list[str] = []
@@ -304,6 +319,7 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
             cluster.run(ends_midway, "megatron:d2", model, address, note := tmp_path / "run")
         half = asked_directly(address, note.read_text())
         ((midway, under),) = cluster.run(changed_midway, "megatron:d1", model, address)
+        ((cut, under_cut),) = cluster.run(cut_midway, "megatron:d1", model, address)
         ((taken, refused, undisturbed_after),) = cluster.run(taken_over, "megatron:d1", model, address)
     finally:
         served.kill()
@@ -317,6 +333,7 @@ def test_servers_that_run_already_get_weights_over_a_process_group(cluster, mode
             for one, same in zip(served_ones, other, strict=True):
                 assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
     check_what_was_sampled_midway(midway, under)
+    check_what_was_sampled_midway(cut, under_cut)
 
 
 HOST = """

@@ -257,6 +257,111 @@ def test_nothing_is_asked_between_hold_and_go():
     router.close()
 
 
+class Cutting(InMemory):
+    """Samples a token at a time, each of which says what it was asked with; ends with what it has when it is told to."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__(seconds)
+        self.is_cut, self.asks = asyncio.Event(), []
+
+    async def generate(self, name, prompt_ids, sampling, draws):
+        self.asks += [(list(prompt_ids), sampling.max_tokens, sampling.min_tokens, seed) for _, seed in draws]
+        for number, _ in draws:
+            tokens = []
+            while len(tokens) < sampling.max_tokens and not self.is_cut.is_set():
+                tokens.append(100 + len(prompt_ids) + len(tokens))
+                await asyncio.sleep(self.seconds)
+            reason = "length" if len(tokens) == sampling.max_tokens else "abort"
+            yield number, tokens, [-float(token) for token in tokens], reason, None
+
+
+def cut_again_and_again(router: RequestRouter, server: Cutting, versions: range) -> None:
+    for version in versions:
+        router.hold(keeps=True)
+        router.call(server.is_cut.set)
+        while not router.is_idle:
+            time.sleep(0.001)
+        router.call(server.is_cut.clear)
+        router.go(version)
+        time.sleep(0.03)
+
+
+@pytest.fixture
+def cutting():
+    server, router = Cutting(0.002), RequestRouter(0, 8, lambda line: None, stall_seconds=1.0)
+    router.serve([server])
+    router.go(5)
+    yield server, router
+    router.close()
+
+
+def test_what_is_cut_goes_on_where_it_was_with_the_versions_of_its_tokens(cutting):
+    server, router = cutting
+    stream = router.open()
+    requests = [Request(i, [i], Sampling(max_tokens=60, min_tokens=20), seed=i) for i in range(6)]
+    stream.submit(requests)
+    time.sleep(0.03)
+    cut_again_and_again(router, server, range(6, 9))
+    found = {one.request_id: one for one in (stream.take(10.0) for _ in requests)}
+    assert sorted(found) == list(range(6)) and stream.pending == 0 and not router.call(lambda: router._begun)
+    for one in found.values():
+        # Each token says how long its prompt and what was there were: none is missing, none twice.
+        assert one.token_ids == list(range(101, 161)) and one.logprobs == [-float(token) for token in one.token_ids]
+        assert one.finish_reason == "length" and one.policy_version == 5 == one.token_versions[0]
+        assert one.token_versions == sorted(one.token_versions) and set(one.token_versions) == {5, 6, 7, 8}
+    for prompt, most, least, _ in server.asks:
+        assert (
+            most == 61 - len(prompt)
+            and least == max(0, 21 - len(prompt))
+            and prompt[1:] == list(range(101, 100 + len(prompt)))
+        )
+    seeds = [seed for *_, seed in server.asks]
+    assert len(seeds) > 12 and len(set(seeds)) == len(seeds), "the same random numbers were drawn twice"
+
+
+def test_what_is_cut_and_wanted_by_nobody_is_not_asked_for_again(cutting):
+    server, router = cutting
+    stream = router.open()
+    stream.submit([Request(i, [i], Sampling(max_tokens=60), seed=i) for i in range(4)])
+    time.sleep(0.02)
+    router.hold(keeps=True)
+    stream.drop({0})
+    router.call(server.is_cut.set)
+    while not router.is_idle:
+        time.sleep(0.001)
+    stream.drop({1})
+    router.call(server.is_cut.clear)
+    router.go(6)
+    assert {stream.take(5.0).request_id for _ in range(2)} == {2, 3}
+    assert stream.pending == 0 and not router.call(lambda: router._begun)
+    assert sorted(prompt[0] for prompt, *_ in server.asks) == [0, 1, 2, 2, 3, 3]
+
+
+def test_what_is_cut_and_then_aborted_gives_what_there_is(cutting):
+    server, router = cutting
+    stream = router.open()
+    stream.submit([Request(0, [0], Sampling(max_tokens=60), seed=0)])
+    time.sleep(0.02)
+    router.hold(keeps=True)
+    router.call(server.is_cut.set)
+    while not router.is_idle:
+        time.sleep(0.001)
+    router.abort()
+    found = stream.take(5.0)
+    assert found.finish_reason == "abort" and found.token_ids == list(range(101, 101 + len(found.token_ids))) != []
+
+
+def test_a_response_with_stop_strings_is_not_cut(cutting):
+    server, router = cutting
+    stream = router.open()
+    stream.submit([Request(0, [0], Sampling(max_tokens=60, stop=("x",)), seed=0)])
+    time.sleep(0.02)
+    router.hold(keeps=True)
+    router.call(server.is_cut.set)
+    with pytest.raises(RuntimeError, match="stop strings"):
+        stream.take(5.0)
+
+
 class Broken(InMemory):
     async def generate(self, name, prompt_ids, sampling, draws):
         yield 0, [1], [0.0], "stop", None

@@ -11,7 +11,7 @@ from fivefold.engines.servers.probe import check_servers
 from fivefold.engines.sglang import probe as sglang
 from fivefold.engines.sglang.arguments import check_sglang, refusals
 from fivefold.engines.vllm import probe as vllm
-from fivefold.engines.vllm.arguments import check_requests_go_on, check_vllm, installed_version
+from fivefold.engines.vllm.arguments import check_vllm, installed_version, names_versions
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
@@ -46,8 +46,13 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             rollout = config.rollout
             # Without either a step takes all that was given out: nothing is in flight when weights change.
             is_ahead = rollout.max_staleness is not None and (rollout.max_staleness > 0 or rollout.tail != "wait")
-            if engine.is_server and is_ahead and rollout.interrupt == "continue":
-                check_requests_go_on(findings.at("rollout"))
+            goes_on = engine.is_server and is_ahead and rollout.interrupt == "continue"
+            findings.at("rollout").require(
+                not (goes_on and engine.sampling.stop) or names_versions(),
+                "interrupt",
+                ": continue with engine.sampling.stop needs vLLM 0.32: older ones are asked anew for the rest of responses "
+                f"and see no stop string that begins before; {installed_version()} is installed: finish or abort",
+            )
         if engine.own_arguments.get("quantization") and engine.verify_weights_every:
             section.ignore("verify_weights_every", "what a quantized engine holds has other bits than what it was given")
         if spec is not None:

@@ -11,6 +11,7 @@ from itertools import count, groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
+from fivefold.engines.servers.begun import Begun
 from fivefold.engines.servers.load_meter import LoadMeter
 from fivefold.engines.servers.server import Answer, Server, ServerLostError
 from fivefold.interfaces import Load
@@ -96,7 +97,9 @@ class RequestRouter:
         self._loads: list[int] = []
         self._watched: list[_Watched] = []
         self._lost: set[int] = set()
+        self._begun: dict[tuple[RequestStream, int], Begun] = {}
         self._version, self._is_held, self._is_watching, self._is_closed = -1, True, True, False
+        self._keeps = False
         self.meter = LoadMeter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
@@ -128,11 +131,14 @@ class RequestRouter:
         """Somebody else has seen that these are gone."""
         self.call(lambda: self._lose(numbers))
 
-    def hold(self) -> bool:
-        """Ask no server for anything new until `go`; whether any has requests."""
+    def hold(self, keeps: bool = False) -> bool:
+        """Ask no server for anything new until `go`; whether any has requests.
+
+        `keeps`: what servers end meanwhile is not given to whoever asked: after `go` it is asked for what is missing.
+        """
 
         def change() -> bool:
-            self._is_held = True
+            self._is_held, self._keeps = True, keeps
             return any(self._loads)
 
         return self.call(change)
@@ -154,7 +160,7 @@ class RequestRouter:
         """What is sampled from now on is by weights of this version."""
 
         def change() -> None:
-            self._version, self._is_held, self._is_watching = version, False, True
+            self._version, self._is_held, self._is_watching, self._keeps = version, False, True, False
             for each in self._watched:
                 each.reset()
             self._dispatch()
@@ -167,7 +173,7 @@ class RequestRouter:
         def change() -> None:
             for stream, run in self._waiting:
                 for request in run:
-                    stream.arrivals.put(Completion(request.id, [], [], "abort", self._version))
+                    self._give(stream, Completion(request.id, [], [], "abort", self._version))
             self._waiting.clear()
 
         self.call(change)
@@ -211,6 +217,9 @@ class RequestRouter:
     def forget(self, stream: RequestStream) -> None:
         """End the requests of which the stream wants nothing any more."""
         self._waiting = deque(each for each in self._waiting if each[0] is not stream or stream.wants_any(each[1]))
+        for key, begun in list(self._begun.items()):
+            if key[0] is stream and not stream.wants_any([begun.request]):
+                del self._begun[key]
         for task, (_, asker, run) in list(self._asked.items()):
             if asker is stream and not stream.wants_any(run):
                 # What is cancelled because nobody wants it is not given to another server.
@@ -248,10 +257,13 @@ class RequestRouter:
         try:
             async for answer in self._servers[number].generate(name, first.prompt_ids, first.sampling, draws):
                 found = self._completion(answer, asked_at)
-                del missing[answer[0]]
+                request = missing.pop(answer[0])
                 self._watched[number].reset()
                 self._count(number, -1)
-                stream.arrivals.put(found)
+                if self._keeps and found.finish_reason == "abort":
+                    self._keep(stream, request, found)
+                else:
+                    self._give(stream, found)
                 self._dispatch()
             if missing:
                 raise RuntimeError(f"{self._servers[number]} left {len(missing)} requests out")
@@ -267,6 +279,21 @@ class RequestRouter:
         except Exception as error:
             self._count(number, -len(missing))
             stream.arrivals.put(error)
+
+    def _keep(self, stream: RequestStream, request: Request, found: Completion) -> None:
+        """Ask for the rest of a response when there are new weights."""
+        if request.sampling.stop:
+            raise RuntimeError("a response with stop strings cannot go on under new weights: one may begin before them")
+        key = stream, request.id
+        before = self._begun.get(key)
+        begun = Begun(request, found) if before is None else before.with_more(found)
+        if stream.wants_any([request]):
+            self._begun[key] = begun
+            self._waiting.appendleft((stream, [begun.rest()]))
+
+    def _give(self, stream: RequestStream, found: Completion) -> None:
+        begun = self._begun.pop((stream, found.request_id), None)
+        stream.arrivals.put(found if begun is None else begun.with_more(found).found)
 
     def _lose(self, numbers: set[int]) -> None:
         before = self.is_stranded

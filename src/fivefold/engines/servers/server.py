@@ -24,6 +24,9 @@ class Server(Protocol):
     """One replica of an engine that listens somewhere."""
 
     address: str
+    names_versions: bool
+    """It says which weights sampled which token of a response, so that requests can go on under new ones; known once it is
+    taken."""
 
     def take(self) -> None:
         """Make the server this run's alone, and end what another one has left there."""

@@ -114,7 +114,7 @@ class ServerEngine:
         for server in self._own.values():
             if server.address not in before:
                 server.take()
-        self._ranks.barrier()
+        self._names_versions = not self._ranks.any(not all(server.names_versions for server in self._own.values()))
 
     def _restart(self) -> None:
         """Start the servers again that were lost."""
@@ -168,14 +168,17 @@ class ServerEngine:
 
     def _hold(self) -> bool:
         """Let nothing be sampled from here on; whether servers keep requests meanwhile."""
-        if not self._ranks.any(self._router.hold()):
+        goes_on = self._interrupt == "continue"
+        if not self._ranks.any(self._router.hold(keeps=goes_on)):
             return False
-        if self._interrupt == "continue":
+        if goes_on and self._names_versions:
             self._router.stop_watching()
             self._each("pause")
             return True
-        if self._interrupt == "abort":
-            # Every rank has stopped asking: nothing comes behind it.
+        # Every rank has stopped asking: nothing comes behind it.
+        if goes_on:
+            self._end_running()
+        elif self._interrupt == "abort":
             self.abort()
         while self._ranks.any(not self._router.is_idle):
             time.sleep(_POLL_SECONDS)
@@ -258,6 +261,9 @@ class ServerEngine:
     def abort(self) -> None:
         """End the requests in flight: `generate` gives what they have so far."""
         self._router.abort()
+        self._end_running()
+
+    def _end_running(self) -> None:
         for number, server in self._own.items():
             if number not in self._lost:
                 # Whoever has its requests sees that it is gone.

@@ -32,6 +32,8 @@ _CUT = -1
 class SGLangServer:
     """Calls of one server; `generate` belongs to an event loop, the others block."""
 
+    names_versions = True
+
     def __init__(self, address: str, ends: Collection[int], run: str) -> None:
         """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks."""
         self.address, self._ends, self._run = address, ends, run

@@ -95,16 +95,10 @@ def _check_quantization(findings: Findings, version: str, methods: Path, form: A
         findings.error("quantization", f": vLLM {version} has no {form}: install a newer one, or write fp8")
 
 
-def check_requests_go_on(findings: Findings) -> None:
-    """An error where a request that went on under new weights would not say which have sampled which of its tokens;
-    `findings` are at `rollout`."""
+def names_versions() -> bool:
+    """The installed release says which weights sampled which token of a response (or there is none to be looked at)."""
     package = _package()
-    if package is not None and "weight_versions" not in declared_fields([package / "outputs.py"], "CompletionOutput".__eq__):
-        findings.error(
-            "interrupt",
-            ": continue needs a release of vLLM that says which weights sampled each token, as 0.32 does; "
-            f"{installed_version()} is installed: finish or abort",
-        )
+    return package is None or "weight_versions" in declared_fields([package / "outputs.py"], "CompletionOutput".__eq__)
 
 
 def _package() -> Path | None:

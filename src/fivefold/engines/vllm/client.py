@@ -27,10 +27,11 @@ class VLLMServer:
         """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks."""
         self.address, self._ends, self._run = address, ends, run
         self._control, self._requests = blocking_client(address), streaming_client(address)
+        self.names_versions = False
 
     def take(self) -> None:
         """Make the server this run's alone, and end what another one has left there."""
-        self._post(TAKE, json={"run": self._run})
+        self.names_versions = self._post(TAKE, json={"run": self._run}).json()["names_versions"]
         self._call("take", self._run)
         self.abort()
 

@@ -68,12 +68,13 @@ def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _take(raw: Any) -> Any:
-    """{run}: from now on requests of this run alone are answered."""
-    from starlette.responses import Response
+    """{run} -> {names_versions}: from now on requests of this run alone are answered."""
+    from starlette.responses import JSONResponse
+    from vllm.outputs import CompletionOutput
 
     raw.app.state.run = (await raw.json())["run"]
     raw.app.state.weights.cut()
-    return Response()
+    return JSONResponse({"names_versions": "weight_versions" in CompletionOutput.__dataclass_fields__})
 
 
 async def _weights(raw: Any) -> Any:

@@ -1,0 +1,48 @@
+"""A response that old weights have begun and new ones go on with, where the engine itself cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fivefold.engines.sampling import request_seed
+from fivefold.types import Completion, Request
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A response of which older weights have sampled a part."""
+
+    request: Request
+    found: Completion
+
+    def rest(self) -> Request:
+        """Asks for what is missing: what there is stands behind the prompt, and is computed anew by the new weights."""
+        count, sampling = len(self.found.token_ids), self.request.sampling
+        return replace(
+            self.request,
+            prompt_ids=[*self.request.prompt_ids, *self.found.token_ids],
+            sampling=replace(
+                sampling, max_tokens=sampling.max_tokens - count, min_tokens=max(0, sampling.min_tokens - count)
+            ),
+            # The same key would draw the same numbers again.
+            seed=request_seed((self.request.seed, count)) if count else self.request.seed,
+        )
+
+    def with_more(self, more: Completion) -> Begun:
+        """With what came of the rest."""
+        first = self.found
+        versions = [*_versions(first), *_versions(more)]
+        found = Completion(
+            first.request_id,
+            first.token_ids + more.token_ids,
+            first.logprobs + more.logprobs,
+            more.finish_reason,
+            versions[0] if versions else more.policy_version,
+            versions if len(set(versions)) > 1 else None,
+        )
+        return replace(self, found=found)
+
+
+def _versions(found: Completion) -> list[int]:
+    """Of each token."""
+    return found.token_versions or [found.policy_version] * len(found.token_ids)
