@@ -53,6 +53,10 @@ class Model(FrozenModel, Protocol):
         """Raise RuntimeError where copies of a parameter on several ranks are not equal."""
         ...
 
+    def prepare_snapshots(self) -> None:
+        """Make the memory for copies while the run goes on."""
+        ...
+
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
         """Parameters, optimizer and schedule as they are, free of the layout; the function writes this rank's share of them
         into a directory and gives its files. With `copies` the model may go on meanwhile."""

@@ -1,6 +1,8 @@
-"""Copies of a share on the host are the share, however its pieces lie in the blocks by which they come."""
+"""What is copied to the host is what was on the device, and can be copied anew into the same memory."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
@@ -8,47 +10,74 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.megatron.dist_checkpoint import HostCopies, Share
+from fivefold.megatron.host_memory import HostMemory, size_of
+from fivefold.megatron.offload import HostCopy
 from fivefold.megatron.sharded_files import Box, Piece
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+COUNTS = st.lists(st.tuples(st.integers(0, 70), st.sampled_from(DTYPES)), max_size=12)
 
 
-def share_of(counts: list[tuple[int, torch.dtype]], device: str, seed: int) -> Share:
+def tensors_of(counts: list[tuple[int, torch.dtype]], device: str, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    pieces = []
-    for number, (count, dtype) in enumerate(counts):
-        values = torch.randint(-1000, 1000, (count,), generator=generator).to(dtype).to(device)
-        pieces.append(Piece(f"tensor-{number}", Box((0,), (count,)), values))
-    return Share(0, pieces, None)
+    return [torch.randint(-1000, 1000, (count,), generator=generator).to(dtype).to(device) for count, dtype in counts]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None, max_examples=100)
-@given(
-    counts=st.lists(st.tuples(st.integers(0, 70), st.sampled_from(DTYPES)), max_size=12),
-    block=st.integers(1, 700),
-)
-def test_copies_are_the_share_whatever_its_pieces_and_the_blocks(device, counts, block):
-    copies = HostCopies(torch.device(device), block)
-    # The second lies where the first lay.
-    for seed in (0, 1):
-        share = share_of(counts, device, seed)
-        expected = [piece.values.cpu().clone() for piece in share.pieces]
-        copied = copies.of(share)
-        for piece in share.pieces:
-            piece.values.zero_()
-        assert [piece.name for piece in copied.pieces] == [piece.name for piece in share.pieces]
-        for piece, values in zip(copied.pieces, expected, strict=True):
-            assert piece.values.device.type == "cpu"
-            torch.testing.assert_close(piece.values, values, rtol=0, atol=0)
+@given(several=st.lists(COUNTS, min_size=1, max_size=3))
+def test_copies_of_a_share_are_the_share_and_stay_so(device, several):
+    """The later ones lie where the first lay, or in other memory where their size is another."""
+    copies = HostCopies(torch.device(device))
+    for seed, counts in enumerate([several[0], *several]):
+        tensors = tensors_of(counts, device, seed)
+        expected = [tensor.cpu().clone() for tensor in tensors]
+        pieces = [Piece(f"tensor-{i}", Box((0,), tuple(tensor.shape)), tensor) for i, tensor in enumerate(tensors)]
+        if seed == 1:
+            copies.prepare(Share(0, pieces, None))
+        copied = copies.of(Share(0, pieces, None)).pieces
+        for tensor in tensors:
+            tensor.zero_()
+        assert [piece.name for piece in copied] == [piece.name for piece in pieces]
+        assert all(piece.values.device.type == "cpu" for piece in copied)
+        same([piece.values for piece in copied], expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_share_of_another_size_is_copied_whole(device):
-    copies = HostCopies(torch.device(device), 64)
-    for counts in ([(40, torch.float32)], [(9, torch.bfloat16), (100, torch.float32)], [(3, torch.int64)]):
-        share = share_of(counts, device, 2)
-        copied = copies.of(share)
-        for piece, original in zip(copied.pieces, share.pieces, strict=True):
-            torch.testing.assert_close(piece.values, original.values.cpu(), rtol=0, atol=0)
+@settings(deadline=None, max_examples=50)
+@given(several=st.lists(COUNTS, min_size=1, max_size=3))
+def test_what_left_the_device_comes_back_bit_for_bit(device, several):
+    part = HostCopy(torch.device(device), bucket_mb=1)
+    part._piece = 64
+    for seed, counts in enumerate([several[0], *several]):
+        tensors = tensors_of(counts, device, seed)
+        expected = [tensor.cpu().clone() for tensor in tensors]
+        assert part.offload(tensors) == sum(tensor.nbytes for tensor in tensors)
+        assert all(not tensor.untyped_storage().nbytes() for tensor in tensors)
+        part.onload()
+        same(tensors, expected)
+
+
+@pytest.mark.gpu
+def test_memory_is_pinned_and_given_back_so_that_it_can_be_pinned_again():
+    for _ in range(50):
+        memory = HostMemory(1 << 22, torch.device("cuda"))
+        assert memory.bytes_B.is_pinned()
+        del memory
+        gc.collect()
+
+
+def test_places_lie_side_by_side_where_their_types_want_them():
+    tensors = tensors_of([(3, torch.bfloat16), (5, torch.int64), (0, torch.float32), (1, torch.float32)], "cpu", 0)
+    memory = HostMemory(size_of(tensors), torch.device("cpu"))
+    places = memory.places(tensors)
+    begins = [place.storage_offset() * place.element_size() for place in places]
+    assert begins == [0, 16, 64, 64] and size_of(tensors) == 80
+    assert [(place.dtype, place.shape) for place in places] == [(tensor.dtype, tensor.shape) for tensor in tensors]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, size_and_digest, sync_file
 from fivefold.checkpoint.rng import rng_name, rng_states
 from fivefold.distributed.ranks import Ranks
+from fivefold.distributed.threads import in_thread
 
 Digests = dict[str, list[int]]
 Writer = Callable[[Path], list[Path]]
@@ -52,7 +53,7 @@ class Saving:
                 sync_file(file)
             return {str(file.relative_to(directory)): size_and_digest(file) for file in files}
 
-        self._written = _in_thread(write) if in_background else _now(write)
+        self._written = in_thread(write, "checkpoint") if in_background else _now(write)
 
     def finish(self, wait: bool) -> Path | None:
         """The checkpoint, once all ranks have written theirs; None where `wait` is not set and one has not.
@@ -69,13 +70,6 @@ class Saving:
             self._checkpoints.publish(self._state, {name: each for digests, _ in found for name, each in digests.items()})
         self._ranks.barrier()
         return self._checkpoints.path(self._state.step)
-
-
-def _in_thread(write: Callable[[], Digests]) -> Future[Digests]:
-    pool = ThreadPoolExecutor(1, "checkpoint")
-    future = pool.submit(write)
-    pool.shutdown(wait=False)
-    return future
 
 
 def _now(write: Callable[[], Digests]) -> Future[Digests]:

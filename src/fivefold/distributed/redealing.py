@@ -135,6 +135,10 @@ class RedealtModel:
         if self._model is not None:
             self._model.onload()
 
+    def prepare_snapshots(self) -> None:
+        if self._model is not None:
+            self._model.prepare_snapshots()
+
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
         return (lambda path: []) if self._model is None else self._model.snapshot(copies)
 

@@ -7,8 +7,8 @@ ranks hold alike each data-parallel rank writes a part; moments are divided over
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from fivefold.distributed.threads import in_thread
+from fivefold.megatron.host_memory import HostMemory, size_of
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.optim.adam import PrecisionAwareAdam
@@ -29,7 +31,6 @@ from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_ra
 _STATE = "optimizer.json"
 _PREFIX = "model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_ALIGNMENT = 16
 MASTER = "param"
 """The float32 copy of a parameter that an optimizer keeps of one in bfloat16."""
 
@@ -54,66 +55,30 @@ class Share:
 
 
 class HostCopies:
-    """Copies of shares in host memory that is kept, by way of a little that is pinned: to pin it all takes minutes."""
+    """Copies of shares in pinned memory that is kept: to make it takes longer than to copy."""
 
-    def __init__(self, device: torch.device, block: int = 128 << 20) -> None:
-        """`block`: bytes that are copied at once."""
-        self._is_cuda, self._block = device.type == "cuda", block
-        self._kept = torch.empty(0, dtype=torch.uint8)
-        self._buffers: list[Tensor] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Future[HostMemory] | None = None
+        self._size = -1
+
+    def prepare(self, share: Share) -> None:
+        """Have the memory made by a thread, unless it is there."""
+        size = size_of([piece.values for piece in share.pieces])
+        if size != self._size:
+            self._size, self._memory = size, in_thread(lambda: HostMemory(size, self._device), "host memory")
 
     def of(self, share: Share) -> Share:
         """The share as it is now; the one copied before it must have been written."""
-        places, size = [], 0
-        for piece in share.pieces:
-            places.append(size)
-            size += -(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if not self._buffers or len(self._kept) != size:
-            self._kept = _memory(size)
-            length = min(self._block, size)
-            self._buffers = [torch.empty(length, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2)]
-        self._fill([piece.values.reshape(-1).view(torch.uint8) for piece in share.pieces], places)
+        self.prepare(share)
+        assert self._memory is not None
         copied = []
-        for piece, begin in zip(share.pieces, places, strict=True):
-            values = self._kept[begin : begin + piece.values.nbytes].view(piece.values.dtype)
-            copied.append(replace(piece, values=values.view(piece.values.shape)))
+        places = self._memory.result().places([piece.values for piece in share.pieces])
+        for piece, place in zip(share.pieces, places, strict=True):
+            copied.append(replace(piece, values=place.copy_(piece.values, non_blocking=True)))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         return replace(share, pieces=copied)
-
-    def _fill(self, pieces: list[Tensor], places: list[int]) -> None:
-        """Two buffers take turns: the device fills one while the host's threads empty the other."""
-        blocks = self._kept.split(self._block)
-        filled = [torch.cuda.Event() if self._is_cuda else None for _ in self._buffers]
-        number = 0
-        for turn in range(len(blocks) + 1):
-            if turn < len(blocks):
-                begin, buffer = turn * self._block, self._buffers[turn % 2]
-                end = begin + len(blocks[turn])
-                while number < len(pieces):
-                    first, last = places[number], places[number] + len(pieces[number])
-                    low, high = max(begin, first), min(end, last)
-                    if low < high:
-                        buffer[low - begin : high - begin].copy_(
-                            pieces[number][low - first : high - first], non_blocking=True
-                        )
-                    if last > end:
-                        break
-                    number += 1
-                if event := filled[turn % 2]:
-                    event.record()
-            if turn:
-                if event := filled[(turn - 1) % 2]:
-                    event.synchronize()
-                block = blocks[turn - 1]
-                block.copy_(self._buffers[(turn - 1) % 2][: len(block)])
-
-
-def _memory(size: int) -> Tensor:
-    """[size] bytes in pages as large as the machine has: their number is what the first copy waits for."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> Share:

@@ -298,6 +298,12 @@ class MegatronModel:
         self.snapshot(copies=False)(path)
 
     @_on_its_mesh
+    def prepare_snapshots(self) -> None:
+        """Have a thread make the memory that copies need while the run goes on; the model has taken a step. Collective."""
+        self.onload()
+        self._copies.prepare(dist_checkpoint.share_of(self._chunks, self._updater, self._mesh))
+
+    @_on_its_mesh
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
         """This rank's share of a layout-free checkpoint, to be written into a directory; the function gives its files.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.schema import OffloadConfig
+from fivefold.megatron.host_memory import HostMemory, size_of
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.optim.updater import Updater
 
@@ -26,8 +27,7 @@ class HostCopy:
         self._device, self._piece, self._keep = device, bucket_mb * 2**20, keep
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._away: list[tuple[torch.UntypedStorage, int]] = []
-        self._host: dict[int, list[Tensor]] = {}
-        """Pinned pieces: memory is pinned in powers of two, so that one large piece could take twice its size."""
+        self._memory, self._size = HostMemory(0, device), 0
 
     @property
     def is_away(self) -> bool:
@@ -37,43 +37,39 @@ class HostCopy:
         """Move the storages of `tensors` to the host; the bytes that left the device."""
         assert not self._away, "already offloaded"
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
-        total = 0
-        with self._side_by_side():
-            for number, storage in enumerate(storages.values()):
-                size = storage.nbytes()
-                if self._keep:
-                    if sum(piece.numel() for piece in self._host.get(number, [])) != size:
-                        self._host[number] = [
-                            self._pinned(min(self._piece, size - at)) for at in range(0, size, self._piece)
-                        ]
-                    for piece, bytes_there in self._pairs(number, storage):
-                        piece.copy_(bytes_there, non_blocking=True)
-                self._away.append((storage, size))
-                total += size
-        self._join()
+        self._away = [(storage, storage.nbytes()) for storage in storages.values()]
+        if self._keep:
+            size = size_of(self._on_device())
+            if size != self._size:
+                self._memory, self._size = HostMemory(size, self._device), size
+            with self._side_by_side():
+                for on_host, on_device in self._pieces():
+                    on_host.copy_(on_device, non_blocking=True)
+            self._join()
         for storage, _ in self._away:
             storage.resize_(0)
-        return total
+        return sum(size for _, size in self._away)
 
     def onload(self) -> None:
         """Bring everything back; nothing happens where nothing is away."""
         for storage, size in self._away:
             storage.resize_(size)
-        if self._keep:
+        if self._keep and self._away:
             with self._side_by_side():
-                for number, (storage, _) in enumerate(self._away):
-                    for piece, bytes_there in self._pairs(number, storage):
-                        bytes_there.copy_(piece, non_blocking=True)
+                for on_host, on_device in self._pieces():
+                    on_device.copy_(on_host, non_blocking=True)
             self._join()
         self._away = []
 
-    def _pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+    def _on_device(self) -> list[Tensor]:
+        """The bytes of each storage."""
+        return [torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage) for storage, _ in self._away]
 
-    def _pairs(self, number: int, storage: torch.UntypedStorage) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each piece on the host, and its bytes on the device."""
-        there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-        return zip(self._host[number], there.split(self._piece), strict=True)
+    def _pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """The same bytes on the host and on the device."""
+        there = self._on_device()
+        for on_host, on_device in zip(self._memory.places(there), there, strict=True):
+            yield from zip(on_host.split(self._piece), on_device.split(self._piece), strict=True)
 
     def _side_by_side(self) -> Any:
         if self._stream is None:

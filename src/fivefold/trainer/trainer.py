@@ -77,6 +77,8 @@ class Trainer:
     """A checkpoint that is being written in the background."""
     _has_learned: bool = False
     """The step in progress has taken all its optimizer steps."""
+    _is_prepared: bool = False
+    """Memory for copies of the models is made, or being made."""
     _last_metrics: dict[str, float] | None = None
 
     @property
@@ -114,6 +116,10 @@ class Trainer:
     def end_updates(self) -> None:
         """The step has taken all its optimizer steps."""
         self._has_learned = True
+        if self.config.async_save and not self._is_prepared:
+            self._is_prepared = True
+            for model in self.models.learners.values():
+                model.prepare_snapshots()
 
     # --- before the first step ---------------------------------------------------------------------------------------
 

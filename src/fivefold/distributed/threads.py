@@ -1,0 +1,17 @@
+"""Work beside the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Begin it in a thread of its own; what it gives or raises."""
+    pool = ThreadPoolExecutor(1, name)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
