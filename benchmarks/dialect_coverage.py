@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.config.dialects.trinity import join
 from fivefold.config.packages import TRACKERS, missing_packages
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -104,6 +105,22 @@ def runs(found: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any
             tree = {**record["tree"], "trainer": {**record["tree"]["trainer"], "trainer_config_path": str(path)}}
             record = {**record, "tree": tree}
         yield record
+
+
+def joined(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The records, where two files of a Trinity run, explorer's and trainer's, are one: of a commit, directory and name."""
+    waiting: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in found:
+        tree = record.get("tree") or {}
+        if tree.get("mode") not in ("explore", "train"):
+            yield record
+            continue
+        place = (record.get("commit"), Path(record["path"]).parent, tree.get("project"), tree.get("name"))
+        if (other := waiting.pop(place, None)) is not None and other["tree"]["mode"] != tree["mode"]:
+            yield {**record, "tree": join([other["tree"], tree])}
+        else:
+            waiting[place] = record
+    yield from waiting.values()
 
 
 TRUTHS = {
@@ -186,9 +203,9 @@ def faults(translation: Translation, directory: Path) -> list[str]:
     reward = directory / "reward.py"
     reward.write_text("def f(response, ground_truth):\n    return 0.0\n")
     tree.setdefault("model", {}).setdefault("path", "/stand/in")
-    for key in ("train", "val"):
-        if tree.get("data", {}).get(key):
-            tree["data"][key] = [str(data)]
+    tree.setdefault("data", {})["train"] = [str(data)]
+    if tree["data"].get("val"):
+        tree["data"]["val"] = [str(data)]
     if tree.get("reward", {}).get("functions"):
         tree["reward"]["functions"] = {
             (name if ":" not in name else f"{reward}:f"): weight for name, weight in tree["reward"]["functions"].items()
@@ -239,7 +256,7 @@ def main() -> None:
         kinds: Counter[str] = Counter()
         accepted = total = 0
         second = tempfile.TemporaryDirectory()
-        for record in runs(list(records(options.directory, system)), Path(second.name)):
+        for record in joined(runs(list(records(options.directory, system)), Path(second.name))):
             if record["kind"] in OTHER_KINDS:
                 continue
             total += 1

@@ -1284,6 +1284,109 @@ def test_trinitys_steps_are_counted_in_its_syncs():
     assert found.policy.optimizer.schedule_per == "update"
 
 
+EXPLORER_TRINITY = GSM8K_TRINITY.replace("mode: both", "mode: explore").replace("gpu_per_node: 8", "gpu_per_node: 4")
+TRAINER_TRINITY = (
+    GSM8K_TRINITY.replace("mode: both", "mode: train")
+    .replace("gpu_per_node: 8", "gpu_per_node: 4")
+    .replace("buffer:\n  batch_size: 96", "buffer:\n  train_batch_size: 768")
+    .replace("explorer: {rollout_model: {engine_num: 4, tensor_parallel_size: 1}}\n", "")
+)
+
+
+def test_explorer_and_trainer_of_trinity_in_two_files_are_the_run_of_mode_both(tmp_path):
+    """Each has four GPUs; the explorer waits for weights every sync_interval of its steps, the trainer for its samples."""
+    files = {"explorer.yaml": EXPLORER_TRINITY, "trainer.yaml": TRAINER_TRINITY}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text.replace("sync_interval: 1", "sync_interval: 10"))
+    whole = config("trinity", tree=GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 10"))
+    for names in (list(files), list(files)[::-1]):
+        words = [word for name in names for word in ("--config", str(tmp_path / name))]
+        found = translate_words("trinity", words, HOME)
+        assert found.refusals == [] and make_config(found.tree) == whole
+        (refusal,) = translate_words("trinity", [*words, "synchronizer.sync_style=explorer_driven"], HOME).refusals
+        assert "weights that come when one of the two asks" in refusal
+    assert whole.algorithm.updates_per_step == 10
+    for text in files.values():
+        assert "give the other's file too" in translated("trinity", tree=text).refusals[0]
+    (tmp_path / "trainer.yaml").write_text(TRAINER_TRINITY.replace("repeat_times: 8", "repeat_times: 4"))
+    with pytest.raises(
+        ConfigError, match=r"must say the same of algorithm.repeat_times, synchronizer.sync_interval: got .*=8"
+    ):
+        translate_words("trinity", [str(tmp_path / name) for name in files], HOME)
+
+
+def in_buffer(text: str) -> str:
+    """Trinity's GRPO run with this in its experience buffer."""
+    return GSM8K_TRINITY.replace("buffer:\n", f"buffer:\n  trainer_input: {{experience_buffer: {{{text}}}}}\n")
+
+
+@pytest.mark.parametrize(
+    "queue",
+    [
+        "replay_buffer: {enable: true, priority_fn: linear_decay, priority_fn_args: {decay: 0.1}}",
+        "replay_buffer: {enable: true, priority_fn: decay_limit_randomization}",
+        "use_priority_queue: true, replay_buffer_kwargs: {priority_fn: linear_decay, decay: 0.1}",
+        "capacity: 96, replay_buffer: {enable: false, reuse_cooldown_time: 40}",
+    ],
+)
+def test_a_queue_that_reads_each_sample_once_and_the_newest_first_is_one_without_priorities(queue):
+    assert config("trinity", tree=in_buffer(queue)) == config("trinity", tree=GSM8K_TRINITY)
+
+
+@pytest.mark.parametrize(
+    ("queue", "interval", "reason"),
+    [
+        ("replay_buffer: {enable: true, reuse_cooldown_time: 40}", "sync_interval: 1", "after so many seconds"),
+        ("use_priority_queue: true, reuse_cooldown_time: 40", "sync_interval: 1", "after so many seconds"),
+        ("replay_buffer: {enable: true, priority_fn: best}", "sync_interval: 1", "the priority best"),
+        ("replay_buffer: {enable: true, priority_fn_args: {sigma: 0.1}}", "sync_interval: 1", "noise"),
+        ("replay_buffer: {enable: true}", "sync_interval: 2, sync_offset: 1", "older ones waiting"),
+        ("capacity: 100, replay_buffer: {enable: true}", "sync_interval: 2", "drops samples"),
+    ],
+)
+def test_a_queue_that_learns_again_or_leaves_samples_behind_is_refused(queue, interval, reason):
+    (refusal,) = translated("trinity", tree=in_buffer(queue).replace("sync_interval: 1", interval)).refusals
+    assert reason in refusal
+
+
+def test_keys_of_trinity_before_2025_06_say_what_verls_said():
+    """trainer.actor_* came over verl's keys for the same; β of dpo was the coefficient; beta1 and beta2 were read by nobody."""
+    said = "  actor_use_kl_loss: true\n  actor_kl_loss_coef: 0.2\n"
+    dpo = "  trainer_config: {actor_rollout_ref: {actor: {optim: {beta1: 0.9, beta2: 0.95}}}}\n"
+    before = DPO_TRINITY.replace("trainer: {max_token_len_per_gpu: 16384}\n", "trainer:\n  max_token_len_per_gpu: 16384\n")
+    found = config("trinity", tree=before + said + dpo)
+    assert (found.algorithm.resolved.beta, found.policy.optimizer.betas) == (0.2, [0.9, 0.999])
+    verl = "  trainer_config: {actor_rollout_ref: {actor: {kl_loss_type: mse, entropy_coeff: 0.01, clip_ratio: 0.3}}}\n"
+    chosen = config("trinity", tree=GSM8K_TRINITY + said + "  actor_grad_clip: 0.5\n" + verl)
+    resolved = chosen.algorithm.resolved
+    assert (resolved.kl.estimator, resolved.kl.coef, resolved.kl.place, resolved.entropy_coef) == ("k2", 0.2, "loss", 0.01)
+    assert (resolved.clip_low, resolved.clip_high, chosen.policy.optimizer.clip_grad) == (0.3, 0.3, 0.5)
+    # What neither file says was verl's default: no penalty, and an entropy of 0.001.
+    without = config("trinity", tree=GSM8K_TRINITY + "  actor_clip_ratio: 0.1\n").algorithm.resolved
+    assert (without.kl.coef, without.entropy_coef, without.clip_low) == (0.0, 0.001, 0.1)
+    # Today Trinity's own keys come over verl's.
+    today = config("trinity", tree=GSM8K_TRINITY + verl).algorithm.resolved
+    assert (today.kl.estimator, today.kl.coef, today.entropy_coef, today.clip_low) == ("k2", 0.001, 0.0, 0.2)
+    gamma = PPO_TRINITY.replace("repeat_times: 4,", "repeat_times: 4, gamma: 0.9, lam: 0.8,")
+    assert (
+        config("trinity", tree=gamma).algorithm.resolved.gamma,
+        config("trinity", tree=gamma).algorithm.resolved.lam,
+    ) == (
+        0.9,
+        0.8,
+    )
+
+
+def test_operators_on_data_of_trinity_act_where_a_server_or_a_pipeline_is_named():
+    asked = (
+        "data_processor: {source_data_path: d, dj_process_desc: sort by difficulty, agent_model_config: {model_name: q}}\n"
+    )
+    assert config("trinity", tree=GSM8K_TRINITY + asked) == config("trinity", tree=GSM8K_TRINITY)
+    for acts in ("{data_workflow_url: 'http://s:5005'}", "{experience_pipeline: {operators: [{name: reward_filter}]}}"):
+        (refusal,) = translated("trinity", tree=f"{GSM8K_TRINITY}data_processor: {acts}\n").refusals
+        assert "operators on data" in refusal
+
+
 def test_a_critic_computes_values_anew_where_several_steps_of_another_trainer_are_one():
     assert config("trinity", tree=PPO_TRINITY).algorithm.values_per == "step"
     found = config("trinity", tree=PPO_TRINITY.replace("sync_interval: 1", "sync_interval: 8"))

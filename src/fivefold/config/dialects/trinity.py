@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects import Translation, Tree, merged, shared
 from fivefold.config.dialects.adapters import adapters
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
-from fivefold.config.dialects.source import Source, UnreadableError
+from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import dialect
 from fivefold.config.dialects.trinity_algorithm import ADVANTAGES, ALGORITHMS, algorithm, chosen, kind, kl, loss, offline
@@ -28,6 +28,8 @@ DEFAULTS: dict[str, Any] = {
     "checkpoint_root_dir": "./checkpoints",
     "continue_from_checkpoint": True,
     "algorithm.algorithm_type": "ppo",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
     "algorithm.optimizer.lr": 1e-6,
     "algorithm.optimizer.lr_warmup_steps": -1,
     "algorithm.optimizer.lr_warmup_steps_ratio": 0.0,
@@ -83,12 +85,39 @@ def gpus(source: Source) -> int:
     return rest
 
 
+HALVES = "explore and train"
+"""The mode of two files that are one run."""
+
+
+def join(trees: list[Tree]) -> Tree:
+    """Two files of which one explores and one trains are the run that `mode: both` makes of them, on the GPUs of both.
+
+    With sync_style fixed the explorer waits for new weights after each sync_interval of its steps (explorer.py,
+    _pull_latest_weights) and the trainer for its samples, so neither has a pace of its own. The explorer's section is that
+    of its file, the trainer's and the cluster (the trainer's GPUs) those of the other; what both say they must say alike.
+    """
+    modes = {str(tree.get("mode")): tree for tree in trees}
+    if len(trees) != 2 or set(modes) != {"explore", "train"}:
+        return merged(trees)
+    explorer, trainer = modes["explore"], modes["train"]
+    own = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
+    shared_parts = [{key: value for key, value in each.items() if key not in own} for each in (explorer, trainer)]
+    said, also = (dict(flatten(part)) for part in shared_parts)
+    if differing := sorted(key for key in said.keys() & also.keys() if said[key] != also[key]):
+        first = differing[0]
+        raise ValueError(
+            f"the files of explorer and trainer must say the same of {', '.join(differing)}: "
+            f"got {first}={said[first]} and {also[first]}"
+        )
+    of_trainer = {key: trainer[key] for key in own if key in trainer}
+    return {**merged(shared_parts), **of_trainer, "explorer": explorer.get("explorer", {}), "mode": HALVES}
+
+
 def program(source: Source) -> dict[str, Any]:
     mode = source.text("mode") or "both"
-    if mode not in ("both", "train") or (mode == "train" and not offline(source)):
-        halves = ("explore", "train")
-        reason = "half of a run of two programs that meet in a data base, each at its own pace" if mode in halves else mode
-        source.lacks("mode", f"{reason}: a run samples and trains here (both), or learns from data (train with dpo or sft)")
+    if mode not in ("both", HALVES, "train") or (mode == "train" and not offline(source)):
+        reason = "half of a run of two programs: give the other's file too" if mode in ("explore", "train") else mode
+        source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
     if source.text("trainer.trainer_config_path"):
         source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
     return {}
@@ -127,6 +156,36 @@ def ahead(source: Source) -> dict[str, Any]:
             if is_asked:
                 said.lacks("sync_interval", f"{reason}, where {interval} of them are one step here: say 1")
     return shared.ahead(offset / interval, "finish")
+
+
+_PRIORITIES = ("linear_decay", "decay_limit_randomization")
+
+
+def replayed(source: Source) -> dict[str, Any]:
+    """A queue with priorities: the newest weights' samples come first, and come again after `reuse_cooldown_time`."""
+    said = source.under(BUFFER)
+    enabled = next((key for key in ("replay_buffer.enable", "use_priority_queue") if said.flag(key)), None)
+    if enabled is None or offline(source):
+        return {}
+    new = said.under("replay_buffer.")
+    old = enabled == "use_priority_queue"
+    place, arguments = (said, said.under("replay_buffer_kwargs.")) if old else (new, new.under("priority_fn_args."))
+    priority = (arguments if old else new).text("priority_fn") or _PRIORITIES[0]
+    capacity = said.whole("capacity")
+    reasons = (
+        (place.value("reuse_cooldown_time") is not None, "samples that are learned from again after so many seconds"),
+        (priority not in _PRIORITIES, f"the priority {priority}: known here are {', '.join(_PRIORITIES)}"),
+        (arguments.number("sigma"), "priorities with noise"),
+        (
+            source.whole("synchronizer.sync_offset"),
+            "the newest samples first, where a sync_offset leaves older ones waiting",
+        ),
+        (capacity and capacity < source.count("buffer.batch_size") * period(source), "a queue that drops samples"),
+    )
+    for is_asked, reason in reasons:
+        if is_asked:
+            said.lacks(enabled, reason)
+    return {}
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -223,7 +282,7 @@ def optimizer(source: Source) -> dict[str, Any]:
         "lr": lr,
         "weight_decay": of("weight_decay").number("weight_decay"),
         "betas": [float(beta) for beta in of("betas").items("betas")],
-        "clip_grad": source.number("trainer.grad_clip"),
+        "clip_grad": source.number("trainer.actor_grad_clip") or source.number("trainer.grad_clip"),
         "schedule": style,
         "schedule_per": "step" if period(source) == 1 else "update",
         "warmup_from": 0,
@@ -396,6 +455,7 @@ DERIVED = (
     program,
     low_rank,
     ahead,
+    replayed,
     layout,
     offload,
     lengths,
@@ -421,7 +481,7 @@ TABLE = Table(
     loses=(
         "workflows with tools, environments and other models",
         "an explorer and a trainer that ask each other for weights (sync_style other than fixed)",
-        "replay buffers and operators on data",
+        "samples that are learned from again after some seconds, and operators on data",
     ),
     gains=(
         "no flash-attn, Apex or converter to install: mixture-of-experts models load from their Hugging Face directory",

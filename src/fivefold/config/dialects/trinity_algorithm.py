@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.trinity_rows import ACTOR
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "ppo", "loss": "ppo", "kl": "k2", "repeat": 1},
@@ -83,6 +84,27 @@ def chosen(source: Source, axis: str, key: str, default: str = "none") -> str:
     return source.text(f"algorithm.{key}") or str(ALGORITHMS.get(kind(source), {}).get(axis, default))
 
 
+_EARLY = {
+    "use_kl_loss": ("use_kl_loss", False),
+    "kl_loss_coef": ("kl_loss_coef", 0.001),
+    "entropy_coef": ("entropy_coeff", 0.001),
+    "clip_ratio": ("clip_ratio", 0.2),
+}
+"""trainer.actor_* of before 2025-06 -> verl's key that it came over, and what that was when left out (verl_config.py)."""
+
+
+def early(source: Source) -> dict[str, Any]:
+    """The numbers of the loss where keys of before 2025-06 say them; nothing where none does."""
+    if not any(source.has(f"trainer.actor_{name}") for name in _EARLY):
+        return {}
+    found: dict[str, Any] = {}
+    for name, (of_verl, usual) in _EARLY.items():
+        places = [key for key in (f"trainer.actor_{name}", ACTOR + of_verl) if source.value(key) is not None]
+        read = source.flag if usual is False else source.number
+        found[name] = read(places[0]) if places else usual
+    return found
+
+
 def algorithm(source: Source) -> dict[str, Any]:
     name = kind(source)
     if name not in ALGORITHMS:
@@ -93,6 +115,7 @@ def algorithm(source: Source) -> dict[str, Any]:
     if name == "dpo":
         said = source.under("algorithm.policy_loss_fn_args.")
         beta = said.number("beta") if said.has("beta") else source.number("algorithm.kl_loss_fn_args.kl_coef")
+        beta = early(source).get("kl_loss_coef", beta)
         return {
             "algorithm.name": "dpo",
             "algorithm.beta": 0.1 if beta is None else beta,
@@ -120,9 +143,9 @@ def algorithm(source: Source) -> dict[str, Any]:
         if said.text("drop") not in (None, "none"):
             said.lacks("drop", "bad responses that are left out at random")
     if found["credit"] != "response":
-        found["gamma"] = said.number("gamma") if said.has("gamma") else 1.0
+        found["gamma"] = (said if said.has("gamma") else source.under("algorithm.")).number("gamma")
     if found["credit"] == "gae":
-        found["lam"] = said.number("lam") if said.has("lam") else 1.0
+        found["lam"] = (said if said.has("lam") else source.under("algorithm.")).number("lam")
     group = source.whole("algorithm.repeat_times") or int(ALGORITHMS[name]["repeat"])
     if group == 1 and found["advantage"] in ("group", "leave_one_out", "log_mean_exp"):
         found |= {"advantage": "reward", "normalize": "none", "baseline_shift": None, "baseline_temperature": None}
@@ -152,12 +175,13 @@ def loss(source: Source) -> dict[str, Any]:
         "entropy_coef": 0.0,
     }
     if chosen(source, "entropy", "entropy_loss_fn", "default") != "none":
-        found["entropy_coef"] = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
+        coef = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
+        found["entropy_coef"] = early(source).get("entropy_coef", coef)
     if found["surrogate"] != "opmd":
         # Of the engine, whose samples the trainer takes as they are (data conversion of verl_trainer).
         found["rollout_correction.old_logprobs_from"] = "engine"
     if found["surrogate"] == "ppo_clip":
-        usual = said.number("clip_range") if said.has("clip_range") else 0.2
+        usual = said.number("clip_range") if said.has("clip_range") else early(source).get("clip_ratio", 0.2)
         found |= {
             "clip_low": said.number("clip_range_low") if said.has("clip_range_low") else usual,
             "clip_high": said.number("clip_range_high") if said.has("clip_range_high") else usual,
@@ -234,6 +258,9 @@ def _penalty(source: Source, section: str, name: str | None = None) -> dict[str,
     """Estimator and coefficient of one of the two penalties; nothing where it is off."""
     name, said = name or source.text(f"algorithm.{section}") or "none", source.under(f"algorithm.{section}_args.")
     coef = said.number("kl_coef") if said.has("kl_coef") else 0.001
+    if section == "kl_loss_fn" and (before := early(source)):
+        name = source.text(ACTOR + "kl_loss_type") or "low_var_kl"
+        coef = before["kl_loss_coef"] if before["use_kl_loss"] else 0.0
     if name == "none" or not coef:
         return {}
     if name not in shared.ESTIMATORS:

@@ -22,7 +22,12 @@ _TASKS = "workflows, tools and other models"
 SECTIONS = (
     Section.of(
         "Run",
-        used("mode", "algorithm.name"),
+        used(
+            "mode",
+            "algorithm.name policy.backend engine.backend",
+            "A run of two files, `--config explorer.yaml --config trainer.yaml`, with sync_style fixed is that of mode both "
+            "on the GPUs of both: the explorer waits for the trainer's weights, and the trainer for its samples.",
+        ),
         used("project name checkpoint_root_dir", "trainer.run_dir tracking.project tracking.name"),
         used("group", "tracking.group"),
         used("continue_from_checkpoint", "trainer.resume"),
@@ -71,6 +76,9 @@ SECTIONS = (
             "algorithm.baseline_shift algorithm.baseline_temperature",
             "mix and mix_chord learn from samples of another source too, multi_step_grpo from several turns: refused.",
             takes_any=True,
+        ),
+        used(
+            "algorithm.gamma algorithm.lam", "algorithm.gamma algorithm.lam", "Of before 2025-06: as in advantage_fn_args."
         ),
         used("algorithm.repeat_times", "algorithm.group_size"),
         used(
@@ -191,22 +199,35 @@ SECTIONS = (
         ),
         used(BUFFER + "path", "data.train", "Of dpo and sft."),
         used(f"{BUFFER}format.*", "data.prompt_key data.response_key data.chosen_key data.rejected_key"),
-        lacks(
-            f"{BUFFER}replay_buffer.enable {BUFFER}use_priority_queue",
-            "samples that are learned from several times",
-            [False],
+        used(
+            f"{BUFFER}replay_buffer.enable {BUFFER}replay_buffer.priority_fn {BUFFER}replay_buffer.priority_fn_args.** "
+            f"{BUFFER}replay_buffer.reuse_cooldown_time {BUFFER}use_priority_queue {BUFFER}replay_buffer_kwargs.** "
+            f"{BUFFER}reuse_cooldown_time {BUFFER}capacity",
+            "rollout",
+            "Without reuse_cooldown_time every sample is read once, those of the newest weights first (storage/queue.py): "
+            "where a period begins with an empty queue, as it does without sync_offset, that is the order of a queue "
+            "without priorities. With it samples come back after seconds of the clock: refused.",
         ),
-        fixed(f"{BUFFER}replay_buffer.** {BUFFER}replay_buffer_kwargs.**", "read with a replay buffer only"),
         fixed(
             _below(
                 BUFFER,
-                "name storage_type format capacity max_read_timeout max_retry_* split subset_name index batch_size "
+                "name storage_type format max_read_timeout max_retry_* split subset_name index batch_size "
                 "enable_progress_bar schema_type tokenizer_path total_epochs total_steps ray_namespace wrap_in_ray",
             ),
             "where Trinity keeps samples",
         ),
         lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
-        lacks("data_processor.** data_processor", "operators on data: write the rows as parquet"),
+        lacks(
+            "data_processor.task_pipeline.** data_processor.task_pipeline data_processor.experience_pipeline.operators "
+            "data_processor.experience_pipeline.inputs.** data_processor.experience_pipeline.output.** "
+            "data_processor.data_workflow_url data_processor.data_processor_url",
+            "operators on data: write the rows as parquet",
+        ),
+        fixed(
+            "data_processor data_processor.** data_processor.experience_pipeline",
+            "operators on data are a server's, which is asked where its URL is given (launcher.py)",
+            takes_any=True,
+        ),
     ),
     Section.of(
         "Explorer",
@@ -304,9 +325,17 @@ SECTIONS = (
         fixed(f"{ACTOR}checkpoint.contents {CRITIC}checkpoint.contents", "a checkpoint has the whole state"),
         fixed(VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
         used("trainer.trainer_config_path", "policy.backend"),
-        lacks(
-            "trainer.actor_use_kl_loss trainer.actor_kl_loss_coef trainer.actor_grad_clip trainer.actor_*",
-            "keys of before 2025-06: algorithm.kl_loss_fn_args",
+        used("trainer.actor_grad_clip", "policy.optimizer.clip_grad", "As trainer.grad_clip since 2025-10."),
+        used(
+            _below("trainer.actor_", "use_kl_loss kl_loss_coef entropy_coef clip_ratio")
+            + _below(ACTOR, "use_kl_loss kl_loss_coef kl_loss_type entropy_coeff clip_ratio"),
+            "algorithm.kl algorithm.beta algorithm.entropy_coef algorithm.clip_low algorithm.clip_high",
+            "Before 2025-06 trainer.actor_* came over verl's keys for the same, which are read where one of them is set "
+            "(verl_config.py); with dpo the coefficient is β (dp_actor.py).",
+        ),
+        fixed(
+            f"{ACTOR}optim.beta1 {ACTOR}optim.beta2 {CRITIC}optim.beta1 {CRITIC}optim.beta2",
+            "no optimizer of Trinity's reads them: it asks for betas, which are 0.9 and 0.999 (fsdp_workers.py)",
         ),
         fixed(
             "trainer.name trainer.trainer_type trainer.enable_preview trainer.save_hf_checkpoint "
@@ -319,7 +348,7 @@ SECTIONS = (
         "verl's own file",
         lacks(
             "actor_rollout_ref.** critic.** custom_reward_function.** data.** reward_model.** "
-            "algorithm.gamma algorithm.lam algorithm.kl_penalty algorithm.kl_ctrl.* trainer.balance_batch "
+            "algorithm.kl_penalty algorithm.kl_ctrl.* trainer.balance_batch "
             "trainer.critic_warmup trainer.default_hdfs_dir "
             "trainer.del_local_ckpt_after_load trainer.remove_previous_ckpt_in_save trainer.resume_mode "
             "trainer.val_before_train trainer.max_*_ckpt_to_keep trainer.total_training_steps "
