@@ -454,6 +454,7 @@ def _prompts(
         data.max_response_tokens,
         data.system_prompt,
         data.chat_template_kwargs,
+        data.chat_template,
     )
     if first is not None or not is_large(files):
         return load_prompts(files, tokenizer, reading, first)

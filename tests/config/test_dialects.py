@@ -8,8 +8,11 @@ import json
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+import jinja2
 import pytest
+import torch
 
+from fivefold.algo import Objective
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, find_dialect, writer
 from fivefold.config.dialects.command import translate_words
@@ -1282,6 +1285,64 @@ def test_trinitys_steps_are_counted_in_its_syncs():
     assert (found.trainer.steps, found.trainer.save_every, found.policy.optimizer.warmup_steps) == (20, 13, 20)
     # The warm-up over 20 of its steps is one over 20 updates.
     assert found.policy.optimizer.schedule_per == "update"
+
+
+BOXED_TRINITY = GSM8K_TRINITY.replace("math_workflow", "math_boxed_workflow")
+
+
+def of_taskset(text: str, tree: str = BOXED_TRINITY) -> RunConfig:
+    """Trinity's run with this in its task set."""
+    return config("trinity", tree=tree.replace("{path: d.parquet,", f"{{path: d.parquet, {text},"))
+
+
+def test_trinitys_workflow_of_boxed_answers_asks_and_scores_as_its_arguments_say():
+    plain, base = of_taskset("split: train"), of_taskset("workflow_args: {use_base: true}")
+    assert plain.data.chat_template is None and plain.reward.functions == {"math": 1.0}
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+    template = jinja2.Template(base.data.chat_template, trim_blocks=True, lstrip_blocks=True)
+    # format_prompt of customized_math_workflows.py.
+    assert template.render(messages=turns) == "System:Add.\nUser:\n1+1?\nAssistant:\n"
+    assert template.render(messages=turns[1:]) == "User:\n1+1?\nAssistant:\n"
+    for said, weight in (("with_think: true", 0.1), ("with_think: true, format_score_coef: 0.5", 0.5)):
+        found = of_taskset(f"workflow_args: {{{said}}}")
+        assert found.reward.functions == {"math": 1.0, "think": weight}
+        assert "<think>\n ...your reasoning process here... </think>\n first." in str(found.data.system_prompt)
+    own = 'default_reward_fn_type: math_dapo_reward, workflow_args: {with_think: true}, format: {system_prompt: "Add.\\n"}'
+    tree = BOXED_TRINITY.replace("format: {prompt_key: question, response_key: answer}, ", "")
+    dapo = of_taskset(own, tree)
+    assert (dapo.reward.functions, dapo.data.system_prompt) == ({"math": 1.0}, "Add.\n")
+    for tree, argument in ((BOXED_TRINITY, "tools: [search]"), (GSM8K_TRINITY, "use_base: true")):
+        said = tree.replace("{path: d.parquet,", f"{{path: d.parquet, workflow_args: {{{argument}}},")
+        assert "an argument of math_" in translated("trinity", tree=said).refusals[0]
+
+
+def test_trinitys_penalty_of_long_responses_is_that_of_dapo():
+    """dapo_reward.py: nothing up to max - cache tokens, then linear to -penalty_factor at max."""
+    said = "default_reward_fn_type: math_dapo_reward, reward_fn_args: {enable_overlong_penalty: %s, penalty_factor: 0.5, max_response_length: %d, cache_length: 256}"
+    on, off = (of_taskset(said % (flag, 1024)).algorithm for flag in ("true", "false"))
+    assert (on.resolved.overlong_buffer, on.resolved.overlong_penalty, off.resolved.overlong_buffer) == (256, 0.5, 0)
+    lengths_N = torch.tensor([767, 768, 896, 1023, 1024])
+    rewards_N = Objective.of(on.resolved).shape_rewards(torch.zeros(5), lengths_N, 1024)
+    expected = [0.0 if length < 768 else (768 - length) / 256 * 0.5 for length in lengths_N.tolist()]
+    assert rewards_N.tolist() == pytest.approx(expected)
+    other = BOXED_TRINITY.replace("{path: d.parquet,", f"{{path: d.parquet, {said % ('true', 2048)},")
+    assert "another one than model.max_response_tokens" in translated("trinity", tree=other).refusals[0]
+
+
+def test_trinitys_tasks_come_in_the_order_of_the_file_unless_it_is_asked_to_shuffle():
+    orders = {
+        "split: train": False,
+        "data_selector: {selector_type: sequential}": False,
+        "data_selector: {selector_type: shuffle}": True,
+    }
+    assert {said: of_taskset(said).data.shuffle for said in orders} == orders
+    random = BOXED_TRINITY.replace("{path: d.parquet,", "{path: d.parquet, data_selector: {selector_type: random},")
+    assert "chosen in another way: random" in translated("trinity", tree=random).refusals[0]
+    assert "1+1" in str(
+        config(
+            "trinity", tree=GSM8K_TRINITY.replace("model_path: m", "model_path: m, custom_chat_template: '{{ 1+1 }} '")
+        ).data.chat_template
+    )
 
 
 EXPLORER_TRINITY = GSM8K_TRINITY.replace("mode: both", "mode: explore").replace("gpu_per_node: 8", "gpu_per_node: 4")

@@ -428,8 +428,10 @@ class DataConfig:
     """Where the tokenized prompts of data sets of more than 20,000 rows are kept, on each machine."""
     system_prompt: str | None = None
     """A system message put before each prompt that does not begin with one of its own."""
+    chat_template: str | None = None
+    """A Jinja template of prompts in the place of the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the tokenizer's chat template: `{enable_thinking: false}`."""
+    """Variables of the chat template: `{enable_thinking: false}`."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
     ground_truth_key: str = "reward_model.ground_truth"

@@ -21,7 +21,7 @@ class Metric:
 PLACEHOLDERS = {
     # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
     "<part>": (
-        r"(?:gsm8k|math|format|code|code_fraction|think_answer|countdown|ifeval|ifeval_fraction|multiple_choice"
+        r"(?:gsm8k|math|format|code|code_fraction|think|think_answer|countdown|ifeval|ifeval_fraction|multiple_choice"
         r"|multiple_choice_soft|repetition|judge|model|.+:.+)"
     ),
     "<source>": r".+",

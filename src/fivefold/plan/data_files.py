@@ -56,6 +56,12 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
                 findings.error(key, f": no file at {name}; `fivefold data` writes data sets")
     if len(findings.errors) > before:
         return
+    if data.chat_template is not None and tokenizer is not None:
+        try:
+            tokenizer = tokenizer.with_template(data.chat_template, "data.chat_template")
+        except ValueError as error:
+            findings.error("data.chat_template", f": {error}")
+            return
     if data.chat_template_kwargs and tokenizer is not None and tokenizer.template is None:
         findings.error("data.chat_template_kwargs", "are variables of a chat template, which the tokenizer has not")
     if ours := [name for name in data.chat_template_kwargs if name in TEMPLATE_NAMES]:

@@ -338,11 +338,11 @@ def engine(source: Source) -> dict[str, Any]:
 
 
 _WORKFLOWS = ("math_workflow", "async_math_workflow", "math_boxed_workflow", "default", "simple_workflow")
-_MATH = {"math": 1.0, "think_answer": 0.1}
 _REWARDS = {
-    "math_reward": _MATH,
+    "math_reward": {"math": 1.0, "think_answer": 0.1},
     "math_boxed_reward": {"math": 1.0},
     "accuracy_reward": {"math": 1.0},
+    "math_dapo_reward": {"math": 1.0},
     "countdown_reward": {"countdown": 1.0},
 }
 _R1_PROMPT = (
@@ -353,7 +353,19 @@ _R1_PROMPT = (
 )
 """DeepSeek-R1's (2501.12948 table 1), which math_workflow puts before prompts that have none (workflow.py)."""
 _BOXED_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
-"""math_boxed_workflow's (customized_math_workflows.py)."""
+_THINK_PROMPT = (
+    "You are a helpful assistant that solves MATH problems. You should first thinks about the reasoning process in mind and "
+    "then provides the user with the answer. You should present your reasoning process using the format: <think>\n "
+    "...your reasoning process here... </think>\n first. You should always include your final answer in \\boxed{} as "
+    "closed-form results."
+)
+"""math_boxed_workflow's, without and with with_think (customized_math_workflows.py)."""
+_BASE_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ 'System:' + message.content + '\\n' }}"
+    "{% elif message.role == 'user' %}{{ 'User:\\n' + message.content + '\\nAssistant:\\n' }}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+"""Its prompt with use_base, for models that know no chat."""
 
 
 def data(source: Source) -> dict[str, Any]:
@@ -379,31 +391,71 @@ def data(source: Source) -> dict[str, Any]:
     sets = [each.get("path") for each in source.items("buffer.explorer_input.eval_tasksets") if isinstance(each, dict)]
     if sets:
         found["data.val"] = [str(path) for path in sets]
-    flow = source.text(TASKSET + "default_workflow_type") or source.text("buffer.explorer_input.default_workflow_type")
-    if flow not in (None, "", *_WORKFLOWS):
-        source.lacks(
-            "buffer.explorer_input.default_workflow_type",
-            f"the workflow {flow}: a prompt, its responses and a reward function are what there is",
-        )
-    reward = source.text(TASKSET + "default_reward_fn_type") or source.text("buffer.explorer_input.default_reward_fn_type")
-    if reward and reward not in _REWARDS:
-        source.lacks(
-            "buffer.explorer_input.default_reward_fn_type", f"the reward {reward}: reward.functions names a function"
-        )
-    else:
-        usual = {"math_workflow": _MATH, "async_math_workflow": _MATH, "math_boxed_workflow": {"math": 1.0}}
-        rewards = _REWARDS.get(reward or "") or usual.get(flow or "")
-        found["reward.functions"] = rewards and dict(rewards)
-    system = source.text(TASKSET + "format.system_prompt") or source.text("buffer.explorer_input.system_prompt")
-    if not system and flow in ("math_workflow", "async_math_workflow") and reward in (None, "", "math_reward"):
-        system = _R1_PROMPT
-    elif not system and flow == "math_boxed_workflow":
-        system = _BOXED_PROMPT
-    found["data.system_prompt"] = system or None
+    found |= _workflow(source)
+    selector = source.text(TASKSET + "data_selector.selector_type") or "sequential"
+    if selector not in ("sequential", "shuffle"):
+        source.lacks(TASKSET + "data_selector.selector_type", f"tasks that are chosen in another way: {selector}")
+    found["data.shuffle"] = selector == "shuffle"
     thinking = next((key for key in (ROLLOUT + "enable_thinking", "model.enable_thinking") if source.has(key)), None)
     if thinking is not None and source.value(thinking) is not None:
         found["data.chat_template_kwargs"] = {"enable_thinking": source.flag(thinking)}
     return found
+
+
+def _workflow(source: Source) -> dict[str, Any]:
+    """How a task is asked and scored: its workflow, the reward function, and the arguments of both."""
+    places = [source.under(TASKSET), source.under("buffer.explorer_input.")]
+    flow, reward = (
+        next((name for place in places if (name := place.text(key))), "")
+        for key in ("default_workflow_type", "default_reward_fn_type")
+    )
+    if flow not in ("", *_WORKFLOWS):
+        places[1].lacks(
+            "default_workflow_type", f"the workflow {flow}: a prompt, its responses and a reward function are what there is"
+        )
+        return {}
+    if reward and reward not in _REWARDS:
+        places[1].lacks("default_reward_fn_type", f"the reward {reward}: reward.functions names a function")
+        return {}
+    said, is_boxed = source.under(TASKSET + "workflow_args."), flow == "math_boxed_workflow"
+    known = ("use_base", "with_think", "format_score_coef") if is_boxed else ()
+    for key in source.keys(TASKSET + "workflow_args."):
+        if key.removeprefix(TASKSET + "workflow_args.") not in known:
+            source.lacks(key, f"an argument of {flow or 'the workflow'}")
+    with_think = is_boxed and said.flag("with_think")
+    # As it was written: a line break at its end is the model's to read.
+    system = places[0].raw("format.system_prompt") or places[1].raw("system_prompt") or None
+    found: dict[str, Any] = {}
+    if is_boxed:
+        system = system or (_THINK_PROMPT if with_think else _BOXED_PROMPT)
+        reward = reward or "math_boxed_reward"
+        found["data.chat_template"] = _BASE_TEMPLATE if said.flag("use_base") else None
+    elif flow in ("math_workflow", "async_math_workflow"):
+        reward = reward or "math_reward"
+        if not system and reward == "math_reward":
+            system = _R1_PROMPT
+    rewards = dict(_REWARDS.get(reward, {}))
+    if with_think and reward == "math_boxed_reward":
+        rewards["think"] = said.number("format_score_coef") or 0.1
+    found |= {"data.system_prompt": system, "reward.functions": rewards or None}
+    return found | _reward_arguments(source, reward)
+
+
+def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
+    """DAPO's penalty of long responses, which is the only one among them."""
+    said = source.under(TASKSET + "reward_fn_args.")
+    known = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
+    for key in source.keys(TASKSET + "reward_fn_args."):
+        if reward != "math_dapo_reward" or key.removeprefix(TASKSET + "reward_fn_args.") not in known:
+            source.lacks(key, f"an argument of {reward or 'the reward'}")
+    if reward != "math_dapo_reward" or not said.flag("enable_overlong_penalty"):
+        return {}
+    if said.whole("max_response_length") != source.whole("model.max_response_tokens"):
+        said.lacks("max_response_length", "a penalty of lengths up to another one than model.max_response_tokens")
+    return {
+        "algorithm.overlong_buffer": said.count("cache_length"),
+        "algorithm.overlong_penalty": said.number("penalty_factor"),
+    }
 
 
 def run(source: Source) -> dict[str, Any]:

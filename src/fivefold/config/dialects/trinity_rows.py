@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import KERNELS, SHOWN
+from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, fixed, lacks, to, used
 
 VERL = "trainer.trainer_config."
@@ -134,10 +135,9 @@ SECTIONS = (
         used("model.lora_configs", "policy.lora", "One of them; rank 32, alpha 32 and all-linear when left out."),
         lacks("model.lora_configs.**", "parts of an adapter on the command line: write model.lora_configs whole"),
         used("model.enable_thinking", "data.chat_template_kwargs"),
-        lacks(
-            "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta",
-            "another chat template or RoPE: write it into the model's directory",
-        ),
+        to("model.custom_chat_template", "data.chat_template", Source.raw),
+        lacks("model.chat_template_path", "a file of a chat template: write its text in model.custom_chat_template", [""]),
+        lacks("model.rope_scaling model.rope_theta", "another RoPE: write it into the model's directory"),
         lacks("model.repetition_penalty model.min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
         fixed(
             "model.logprobs model.enable_prompt_truncation model.fully_sharded_loras model.max_cpu_loras",
@@ -179,10 +179,26 @@ SECTIONS = (
         used(
             f"buffer.explorer_input.default_reward_fn_type {TASKSET}default_reward_fn_type",
             "reward.functions",
-            "math_reward is accuracy by math-verify, and ±0.1 by the form; so it is when nothing is said.",
+            "math_reward is accuracy by math-verify, and ±0.1 by the form; so it is when nothing is said. math_boxed_reward "
+            "and math_dapo_reward are accuracy of the last \\boxed{}.",
+        ),
+        used(
+            f"{TASKSET}workflow_args.*",
+            "data.chat_template data.system_prompt reward.functions",
+            "Of math_boxed_workflow: use_base, prompts in a form of its own without the chat template; with_think, another "
+            "system prompt and format_score_coef less where the reasoning is not in one <think>.",
+        ),
+        used(
+            f"{TASKSET}reward_fn_args.*",
+            "algorithm.overlong_buffer algorithm.overlong_penalty",
+            "Of math_dapo_reward, whose penalty of long responses is DAPO's (dapo_reward.py).",
+        ),
+        used(
+            f"{TASKSET}data_selector.selector_type",
+            "data.shuffle",
+            "sequential, the default: every epoch in the order of the file; or shuffle.",
         ),
         lacks(
-            f"{TASKSET}workflow_args.** {TASKSET}reward_fn_args.** "
             f"buffer.explorer_input.default_eval_workflow_type {TASKSET}data_selector.** "
             f"{TASKSET}task_selector.** {TASKSET}repeat_times",
             _TASKS,
