@@ -47,6 +47,17 @@ EXPERTS = {
 }  # fmt: skip
 
 
+def is_left_out(record: dict[str, Any]) -> bool:
+    """It is not of a language model without tools: by its kind; or a Trinity run whose workflow is a class of the user's (a
+    dotted path), a program whose turns, tools and rewards its code alone says, or asks models beside the policy."""
+    tree = record.get("tree") or {}
+    tasks = (tree.get("buffer") or {}).get("explorer_input") or {}
+    workflows = [str(place.get("default_workflow_type") or "") for place in (tasks, tasks.get("taskset") or {})]
+    asks_others = bool((tree.get("explorer") or {}).get("auxiliary_models"))
+    is_program = record["system"] == "trinity" and (asks_others or any("." in name for name in workflows))
+    return record["kind"] in OTHER_KINDS or is_program
+
+
 class _Standing(dict):  # type: ignore[type-arg]
     """Variables that stand open: paths, 8 of GPUs and nodes, or 1 where another number is asked for."""
 
@@ -257,7 +268,7 @@ def main() -> None:
         accepted = total = 0
         second = tempfile.TemporaryDirectory()
         for record in joined(runs(list(records(options.directory, system)), Path(second.name))):
-            if record["kind"] in OTHER_KINDS:
+            if is_left_out(record):
                 continue
             total += 1
             with tempfile.TemporaryDirectory() as name:

@@ -11,6 +11,7 @@ from fivefold.config.dialects.trinity_rows import ACTOR
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "ppo", "loss": "ppo", "kl": "k2", "repeat": 1},
     "grpo": {"advantage": "grpo", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "grpo_verl": {"advantage": "grpo", "loss": "ppo", "kl": "k2", "repeat": 2},
     "rloo": {"advantage": "rloo", "loss": "ppo", "kl": "k2", "repeat": 2},
     "reinforceplusplus": {"advantage": "reinforceplusplus", "loss": "ppo", "kl": "k2", "repeat": 2},
     "cispo": {"advantage": "grpo", "loss": "cispo", "kl": "k2", "repeat": 2},
