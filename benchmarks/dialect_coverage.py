@@ -215,8 +215,9 @@ def faults(translation: Translation, directory: Path) -> list[str]:
     reward.write_text("def f(response, ground_truth):\n    return 0.0\n")
     tree.setdefault("model", {}).setdefault("path", "/stand/in")
     tree.setdefault("data", {})["train"] = [str(data)]
-    if tree["data"].get("val"):
-        tree["data"]["val"] = [str(data)]
+    for key in ("val", "expert"):
+        if tree["data"].get(key):
+            tree["data"][key] = [str(data)]
     if tree.get("reward", {}).get("functions"):
         tree["reward"]["functions"] = {
             (name if ":" not in name else f"{reward}:f"): weight for name, weight in tree["reward"]["functions"].items()

@@ -21,6 +21,7 @@ from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import known_keys
 from fivefold.config.loader import read_mapping
+from fivefold.config.methods import ExpertConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.reward.choose import choose_rewards
 
@@ -749,7 +750,7 @@ def test_details_of_those_runs():
     ("roll", [], pg_variant("cispo, cispo_use_unified_mask: true"), "a mask besides the bounds"),
     ("trinity", [], of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: importance_sampling}"), "the weight importance_sampling"),
     ("trinity", [], of_type("rec", "advantage_fn_args: {std_normalize: true}"), "a biased deviation"),
-    ("trinity", [], of_type("mix_chord", ""), "the algorithm mix_chord"),
+    ("trinity", [], of_type("multi_step_grpo", ""), "the algorithm multi_step_grpo"),
     ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear"), "log-probs that are estimated"),
     ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_style: dynamic_by_explorer"), "weights that come when one of the two asks"),
     ("trinity", [], of_type("reinforceplusplus").replace("sync_interval: 1", "sync_interval: 8"), "advantages over the samples of each"),
@@ -1343,6 +1344,77 @@ def test_trinitys_tasks_come_in_the_order_of_the_file_unless_it_is_asked_to_shuf
             "trinity", tree=GSM8K_TRINITY.replace("model_path: m", "model_path: m, custom_chat_template: '{{ 1+1 }} '")
         ).data.chat_template
     )
+
+
+MIX_TRINITY = of_type(
+    "mix_chord",
+    "kl_loss_fn_args: {kl_coef: 0.0}, sample_strategy_args: {expert_data_ratio: 0.2}, policy_loss_fn_args: {mu_warmup_steps: 20, "
+    "mu_decay_steps: 40, mu_peak: 0.5, mu_valley: 0.02, use_dynamic_bsz: true, ppo_mini_batch_size: 960, "
+    "train_batch_size_usual: 768, train_batch_size_expert: 192, ngpus_trainer: 4}",
+).replace(
+    "buffer:\n",
+    "buffer:\n  train_batch_size: 960\n  trainer_input: {auxiliary_buffers: {sft_dataset: {path: e.parquet, total_epochs: 9, "
+    "format: {prompt_type: messages, messages_key: turns}}}}\n",
+)
+
+
+def test_trinitys_mixture_with_an_expert_is_grpo_with_one():
+    """A fifth of 960 samples are the expert's; μ is counted in the trainer's steps, of which two between syncs are one here."""
+    found = config("trinity", tree=MIX_TRINITY.replace("sync_interval: 1", "sync_interval: 2"))
+    data, chosen = found.data, found.algorithm.resolved
+    assert (data.prompts_per_step, data.expert_per_step, data.expert, data.messages_key) == (
+        192,
+        384,
+        ["e.parquet"],
+        "turns",
+    )
+    assert chosen.expert == ExpertConfig(0.5, 0.02, 20, 40, "phi", "token-mean")
+    assert (chosen.advantage, chosen.normalize, chosen.surrogate, chosen.dual_clip, chosen.kl.coef) == (
+        "group", "group", "ppo_clip", 3.0, 0.0,
+    )  # fmt: skip
+    plain = MIX_TRINITY.replace("mix_chord", "mix").replace(
+        "mu_warmup_steps: 20, mu_decay_steps: 40, mu_peak: 0.5, mu_valley: 0.02", "mu: 0.3"
+    )
+    texts = plain.replace(
+        "prompt_type: messages, messages_key: turns", "prompt_type: plaintext, prompt_key: question, response_key: said"
+    )
+    for tree in (plain, texts):
+        assert config("trinity", tree=tree).algorithm.resolved.expert == ExpertConfig(0.3, None, 0, 0, "none", "token-mean")
+    assert config("trinity", tree=texts).data.response_key == "said"
+    steady = MIX_TRINITY.replace("mu_warmup_steps: 20, mu_decay_steps: 40, mu_peak: 0.5, ", "enable_phi_function: false, ")
+    assert config("trinity", tree=steady).algorithm.resolved.expert == ExpertConfig(0.02, None, 0, 0, "none", "token-mean")
+
+
+@pytest.mark.parametrize(
+    ("said", "instead", "reason"),
+    [
+        ("train_batch_size: 960", "train_batch_size: 900", "96 x 8 and 180 of an expert: they must be as many"),
+        (
+            "ppo_mini_batch_size: 960",
+            "ppo_mini_batch_size: 256",
+            "a loss that is scaled by the quotient to the run's own number, 960",
+        ),
+        ("train_batch_size_expert: 192, ", "", "own number, 192"),
+        ("use_dynamic_bsz: true", "use_dynamic_bsz: false", "scaled by the number of GPUs"),
+        ("kl_coef: 0.0", "kl_coef: 0.1", "a penalty on the expert's tokens too"),
+        ("mu_decay_steps: 40", "mu_decay_steps: 0", "falls at once"),
+        (
+            "prompt_type: messages, messages_key: turns",
+            "prompt_type: plaintext, prompt_key: other",
+            "another column with prompts",
+        ),
+        ("expert_data_ratio: 0.2", "expert_data_ratio: 0.2, other: 1", "another choice of samples"),
+        (
+            "sample_strategy_args",
+            "sample_strategy: staleness_control, sample_strategy_args",
+            "another choice of samples: staleness_control",
+        ),
+    ],
+)
+def test_a_mixture_with_an_expert_that_would_be_another_is_refused(said, instead, reason):
+    assert said in MIX_TRINITY
+    refusals = translated("trinity", tree=MIX_TRINITY.replace(said, instead, 1)).refusals
+    assert refusals and any(reason in refusal for refusal in refusals)
 
 
 EXPLORER_TRINITY = GSM8K_TRINITY.replace("mode: both", "mode: explore").replace("gpu_per_node: 8", "gpu_per_node: 4")

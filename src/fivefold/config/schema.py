@@ -414,6 +414,10 @@ class DataConfig:
     """Parquet or jsonl files of prompts."""
     val: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Files for evaluation; none is made when left out."""
+    expert: Annotated[list[str], CONTENT] = field(default_factory=list)
+    """Files of an expert's responses, which algorithm.expert imitates next to what is sampled: rows as for sft."""
+    expert_per_step: Annotated[int, at_least(0)] = 0
+    """Expert's responses in a step; a multiple of algorithm.updates_per_step."""
     prompts_per_step: Annotated[int, above(0)] = 32
     """Prompts of one step; a multiple of algorithm.updates_per_step."""
     max_prompt_tokens: Annotated[int, above(0)] = 512
@@ -839,7 +843,7 @@ class RunConfig:
 
     @property
     def samples_per_step(self) -> int:
-        return self.data.prompts_per_step * self.algorithm.samples_per_prompt
+        return self.data.prompts_per_step * self.algorithm.samples_per_prompt + self.data.expert_per_step
 
     @property
     def max_sequence_tokens(self) -> int:

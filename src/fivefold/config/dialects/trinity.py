@@ -17,8 +17,19 @@ from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import dialect
-from fivefold.config.dialects.trinity_algorithm import ADVANTAGES, ALGORITHMS, algorithm, chosen, kind, kl, loss, offline
-from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, CRITIC, ROLLOUT, SECTIONS, TASKSET, VERL
+from fivefold.config.dialects.trinity_algorithm import (
+    ADVANTAGES,
+    ALGORITHMS,
+    algorithm,
+    chosen,
+    expert_batch,
+    kind,
+    kl,
+    loss,
+    mixes,
+    offline,
+)
+from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, CRITIC, EXPERTS, ROLLOUT, SECTIONS, TASKSET, VERL
 from fivefold.config.loader import read
 
 DEFAULTS: dict[str, Any] = {
@@ -243,15 +254,17 @@ def batch(source: Source) -> dict[str, Any]:
     if offline(source):
         return {"data.prompts_per_step": taken or tasks}
     group = source.whole("algorithm.repeat_times") or int(ALGORITHMS.get(kind(source), {}).get("repeat", 1))
-    if taken and taken != tasks * group:
+    steps, experts = period(source), expert_batch(source) if mixes(source) else 0
+    if (taken or experts or mixes(source)) and taken != tasks * group + experts:
         source.lacks(
             "buffer.train_batch_size",
-            f"a trainer's step of {taken} samples beside an explorer's of {tasks} x {group}: they must be as many",
+            f"a trainer's step of {taken} samples beside an explorer's of {tasks} x {group}"
+            f"{f' and {experts} of an expert' if experts else ''}: they must be as many",
         )
-    steps = period(source)
     with_critic = chosen(source, "advantage", "advantage_fn") == "ppo"
     return {
         "data.prompts_per_step": tasks * steps,
+        "data.expert_per_step": experts * steps or None,
         "algorithm.group_size": group,
         "algorithm.updates_per_step": steps,
         "algorithm.values_per": "update" if with_critic and steps > 1 else None,
@@ -392,6 +405,8 @@ def data(source: Source) -> dict[str, Any]:
     if sets:
         found["data.val"] = [str(path) for path in sets]
     found |= _workflow(source)
+    if mixes(source):
+        found |= _experts(source)
     selector = source.text(TASKSET + "data_selector.selector_type") or "sequential"
     if selector not in ("sequential", "shuffle"):
         source.lacks(TASKSET + "data_selector.selector_type", f"tasks that are chosen in another way: {selector}")
@@ -400,6 +415,17 @@ def data(source: Source) -> dict[str, Any]:
     if thinking is not None and source.value(thinking) is not None:
         found["data.chat_template_kwargs"] = {"enable_thinking": source.flag(thinking)}
     return found
+
+
+def _experts(source: Source) -> dict[str, Any]:
+    """The data set of an expert's responses, of which the taskset's prompts have the same column."""
+    said = source.under(EXPERTS + "format.")
+    found: dict[str, Any] = {"data.expert": shared.files(source, EXPERTS + "path")}
+    if (said.text("prompt_type") or "messages") == "messages":
+        return found | {"data.messages_key": said.text("messages_key") or "message"}
+    if (said.text("prompt_key") or "prompt") != source.text(TASKSET + "format.prompt_key"):
+        said.lacks("prompt_key", "another column with prompts than that of the tasks")
+    return found | {"data.response_key": said.text("response_key") or "response"}
 
 
 def _workflow(source: Source) -> dict[str, Any]:

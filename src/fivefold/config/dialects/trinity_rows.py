@@ -11,6 +11,7 @@ VERL = "trainer.trainer_config."
 ACTOR, CRITIC = VERL + "actor_rollout_ref.actor.", VERL + "critic."
 TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
 ROLLOUT = "explorer.rollout_model."
+EXPERTS = "buffer.trainer_input.auxiliary_buffers.sft_dataset."
 
 
 def _below(start: str, names: str) -> list[str]:
@@ -18,6 +19,7 @@ def _below(start: str, names: str) -> list[str]:
 
 
 _SECOND_FILE = "a file for trainer.trainer_config_path, which is no run of its own"
+_KEPT = "where Trinity keeps samples"
 _TASKS = "workflows, tools and other models"
 
 SECTIONS = (
@@ -75,7 +77,7 @@ SECTIONS = (
             "algorithm.algorithm_type algorithm.advantage_fn algorithm.advantage_fn_args.*",
             "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam "
             "algorithm.baseline_shift algorithm.baseline_temperature",
-            "mix and mix_chord learn from samples of another source too, multi_step_grpo from several turns: refused.",
+            "multi_step_grpo learns from several turns: refused.",
             takes_any=True,
         ),
         used(
@@ -87,9 +89,12 @@ SECTIONS = (
             "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
             "algorithm.aggregate algorithm.beta algorithm.tau algorithm.clip_mode algorithm.ring_low algorithm.ring_high "
             "algorithm.token_weight algorithm.weight_temperature algorithm.likelihood_coef algorithm.proximal_coef "
-            "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative",
+            "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative "
+            "algorithm.expert",
             "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py). opmd, topr, sppo and "
-            "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε.",
+            "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε. mix and mix_chord are "
+            "1 - μ of GRPO and μ of an expert's cross-entropy, a mean of its own each, where the batch sizes that they are "
+            "told are the run's (chord_policy_loss.py).",
             takes_any=True,
         ),
         used(
@@ -100,7 +105,12 @@ SECTIONS = (
         ),
         used("algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.entropy_coef"),
         used("algorithm.entropy_loss_fn", "algorithm.entropy_coef"),
-        lacks("algorithm.sample_strategy", "another choice of samples", ["default", "warmup"]),
+        used("algorithm.sample_strategy", "data.expert_per_step"),
+        used(
+            "algorithm.sample_strategy_args.expert_data_ratio",
+            "data.expert_per_step",
+            "Of mix and mix_chord: the expert's share of train_batch_size, rounded up; 0.5 when left out.",
+        ),
         lacks("algorithm.sample_strategy_args.*", "another choice of samples"),
         fixed("algorithm.*_args", "empty"),
         used("algorithm.optimizer.lr", "policy.optimizer.lr"),
@@ -230,8 +240,18 @@ SECTIONS = (
                 "name storage_type format max_read_timeout max_retry_* split subset_name index batch_size "
                 "enable_progress_bar schema_type tokenizer_path total_epochs total_steps ray_namespace wrap_in_ray",
             ),
-            "where Trinity keeps samples",
+            _KEPT,
         ),
+        used(
+            EXPERTS + "path",
+            "data.expert",
+            "Of mix and mix_chord; begun anew at its end, as there until total_epochs.",
+        ),
+        used(
+            _below(EXPERTS + "format.", "prompt_type messages_key prompt_key response_key"),
+            "data.messages_key data.response_key",
+        ),
+        fixed(_below(EXPERTS, "name storage_type schema_type split subset_name total_epochs total_steps batch_size"), _KEPT),
         lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
         lacks(
             "data_processor.task_pipeline.** data_processor.task_pipeline data_processor.experience_pipeline.operators "
