@@ -614,7 +614,7 @@ CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
     "trinity rec": (
         ["trinity", of_type("rec", "policy_loss_fn_args: {epsilon_low: 0.1, clip_mode: one-side}")],
         {**_REINFORCE, "advantage": "group", "normalize": "none", "surrogate": "rec", "clip_mode": "one_sided", "clip_low": 0.1, "clip_high": 0.2,
-         "token_weight": "none", "likelihood_coef": 0.0, "proximal_coef": 0.0, "kl.coef": 0.0},
+         "token_weight": "none", "likelihood_coef": 0.0, "proximal_coef": 0.0, "kl.estimator": "k2", "kl.coef": 0.001},
     ),
     "trinity rec by sequences": (
         ["trinity", of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: gspo_importance_sampling, regularizer: forward-kl, regularizer_coef: 0.1}")],

@@ -22,7 +22,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "asymre": {"advantage": "asymre", "loss": "opmd", "repeat": 2, "entropy": "none"},
     "topr": {"advantage": "reinforce", "loss": "topr", "kl": "k2", "repeat": 2},
     "sppo": {"advantage": "opmd", "loss": "sppo", "repeat": 2, "entropy": "none"},
-    "rec": {"advantage": "rec", "loss": "rec", "repeat": 2, "entropy": "none"},
+    "rec": {"advantage": "rec", "loss": "rec", "kl": "k2", "repeat": 2},
     "mix": {"advantage": "grpo", "loss": "mix", "kl": "k2", "repeat": 8},
     "mix_chord": {"advantage": "grpo", "loss": "mix_chord", "kl": "k2", "repeat": 8},
     "dpo": {"loss": "dpo"},
