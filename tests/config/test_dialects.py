@@ -1317,6 +1317,28 @@ def test_trinitys_workflow_of_boxed_answers_asks_and_scores_as_its_arguments_say
         assert "an argument of math_" in translated("trinity", tree=said).refusals[0]
 
 
+def test_trinitys_evaluation_is_sampled_as_its_sets_say():
+    def evaluated(*sets: str):
+        tree = GSM8K_TRINITY.replace("    default_workflow", f"    eval_tasksets: [{', '.join(sets)}]\n    default_workflow")
+        return translated("trinity", tree=tree.replace("model_path: m", "model_path: m, temperature: 0.8"))
+
+    plain, own, greedy = (
+        "{path: v.parquet}",
+        "{path: v.parquet, repeat_times: 32, rollout_args: {temperature: 0.6, top_p: 0.7}}",
+        ("{path: v.parquet, rollout_args: {temperature: 0.0}}"),
+    )
+    for sets, expected in (
+        ((plain,), (1, 0.8, 1.0)),
+        ((own, own), (32, 0.6, 0.7)),
+        ((greedy,), (0, 0.0, 1.0)),
+        ((), (0, 1.0, 1.0)),
+    ):
+        found = make_config(evaluated(*sets).tree).eval
+        assert (found.samples, found.temperature, found.top_p) == expected
+    (outcome,) = [each for each in evaluated(own, plain).outcomes if each.kind == "unsupported"]
+    assert "sampled in different ways" in outcome.reason and not outcome.is_refused
+
+
 def test_trinitys_penalty_of_long_responses_is_that_of_dapo():
     """dapo_reward.py: nothing up to max - cache tokens, then linear to -penalty_factor at max."""
     said = "default_reward_fn_type: math_dapo_reward, reward_fn_args: {enable_overlong_penalty: %s, penalty_factor: 0.5, max_response_length: %d, cache_length: 256}"

@@ -484,6 +484,24 @@ def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
     }
 
 
+def _sampled_evaluation(source: Source) -> dict[str, Any]:
+    """How evaluation sets are sampled, `repeat_times` a task and as the model where they say nothing; the greedy response
+    comes besides here."""
+    key = "buffer.explorer_input.eval_tasksets"
+    usual = (source.number("model.temperature"), source.number("model.top_p"))
+    ways = []
+    for each in source.items(key):
+        own = Source(dict(flatten(each)) if isinstance(each, dict) else {}, {}, source.environment).under("rollout_args.")
+        drawn = (
+            own.number(name) if own.has(name) else other for name, other in zip(("temperature", "top_p"), usual, strict=True)
+        )
+        ways.append((*drawn, int((each.get("repeat_times") if isinstance(each, dict) else None) or 1)))
+    if len(set(ways)) > 1:
+        source.lacks(key, "sets that are sampled in different ways: all are as the first", changes_result=False)
+    temperature, top_p, times = ways[0]
+    return {"eval.samples": times if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}
+
+
 def run(source: Source) -> dict[str, Any]:
     place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
     keep = source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
@@ -501,7 +519,7 @@ def run(source: Source) -> dict[str, Any]:
         "trainer.eval_before_train": source.flag("explorer.eval_on_startup") and evaluated,
         "trainer.steps": periods(source, steps) or None,
         "trainer.epochs": source.whole("buffer.total_epochs"),
-        "eval.samples": 0,
+        **(_sampled_evaluation(source) if evaluated else {"eval.samples": 0}),
         "trainer.loggers": [
             "console",
             *(name for name in shared.loggers(source, "monitor.monitor_type") if name != "console"),

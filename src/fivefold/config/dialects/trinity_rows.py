@@ -184,7 +184,11 @@ SECTIONS = (
         ),
         fixed(f"{TASKSET}rollout_args.n {TASKSET}rollout_args.logprobs", "algorithm.repeat_times and log-probs say it"),
         lacks(f"{TASKSET}rollout_args.*", "another way of sampling"),
-        used("buffer.explorer_input.eval_tasksets", "data.val", "Greedy."),
+        used(
+            "buffer.explorer_input.eval_tasksets",
+            "data.val eval.samples eval.temperature eval.top_p",
+            "repeat_times responses a task, sampled by its rollout_args, and a greedy one besides.",
+        ),
         used(f"buffer.explorer_input.default_workflow_type {TASKSET}default_workflow_type", "reward.functions"),
         used(
             f"buffer.explorer_input.default_reward_fn_type {TASKSET}default_reward_fn_type",
