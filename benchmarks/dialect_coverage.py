@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.config.dialects.trinity import join
 from fivefold.config.packages import TRACKERS, missing_packages
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.layout import ParallelLayout, PipelineSplit
@@ -44,6 +45,17 @@ EXPERTS = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 256, "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048, "norm_topk_prob": True,
 }  # fmt: skip
+
+
+def is_left_out(record: dict[str, Any]) -> bool:
+    """It is not of a language model without tools: by its kind; or a Trinity run whose workflow is a class of the user's (a
+    dotted path), a program whose turns, tools and rewards its code alone says, or asks models beside the policy."""
+    tree = record.get("tree") or {}
+    tasks = (tree.get("buffer") or {}).get("explorer_input") or {}
+    workflows = [str(place.get("default_workflow_type") or "") for place in (tasks, tasks.get("taskset") or {})]
+    asks_others = bool((tree.get("explorer") or {}).get("auxiliary_models"))
+    is_program = record["system"] == "trinity" and (asks_others or any("." in name for name in workflows))
+    return record["kind"] in OTHER_KINDS or is_program
 
 
 class _Standing(dict):  # type: ignore[type-arg]
@@ -104,6 +116,22 @@ def runs(found: list[dict[str, Any]], directory: Path) -> Iterator[dict[str, Any
             tree = {**record["tree"], "trainer": {**record["tree"]["trainer"], "trainer_config_path": str(path)}}
             record = {**record, "tree": tree}
         yield record
+
+
+def joined(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The records, where two files of a Trinity run, explorer's and trainer's, are one: of a commit, directory and name."""
+    waiting: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in found:
+        tree = record.get("tree") or {}
+        if tree.get("mode") not in ("explore", "train"):
+            yield record
+            continue
+        place = (record.get("commit"), Path(record["path"]).parent, tree.get("project"), tree.get("name"))
+        if (other := waiting.pop(place, None)) is not None and other["tree"]["mode"] != tree["mode"]:
+            yield {**record, "tree": join([other["tree"], tree])}
+        else:
+            waiting[place] = record
+    yield from waiting.values()
 
 
 TRUTHS = {
@@ -186,8 +214,9 @@ def faults(translation: Translation, directory: Path) -> list[str]:
     reward = directory / "reward.py"
     reward.write_text("def f(response, ground_truth):\n    return 0.0\n")
     tree.setdefault("model", {}).setdefault("path", "/stand/in")
-    for key in ("train", "val"):
-        if tree.get("data", {}).get(key):
+    tree.setdefault("data", {})["train"] = [str(data)]
+    for key in ("val", "expert"):
+        if tree["data"].get(key):
             tree["data"][key] = [str(data)]
     if tree.get("reward", {}).get("functions"):
         tree["reward"]["functions"] = {
@@ -239,8 +268,8 @@ def main() -> None:
         kinds: Counter[str] = Counter()
         accepted = total = 0
         second = tempfile.TemporaryDirectory()
-        for record in runs(list(records(options.directory, system)), Path(second.name)):
-            if record["kind"] in OTHER_KINDS:
+        for record in joined(runs(list(records(options.directory, system)), Path(second.name))):
+            if is_left_out(record):
                 continue
             total += 1
             with tempfile.TemporaryDirectory() as name:

@@ -17,6 +17,7 @@ from fivefold.build_engine import build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
 from fivefold.config.schema import LoraConfig, PolicyConfig
 from fivefold.data.mixture import MixedLoader, places_by_domain
@@ -49,7 +50,7 @@ from fivefold.reward.reward_model import ModelReward
 from fivefold.reward.rules import CODE
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
-from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
+from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, ExpertRollouts, PromptQueue
 from fivefold.rollout.staleness import Admission
 from fivefold.rollout.stats import BatchPlan, nothing_skipped
 from fivefold.trainer.checks import LogprobGate, SkipGuard
@@ -154,6 +155,10 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         generator = Generator(engine, tokenizer, rewards, logger, partial(_refresh, models, engine), members)
     plan = build_plan(config, spec, objective)
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
+    if config.data.expert:
+        experts = PromptQueue(build_expert_loader(config, tokenizer, tokenizer_directory, ranks), logger, "expert/epoch")
+        per_step = {"groups": config.data.prompts_per_step, "per_step": config.data.expert_per_step}
+        rollouts = ExpertRollouts(rollouts, experts, ranks, updates=config.algorithm.updates_per_step, **per_step)
     evaluation = None
     if evaluation_set is not None:
         evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
@@ -205,6 +210,18 @@ def build_loader(config: RunConfig, training: PromptSet) -> Loader[Prompt]:
         return PromptLoader(training.prompts, data.prompts_per_step, seed, data.shuffle)
     places = places_by_domain((source for _, source, _ in training.ground_truths()), domains_of(data.domains))
     return MixedLoader(training.prompts, places, counts(data.mixture, data.prompts_per_step), seed, data.shuffle)
+
+
+def build_expert_loader(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks) -> Loader[Prompt]:
+    """The order of the expert's responses, whose conversations stay as they stand in the data."""
+    plain = replace(config, data=replace(config.data, system_prompt=None))
+    found = _prompts(plain, tokenizer, directory, ranks, config.data.expert, need_responses=True, learns_from="responses")
+    if len(found.prompts) < config.data.expert_per_step:
+        raise ValueError(
+            f"data.expert_per_step must not be larger than the expert's responses: got {config.data.expert_per_step} for "
+            f"{len(found.prompts)}"
+        )
+    return PromptLoader(found.prompts, config.data.expert_per_step, config.trainer.seed, config.data.shuffle)
 
 
 def build_reward_pool(
@@ -442,6 +459,7 @@ def _prompts(
     files: list[str],
     need_responses: bool = False,
     first: int | None = None,
+    learns_from: LearnsFrom | None = None,
 ) -> PromptSet:
     """Tokenized by every rank, or of a large set by the first rank of each machine for all of them. Collective."""
     data = config.data
@@ -449,11 +467,12 @@ def _prompts(
         data.max_prompt_tokens,
         data.overlong_prompts,
         Columns.of(data),
-        config.algorithm.method.learns_from,
+        learns_from or config.algorithm.method.learns_from,
         need_responses,
         data.max_response_tokens,
         data.system_prompt,
         data.chat_template_kwargs,
+        data.chat_template,
     )
     if first is not None or not is_large(files):
         return load_prompts(files, tokenizer, reading, first)

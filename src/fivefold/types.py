@@ -105,6 +105,8 @@ class Group:
     """Place among the groups of the step, the same on every layout."""
     is_used: bool = True
     """The step trains on it; dynamic sampling leaves some out, which count in the metrics only."""
+    is_expert: bool = False
+    """Its response stands in the data, next to those that are sampled."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class RolloutStats:
     """The reward of another sample of its group failed; None where none did."""
     domain_N: Tensor | None = None
     """Number of the domain of each sample's prompt, from 0; None where domains are not told apart."""
+    expert_N: Tensor | None = None
+    """Responses of an expert, to be imitated next to the sampled ones; None where there are none."""
     skipped_N: Tensor | None = None
     """Samples that add exactly nothing to the policy's loss and gradient, which its passes leave out; None where that is
     off or cannot be said."""
@@ -260,8 +264,12 @@ class TokenBatch:
     """What the critic learns: the return from each response token on."""
     selected_T: Tensor | None = None
     """Tokens that the surrogate treats in another way, chosen among all of the update."""
+    expert_T: Tensor | None = None
+    """Tokens of an expert's responses and their prompts, next to what was sampled."""
     update_tokens: int = 0
     """Response tokens of the whole update that are computed, over all replicas."""
+    expert_tokens: int = 0
+    """Those of them that are an expert's."""
     update_micro_batches: int = 0
     """Micro-batches of the whole update that hold samples, over all replicas; known to the loss only."""
     per_micro_batch: bool = False

@@ -8,8 +8,11 @@ import json
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+import jinja2
 import pytest
+import torch
 
+from fivefold.algo import Objective
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, find_dialect, writer
 from fivefold.config.dialects.command import translate_words
@@ -18,6 +21,7 @@ from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import known_keys
 from fivefold.config.loader import read_mapping
+from fivefold.config.methods import ExpertConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.reward.choose import choose_rewards
 
@@ -610,7 +614,7 @@ CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
     "trinity rec": (
         ["trinity", of_type("rec", "policy_loss_fn_args: {epsilon_low: 0.1, clip_mode: one-side}")],
         {**_REINFORCE, "advantage": "group", "normalize": "none", "surrogate": "rec", "clip_mode": "one_sided", "clip_low": 0.1, "clip_high": 0.2,
-         "token_weight": "none", "likelihood_coef": 0.0, "proximal_coef": 0.0, "kl.coef": 0.0},
+         "token_weight": "none", "likelihood_coef": 0.0, "proximal_coef": 0.0, "kl.estimator": "k2", "kl.coef": 0.001},
     ),
     "trinity rec by sequences": (
         ["trinity", of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: gspo_importance_sampling, regularizer: forward-kl, regularizer_coef: 0.1}")],
@@ -746,7 +750,7 @@ def test_details_of_those_runs():
     ("roll", [], pg_variant("cispo, cispo_use_unified_mask: true"), "a mask besides the bounds"),
     ("trinity", [], of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: importance_sampling}"), "the weight importance_sampling"),
     ("trinity", [], of_type("rec", "advantage_fn_args: {std_normalize: true}"), "a biased deviation"),
-    ("trinity", [], of_type("mix_chord", ""), "the algorithm mix_chord"),
+    ("trinity", [], of_type("multi_step_grpo", ""), "the algorithm multi_step_grpo"),
     ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear"), "log-probs that are estimated"),
     ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_style: dynamic_by_explorer"), "weights that come when one of the two asks"),
     ("trinity", [], of_type("reinforceplusplus").replace("sync_interval: 1", "sync_interval: 8"), "advantages over the samples of each"),
@@ -1282,6 +1286,260 @@ def test_trinitys_steps_are_counted_in_its_syncs():
     assert (found.trainer.steps, found.trainer.save_every, found.policy.optimizer.warmup_steps) == (20, 13, 20)
     # The warm-up over 20 of its steps is one over 20 updates.
     assert found.policy.optimizer.schedule_per == "update"
+
+
+BOXED_TRINITY = GSM8K_TRINITY.replace("math_workflow", "math_boxed_workflow")
+
+
+def of_taskset(text: str, tree: str = BOXED_TRINITY) -> RunConfig:
+    """Trinity's run with this in its task set."""
+    return config("trinity", tree=tree.replace("{path: d.parquet,", f"{{path: d.parquet, {text},"))
+
+
+def test_trinitys_workflow_of_boxed_answers_asks_and_scores_as_its_arguments_say():
+    plain, base = of_taskset("split: train"), of_taskset("workflow_args: {use_base: true}")
+    assert plain.data.chat_template is None and plain.reward.functions == {"math": 1.0}
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+    template = jinja2.Template(base.data.chat_template, trim_blocks=True, lstrip_blocks=True)
+    # format_prompt of customized_math_workflows.py.
+    assert template.render(messages=turns) == "System:Add.\nUser:\n1+1?\nAssistant:\n"
+    assert template.render(messages=turns[1:]) == "User:\n1+1?\nAssistant:\n"
+    for said, weight in (("with_think: true", 0.1), ("with_think: true, format_score_coef: 0.5", 0.5)):
+        found = of_taskset(f"workflow_args: {{{said}}}")
+        assert found.reward.functions == {"math": 1.0, "think": weight}
+        assert "<think>\n ...your reasoning process here... </think>\n first." in str(found.data.system_prompt)
+    own = 'default_reward_fn_type: math_dapo_reward, workflow_args: {with_think: true}, format: {system_prompt: "Add.\\n"}'
+    tree = BOXED_TRINITY.replace("format: {prompt_key: question, response_key: answer}, ", "")
+    dapo = of_taskset(own, tree)
+    assert (dapo.reward.functions, dapo.data.system_prompt) == ({"math": 1.0}, "Add.\n")
+    for tree, argument in ((BOXED_TRINITY, "tools: [search]"), (GSM8K_TRINITY, "use_base: true")):
+        said = tree.replace("{path: d.parquet,", f"{{path: d.parquet, workflow_args: {{{argument}}},")
+        assert "an argument of math_" in translated("trinity", tree=said).refusals[0]
+
+
+def test_trinitys_evaluation_is_sampled_as_its_sets_say():
+    def evaluated(*sets: str):
+        tree = GSM8K_TRINITY.replace("    default_workflow", f"    eval_tasksets: [{', '.join(sets)}]\n    default_workflow")
+        return translated("trinity", tree=tree.replace("model_path: m", "model_path: m, temperature: 0.8"))
+
+    plain, own, greedy = (
+        "{path: v.parquet}",
+        "{path: v.parquet, repeat_times: 32, rollout_args: {temperature: 0.6, top_p: 0.7}}",
+        ("{path: v.parquet, rollout_args: {temperature: 0.0}}"),
+    )
+    for sets, expected in (
+        ((plain,), (1, 0.8, 1.0)),
+        ((own, own), (32, 0.6, 0.7)),
+        ((greedy,), (0, 0.0, 1.0)),
+        ((), (0, 1.0, 1.0)),
+    ):
+        found = make_config(evaluated(*sets).tree).eval
+        assert (found.samples, found.temperature, found.top_p) == expected
+    (outcome,) = [each for each in evaluated(own, plain).outcomes if each.kind == "unsupported"]
+    assert "sampled in different ways" in outcome.reason and not outcome.is_refused
+
+
+def test_trinitys_penalty_of_long_responses_is_that_of_dapo():
+    """dapo_reward.py: nothing up to max - cache tokens, then linear to -penalty_factor at max."""
+    said = "default_reward_fn_type: math_dapo_reward, reward_fn_args: {enable_overlong_penalty: %s, penalty_factor: 0.5, max_response_length: %d, cache_length: 256}"
+    on, off = (of_taskset(said % (flag, 1024)).algorithm for flag in ("true", "false"))
+    assert (on.resolved.overlong_buffer, on.resolved.overlong_penalty, off.resolved.overlong_buffer) == (256, 0.5, 0)
+    lengths_N = torch.tensor([767, 768, 896, 1023, 1024])
+    rewards_N = Objective.of(on.resolved).shape_rewards(torch.zeros(5), lengths_N, 1024)
+    expected = [0.0 if length < 768 else (768 - length) / 256 * 0.5 for length in lengths_N.tolist()]
+    assert rewards_N.tolist() == pytest.approx(expected)
+    other = BOXED_TRINITY.replace("{path: d.parquet,", f"{{path: d.parquet, {said % ('true', 2048)},")
+    assert "another one than model.max_response_tokens" in translated("trinity", tree=other).refusals[0]
+
+
+def test_trinitys_tasks_come_in_the_order_of_the_file_unless_it_is_asked_to_shuffle():
+    orders = {
+        "split: train": False,
+        "data_selector: {selector_type: sequential}": False,
+        "data_selector: {selector_type: shuffle}": True,
+    }
+    assert {said: of_taskset(said).data.shuffle for said in orders} == orders
+    random = BOXED_TRINITY.replace("{path: d.parquet,", "{path: d.parquet, data_selector: {selector_type: random},")
+    assert "chosen in another way: random" in translated("trinity", tree=random).refusals[0]
+    assert "1+1" in str(
+        config(
+            "trinity", tree=GSM8K_TRINITY.replace("model_path: m", "model_path: m, custom_chat_template: '{{ 1+1 }} '")
+        ).data.chat_template
+    )
+
+
+MIX_TRINITY = of_type(
+    "mix_chord",
+    "kl_loss_fn_args: {kl_coef: 0.0}, sample_strategy_args: {expert_data_ratio: 0.2}, policy_loss_fn_args: {mu_warmup_steps: 20, "
+    "mu_decay_steps: 40, mu_peak: 0.5, mu_valley: 0.02, use_dynamic_bsz: true, ppo_mini_batch_size: 960, "
+    "train_batch_size_usual: 768, train_batch_size_expert: 192, ngpus_trainer: 4}",
+).replace(
+    "buffer:\n",
+    "buffer:\n  train_batch_size: 960\n  trainer_input: {auxiliary_buffers: {sft_dataset: {path: e.parquet, total_epochs: 9, "
+    "format: {prompt_type: messages, messages_key: turns}}}}\n",
+)
+
+
+def test_trinitys_mixture_with_an_expert_is_grpo_with_one():
+    """A fifth of 960 samples are the expert's; μ is counted in the trainer's steps, of which two between syncs are one here."""
+    found = config("trinity", tree=MIX_TRINITY.replace("sync_interval: 1", "sync_interval: 2"))
+    data, chosen = found.data, found.algorithm.resolved
+    assert (data.prompts_per_step, data.expert_per_step, data.expert, data.messages_key) == (
+        192,
+        384,
+        ["e.parquet"],
+        "turns",
+    )
+    assert chosen.expert == ExpertConfig(0.5, 0.02, 20, 40, "phi", "token-mean")
+    assert (chosen.advantage, chosen.normalize, chosen.surrogate, chosen.dual_clip, chosen.kl.coef) == (
+        "group", "group", "ppo_clip", 3.0, 0.0,
+    )  # fmt: skip
+    plain = MIX_TRINITY.replace("mix_chord", "mix").replace(
+        "mu_warmup_steps: 20, mu_decay_steps: 40, mu_peak: 0.5, mu_valley: 0.02", "mu: 0.3"
+    )
+    texts = plain.replace(
+        "prompt_type: messages, messages_key: turns", "prompt_type: plaintext, prompt_key: question, response_key: said"
+    )
+    for tree in (plain, texts):
+        assert config("trinity", tree=tree).algorithm.resolved.expert == ExpertConfig(0.3, None, 0, 0, "none", "token-mean")
+    assert config("trinity", tree=texts).data.response_key == "said"
+    steady = MIX_TRINITY.replace("mu_warmup_steps: 20, mu_decay_steps: 40, mu_peak: 0.5, ", "enable_phi_function: false, ")
+    assert config("trinity", tree=steady).algorithm.resolved.expert == ExpertConfig(0.02, None, 0, 0, "none", "token-mean")
+
+
+@pytest.mark.parametrize(
+    ("said", "instead", "reason"),
+    [
+        ("train_batch_size: 960", "train_batch_size: 900", "96 x 8 and 180 of an expert: they must be as many"),
+        (
+            "ppo_mini_batch_size: 960",
+            "ppo_mini_batch_size: 256",
+            "a loss that is scaled by the quotient to the run's own number, 960",
+        ),
+        ("train_batch_size_expert: 192, ", "", "own number, 192"),
+        ("use_dynamic_bsz: true", "use_dynamic_bsz: false", "scaled by the number of GPUs"),
+        ("kl_coef: 0.0", "kl_coef: 0.1", "a penalty on the expert's tokens too"),
+        ("mu_decay_steps: 40", "mu_decay_steps: 0", "falls at once"),
+        (
+            "prompt_type: messages, messages_key: turns",
+            "prompt_type: plaintext, prompt_key: other",
+            "another column with prompts",
+        ),
+        ("expert_data_ratio: 0.2", "expert_data_ratio: 0.2, other: 1", "another choice of samples"),
+        (
+            "sample_strategy_args",
+            "sample_strategy: staleness_control, sample_strategy_args",
+            "another choice of samples: staleness_control",
+        ),
+    ],
+)
+def test_a_mixture_with_an_expert_that_would_be_another_is_refused(said, instead, reason):
+    assert said in MIX_TRINITY
+    refusals = translated("trinity", tree=MIX_TRINITY.replace(said, instead, 1)).refusals
+    assert refusals and any(reason in refusal for refusal in refusals)
+
+
+EXPLORER_TRINITY = GSM8K_TRINITY.replace("mode: both", "mode: explore").replace("gpu_per_node: 8", "gpu_per_node: 4")
+TRAINER_TRINITY = (
+    GSM8K_TRINITY.replace("mode: both", "mode: train")
+    .replace("gpu_per_node: 8", "gpu_per_node: 4")
+    .replace("buffer:\n  batch_size: 96", "buffer:\n  train_batch_size: 768")
+    .replace("explorer: {rollout_model: {engine_num: 4, tensor_parallel_size: 1}}\n", "")
+)
+
+
+def test_explorer_and_trainer_of_trinity_in_two_files_are_the_run_of_mode_both(tmp_path):
+    """Each has four GPUs; the explorer waits for weights every sync_interval of its steps, the trainer for its samples."""
+    files = {"explorer.yaml": EXPLORER_TRINITY, "trainer.yaml": TRAINER_TRINITY}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text.replace("sync_interval: 1", "sync_interval: 10"))
+    whole = config("trinity", tree=GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 10"))
+    for names in (list(files), list(files)[::-1]):
+        words = [word for name in names for word in ("--config", str(tmp_path / name))]
+        found = translate_words("trinity", words, HOME)
+        assert found.refusals == [] and make_config(found.tree) == whole
+        (refusal,) = translate_words("trinity", [*words, "synchronizer.sync_style=explorer_driven"], HOME).refusals
+        assert "weights that come when one of the two asks" in refusal
+    assert whole.algorithm.updates_per_step == 10
+    for text in files.values():
+        assert "give the other's file too" in translated("trinity", tree=text).refusals[0]
+    (tmp_path / "trainer.yaml").write_text(TRAINER_TRINITY.replace("repeat_times: 8", "repeat_times: 4"))
+    with pytest.raises(
+        ConfigError, match=r"must say the same of algorithm.repeat_times, synchronizer.sync_interval: got .*=8"
+    ):
+        translate_words("trinity", [str(tmp_path / name) for name in files], HOME)
+
+
+def in_buffer(text: str) -> str:
+    """Trinity's GRPO run with this in its experience buffer."""
+    return GSM8K_TRINITY.replace("buffer:\n", f"buffer:\n  trainer_input: {{experience_buffer: {{{text}}}}}\n")
+
+
+@pytest.mark.parametrize(
+    "queue",
+    [
+        "replay_buffer: {enable: true, priority_fn: linear_decay, priority_fn_args: {decay: 0.1}}",
+        "replay_buffer: {enable: true, priority_fn: decay_limit_randomization}",
+        "use_priority_queue: true, replay_buffer_kwargs: {priority_fn: linear_decay, decay: 0.1}",
+        "capacity: 96, replay_buffer: {enable: false, reuse_cooldown_time: 40}",
+    ],
+)
+def test_a_queue_that_reads_each_sample_once_and_the_newest_first_is_one_without_priorities(queue):
+    assert config("trinity", tree=in_buffer(queue)) == config("trinity", tree=GSM8K_TRINITY)
+
+
+@pytest.mark.parametrize(
+    ("queue", "interval", "reason"),
+    [
+        ("replay_buffer: {enable: true, reuse_cooldown_time: 40}", "sync_interval: 1", "after so many seconds"),
+        ("use_priority_queue: true, reuse_cooldown_time: 40", "sync_interval: 1", "after so many seconds"),
+        ("replay_buffer: {enable: true, priority_fn: best}", "sync_interval: 1", "the priority best"),
+        ("replay_buffer: {enable: true, priority_fn_args: {sigma: 0.1}}", "sync_interval: 1", "noise"),
+        ("replay_buffer: {enable: true}", "sync_interval: 2, sync_offset: 1", "older ones waiting"),
+        ("capacity: 100, replay_buffer: {enable: true}", "sync_interval: 2", "drops samples"),
+    ],
+)
+def test_a_queue_that_learns_again_or_leaves_samples_behind_is_refused(queue, interval, reason):
+    (refusal,) = translated("trinity", tree=in_buffer(queue).replace("sync_interval: 1", interval)).refusals
+    assert reason in refusal
+
+
+def test_keys_of_trinity_before_2025_06_say_what_verls_said():
+    """trainer.actor_* came over verl's keys for the same; β of dpo was the coefficient; beta1 and beta2 were read by nobody."""
+    said = "  actor_use_kl_loss: true\n  actor_kl_loss_coef: 0.2\n"
+    dpo = "  trainer_config: {actor_rollout_ref: {actor: {optim: {beta1: 0.9, beta2: 0.95}}}}\n"
+    before = DPO_TRINITY.replace("trainer: {max_token_len_per_gpu: 16384}\n", "trainer:\n  max_token_len_per_gpu: 16384\n")
+    found = config("trinity", tree=before + said + dpo)
+    assert (found.algorithm.resolved.beta, found.policy.optimizer.betas) == (0.2, [0.9, 0.999])
+    verl = "  trainer_config: {actor_rollout_ref: {actor: {kl_loss_type: mse, entropy_coeff: 0.01, clip_ratio: 0.3}}}\n"
+    chosen = config("trinity", tree=GSM8K_TRINITY + said + "  actor_grad_clip: 0.5\n" + verl)
+    resolved = chosen.algorithm.resolved
+    assert (resolved.kl.estimator, resolved.kl.coef, resolved.kl.place, resolved.entropy_coef) == ("k2", 0.2, "loss", 0.01)
+    assert (resolved.clip_low, resolved.clip_high, chosen.policy.optimizer.clip_grad) == (0.3, 0.3, 0.5)
+    # What neither file says was verl's default: no penalty, and an entropy of 0.001.
+    without = config("trinity", tree=GSM8K_TRINITY + "  actor_clip_ratio: 0.1\n").algorithm.resolved
+    assert (without.kl.coef, without.entropy_coef, without.clip_low) == (0.0, 0.001, 0.1)
+    # Today Trinity's own keys come over verl's.
+    today = config("trinity", tree=GSM8K_TRINITY + verl).algorithm.resolved
+    assert (today.kl.estimator, today.kl.coef, today.entropy_coef, today.clip_low) == ("k2", 0.001, 0.0, 0.2)
+    gamma = PPO_TRINITY.replace("repeat_times: 4,", "repeat_times: 4, gamma: 0.9, lam: 0.8,")
+    assert (
+        config("trinity", tree=gamma).algorithm.resolved.gamma,
+        config("trinity", tree=gamma).algorithm.resolved.lam,
+    ) == (
+        0.9,
+        0.8,
+    )
+
+
+def test_operators_on_data_of_trinity_act_where_a_server_or_a_pipeline_is_named():
+    asked = (
+        "data_processor: {source_data_path: d, dj_process_desc: sort by difficulty, agent_model_config: {model_name: q}}\n"
+    )
+    assert config("trinity", tree=GSM8K_TRINITY + asked) == config("trinity", tree=GSM8K_TRINITY)
+    for acts in ("{data_workflow_url: 'http://s:5005'}", "{experience_pipeline: {operators: [{name: reward_filter}]}}"):
+        (refusal,) = translated("trinity", tree=f"{GSM8K_TRINITY}data_processor: {acts}\n").refusals
+        assert "operators on data" in refusal
 
 
 def test_a_critic_computes_values_anew_where_several_steps_of_another_trainer_are_one():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,35 @@ def test_variables_reach_the_chat_template_in_training_and_in_the_check(tmp_path
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     reading = Reading(max_prompt_tokens=64, template_kwargs={"enable_thinking": False})
     assert load_prompts([str(tmp_path / "d.jsonl")], theirs, reading).prompts[0].text == "#1+1=#=+"
+
+
+def test_a_template_of_the_configuration_comes_over_the_tokenizers_in_training_and_in_the_check(tmp_path, tokenizer):
+    """Also where the tokenizer has none; a conversation to imitate goes through it too."""
+    turns = [{"role": "user", "content": "1+1="}]
+    template = "{% for message in messages %}{{ message.role + message.content + mark }}{% endfor %}"
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "2"}]}) + "\n")
+    reading = Reading(max_prompt_tokens=64, template_kwargs={"mark": "="}, template=template)
+    for own in (None, "own {{ messages[0].content }}"):
+        tokenizer.save_pretrained(tmp_path)
+        if own is not None:
+            (tmp_path / "chat_template.jinja").write_text(own)
+        theirs, light = load_tokenizer(str(tmp_path)), LightTokenizer.load(tmp_path).with_template(template, "the template")
+        assert load_prompts([str(tmp_path / "d.jsonl")], theirs, reading).prompts[0].text == "user1+1=="
+        assert light.render(turns, kwargs={"mark": "="}) == "user1+1=="
+        learning = replace(reading, learns_from="responses", max_response_tokens=64)
+        (prompt,) = load_prompts([str(tmp_path / "c.jsonl")], theirs, learning).prompts
+        said = theirs.decode(prompt.responses[0].token_ids)
+        assert (prompt.text, said) == ("user1+1==", f"assistant2={theirs.eos_token}")
+
+
+def test_a_template_of_the_configuration_that_is_none_is_named(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    data = {"train": [str(tmp_path / "d.jsonl")], "chat_template": "{% for message in messages %}"}
+    config, findings = make_config({"model": {"path": "m"}, "data": data}), Findings()
+    check_data(findings, config, LightTokenizer.load(tmp_path), None)
+    assert "the chat template of data.chat_template is not valid" in findings.errors[0]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def test_the_row_written_out_is_the_row_of_the_code(name, monkeypatch):
     kl = methods.KLConfig(**told.pop("kl", {}))
     correction = methods.CorrectionConfig(**told.pop("rollout_correction", {}))
     monkeypatch.setitem(methods.METHODS, "blank", methods.Method(learns_from=methods.METHODS[name].learns_from))
-    written = methods.resolve("blank", methods.Choices(kl=kl, rollout_correction=correction, **told))
+    expert = methods.ExpertConfig(**told.pop("expert", {}))
+    written = methods.resolve("blank", methods.Choices(kl=kl, rollout_correction=correction, expert=expert, **told))
     assert Objective.of(written) == Objective.of(methods.resolve(name))
     assert written.dynamic_sampling == methods.resolve(name).dynamic_sampling
 

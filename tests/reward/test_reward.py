@@ -102,6 +102,17 @@ def test_the_form_of_reasoning_and_answer_is_that_of_the_field_s_pattern(respons
     assert bool(re.match(pattern, response, re.DOTALL | re.MULTILINE)) == (expected > 0)
 
 
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a</think>b", 0.0), ("x<think></think>", 0.0), ("a", -1.0), ("<think>a", -1.0), ("</think>a<think>", -1.0),
+        ("<think>a</think><think>", -1.0), ("<think>a</think>b</think>", -1.0), ("", -1.0),
+    ],
+)  # fmt: skip
+def test_reasoning_stands_once_between_its_tags(response, expected):
+    assert rules.think(response, "b") == expected
+
+
 HOSTILE = ["9^{9^{9^{9}}}", "9**9**9**9", "9^{9\\cdot 9^{9}}", "((((((9^9)^9)^9)^9)^9)^9)^9", "1000000!", "(10!)!", "9^{10!}",
            "10^{100000}", "1e999999999", "9" * 4000, r"\binom{1000000}{500000}", "3!!!!"]  # fmt: skip
 ORDINARY = ["x^2+2x+1", "2^{2023}-1", "3^{3^2}", "e^{x^2}", "e^{2^{x}}", "x^{10}+x^9+x^8+x^7+x^6+x^5", "(2n)!", "5!", "2^{n!}",

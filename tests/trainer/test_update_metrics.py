@@ -24,6 +24,7 @@ def stats(**fields):
         "lengths_N": torch.tensor([6, 12]),
         "finished_N": torch.tensor([True, True]),
         "max_response_tokens": 10,
+        "expert_N": None,
     }
     return SimpleNamespace(**base | fields)
 

@@ -170,6 +170,7 @@ def rows(**changes) -> SimpleNamespace:
         "response_lengths_N": torch.tensor([3, 4, 5] * 3),
         "finished_N": torch.tensor([True] * 5 + [False] + [True] * 3),
         "greedy_rewards_N": None,
+        "expert_N": None,
         "max_response_tokens": 9,
     }
     return Stats(**base | changes)

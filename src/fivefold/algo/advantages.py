@@ -20,6 +20,13 @@ class AdvantageInputs:
     """Tokens of the responses."""
     greedy_rewards_N: Tensor | None = None
     """Reward of the most likely response to the same prompt, where the advantage needs it."""
+    expert_N: Tensor | None = None
+    """An expert's response, which is compared with none."""
+
+    def select(self, chosen_N: Tensor) -> AdvantageInputs:
+        """Those of these samples."""
+        _, group_N = self.group_N[chosen_N].unique(return_inverse=True)
+        return AdvantageInputs(self.rewards_N[chosen_N], group_N, self.lengths_N[chosen_N])
 
     def group_sums(self, values_N: Tensor) -> Tensor:
         """The sum over its group, for each sample, in float64."""

@@ -15,6 +15,7 @@ from fivefold.algo.advantages import Advantage, AdvantageInputs, make_advantage
 from fivefold.algo.aggregate import AGGREGATES, Aggregate
 from fivefold.algo.correction import Correction
 from fivefold.algo.credit import Credit, UserCredit, make_credit, whiten
+from fivefold.algo.imitation import Imitation
 from fivefold.algo.importance_sampling import RATIOS, Ratio
 from fivefold.algo.reward_shaping import overlong_penalty
 from fivefold.algo.segments import Segments
@@ -22,7 +23,7 @@ from fivefold.algo.surrogates import Surrogate, TokenSelector, UserSurrogate, ma
 from fivefold.config import methods
 from fivefold.config.findings import Findings
 from fivefold.config.method_rules import check_method
-from fivefold.config.methods import Choices, RatioReference
+from fivefold.config.methods import Choices, ExpertConfig, RatioReference
 from fivefold.config.ranges import check_values
 from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
@@ -82,6 +83,10 @@ class Objective:
     """The advantage compares with the most likely response to the prompt."""
     vanishes: bool = False
     """The surrogate of a sample without advantages is nothing, whatever its log-probs are."""
+    imitation: Imitation | None = None
+    """Of an expert's responses among those of the step."""
+    step: int = 0
+    """The step in progress, which the share of the expert depends on."""
 
     @classmethod
     def of(cls, chosen: Choices) -> Objective:
@@ -108,6 +113,7 @@ class Objective:
             old_is_engine=correction.old_logprobs_from == "engine",
             needs_greedy=chosen.advantage == "greedy_baseline",
             vanishes=methods.vanishes(chosen),
+            imitation=_imitation(chosen.expert),
             **{
                 f"kl_{name}": getattr(chosen.kl, name)
                 for name in ("coef", "target", "horizon", "ratio_weighted", "reward_coef")
@@ -180,7 +186,16 @@ class Objective:
             group_N=stats.group_N,
             lengths_N=stats.response_lengths_N,
             greedy_rewards_N=None if greedy_N is None else self.shape_rewards(greedy_N, stats.greedy_lengths_N, limit),
+            expert_N=stats.expert_N,
         )
+
+    def _compared(self, inputs: AdvantageInputs) -> Tensor:
+        """[N] advantages of what was sampled, compared among itself; an expert's response has 1."""
+        if inputs.expert_N is None:
+            return self.advantage(inputs)
+        found_N = torch.ones(len(inputs.expert_N), dtype=torch.float64)
+        found_N[~inputs.expert_N] = self.advantage(inputs.select(~inputs.expert_N)).double()
+        return found_N
 
     def kept(self, stats: RolloutStats) -> Tensor | None:
         """[N] samples that carry loss, by how they ended and how hard their prompt was; None where all do."""
@@ -195,7 +210,7 @@ class Objective:
             high = math.inf if self.difficulty_high is None else self.difficulty_high
             fair_N = (mean_N > low) & (mean_N < high)
             kept_N = fair_N if kept_N is None else kept_N & fair_N
-        return kept_N
+        return kept_N if kept_N is None or stats.expert_N is None else kept_N | stats.expert_N
 
     def skipped(self, stats: RolloutStats) -> Tensor | None:
         """[N] samples that add exactly nothing to the loss and its gradient, as far as the rewards of the step say so.
@@ -210,7 +225,7 @@ class Objective:
         kept_N = self.kept(stats)
         skipped_N = torch.zeros(len(stats), dtype=torch.bool) if kept_N is None else ~kept_N
         if not self.kl_coef and not self.entropy_coef and not self.whiten and self.credit.keeps_zero:
-            skipped_N = skipped_N | (self.advantage(self._inputs(stats)) == 0)
+            skipped_N = skipped_N | (self._compared(self._inputs(stats)) == 0)
         return skipped_N
 
     def advantages(
@@ -239,7 +254,7 @@ class Objective:
                 penalties_N = torch.zeros(len(inputs.rewards_N), dtype=torch.float64)
                 penalties_N[own_N] = segments.sums(penalties_T).double()
                 inputs = replace(inputs, rewards_N=inputs.rewards_N - replicas.all_reduce_sum(penalties_N))
-        advantages_N = self.advantage(inputs)[own_N]
+        advantages_N = self._compared(inputs)[own_N]
         advantages_T, returns_T = self.credit(advantages_N, penalties_T, batch.values_T, finished_N[own_N], segments)
         if self.whiten:
             counted_T = batch.loss_mask_T
@@ -252,15 +267,36 @@ class Objective:
             advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
         return advantages_T, returns_T
 
-    def loss_weights(self, response_lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None = None) -> Tensor:
-        """Weight of each sample's tokens in the loss of one update; 0 of samples that are not kept."""
-        return _weights(self.aggregate, response_lengths_N, max_response_tokens, kept_N)
+    def loss_weights(
+        self,
+        response_lengths_N: Tensor,
+        max_response_tokens: int,
+        kept_N: Tensor | None = None,
+        expert_N: Tensor | None = None,
+        update: int = 1,
+    ) -> Tensor:
+        """Weight of each sample's tokens in the loss of one update; 0 of samples that are not kept.
+
+        `update` counts optimizer steps of the run from 1.
+        """
+        if expert_N is None:
+            return _weights(self.aggregate, response_lengths_N, max_response_tokens, kept_N)
+        assert self.imitation is not None
+        share, sampled_N = self.imitation.share(update), ~expert_N if kept_N is None else kept_N & ~expert_N
+        weights_N = (1 - share) * _weights(self.aggregate, response_lengths_N, max_response_tokens, sampled_N)
+        return weights_N + share * _weights(self.imitation.aggregate, response_lengths_N, max_response_tokens, expert_N)
 
     def penalty_weights(
-        self, response_lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None = None
+        self,
+        response_lengths_N: Tensor,
+        max_response_tokens: int,
+        kept_N: Tensor | None = None,
+        expert_N: Tensor | None = None,
     ) -> Tensor | None:
-        """The same for KL and entropy; None where they are weighted as the rest."""
-        if self.penalty_aggregate is self.aggregate:
+        """The same for KL and entropy, of what was sampled; None where they are weighted as the rest."""
+        if expert_N is not None:
+            kept_N = ~expert_N if kept_N is None else kept_N & ~expert_N
+        elif self.penalty_aggregate is self.aggregate:
             return None
         return _weights(self.penalty_aggregate, response_lengths_N, max_response_tokens, kept_N)
 
@@ -281,9 +317,12 @@ class Objective:
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""
         assert batch.advantages_T is not None
-        mask_T, weights_T, samples = batch.loss_mask_T, batch.weights_T, Segments.of(batch)
+        # What is measured is what was sampled.
+        expert_T = batch.expert_T
+        mask_T = batch.loss_mask_T if expert_T is None else batch.loss_mask_T & ~expert_T
+        weights_T, samples = batch.weights_T, Segments.of(batch)
         penalty_weights_T = weights_T if batch.penalty_weights_T is None else batch.penalty_weights_T
-        share_T = mask_T / max(batch.update_tokens, 1)
+        share_T = mask_T / max(batch.update_tokens - batch.expert_tokens, 1)
         now_T = logprobs_T.detach()
         old_T = self.old_logprobs(logprobs_T, batch)
         log_ratio_T = self.importance_sampling_level(logprobs_T, old_T, samples)
@@ -318,6 +357,11 @@ class Objective:
                 found = self.rollout_correction.metrics(difference_T, weight_T, kept_T, samples)
                 sums |= {name: (value_T * share_T).sum() for name, value_T in found.items()}
                 maxima["rollout_correction/ratio_max"] = _largest(found["rollout_correction/ratio_mean"] * mask_T)
+        if expert_T is not None:
+            assert self.imitation is not None
+            objective_T = torch.where(expert_T, self.imitation(logprobs_T), objective_T)
+            learned_T = (batch.loss_mask_T & expert_T) / max(batch.expert_tokens, 1)
+            sums["expert/logprob_mean"] = (now_T * learned_T).sum()
         penalty_T = torch.zeros_like(objective_T)
         if batch.ref_logprobs_T is not None:
             sums["policy/kl_reference"] = (kl.k3(now_T, batch.ref_logprobs_T) * share_T).sum()
@@ -374,6 +418,15 @@ def _weights(aggregate: Aggregate, lengths_N: Tensor, max_response_tokens: int, 
     weights_N = torch.zeros(len(lengths_N), dtype=torch.float64)
     weights_N[kept_N] = aggregate(lengths_N[kept_N], max_response_tokens)
     return weights_N
+
+
+def _imitation(chosen: ExpertConfig) -> Imitation | None:
+    if chosen.weight is None:
+        return None
+    final = chosen.weight if chosen.final_weight is None else chosen.final_weight
+    assert chosen.warmup_updates is not None and chosen.decay_updates is not None and chosen.token_weight is not None
+    aggregate = _choose(str(chosen.aggregate), AGGREGATES.__getitem__)
+    return Imitation(chosen.weight, final, chosen.warmup_updates, chosen.decay_updates, chosen.token_weight, aggregate)
 
 
 def _surrogate(chosen: Choices) -> Surrogate:

@@ -19,6 +19,7 @@ from fivefold.config.methods import (
     SURROGATES,
     Choices,
     CorrectionConfig,
+    ExpertConfig,
     resolve,
     surrogate_row,
 )
@@ -41,6 +42,7 @@ def check_method(findings: Findings, name: str, overrides: Choices, group_size: 
     _check_kl(findings, name, overrides, chosen)
     _check_penalty(findings, name, overrides, chosen)
     _check_correction(findings, overrides, chosen)
+    _check_expert(findings, name, overrides, chosen)
     unlike = chosen.surrogate in ("log_likelihood", "opmd") and chosen.rollout_correction.weight == "none"
     if unlike and updates > 1 and not METHODS[name].offline:
         findings.note(
@@ -220,6 +222,29 @@ def _check_penalty(findings: Findings, name: str, overrides: Choices, chosen: Ch
         "penalty_aggregate",
         f": {LEGACY_AGGREGATE} is for all of the loss or none of it: got {chosen.penalty_aggregate} with {chosen.aggregate}",
     )
+
+
+def _check_expert(findings: Findings, name: str, overrides: Choices, chosen: Choices) -> None:
+    if chosen.expert.weight is None:
+        if overrides.expert != ExpertConfig():
+            findings.ignore("expert", "its weight is left out")
+        return
+    below = findings.at("expert")
+    selects = SECOND_MOMENT in (chosen.rollout_correction.reject_divergence or {})
+    impossible = (
+        (METHODS[name].offline, f"{name} learns from responses in the data alone"),
+        (chosen.surrogate in ("clip_cov", "kl_cov"), f"{chosen.surrogate} chooses tokens among all of the update"),
+        (selects, "rollout_correction chooses tokens among all of the update"),
+        (chosen.credit != "response", f"credit: {chosen.credit} has no rewards there"),
+        (bool(chosen.whiten), "whiten is over all tokens of the step"),
+        (chosen.advantage == "greedy_baseline", "greedy_baseline asks for another response to each prompt"),
+        (chosen.kl.place == "reward" or bool(chosen.kl.reward_coef), "a KL in the reward has no reward there"),
+        (LEGACY_AGGREGATE in (chosen.aggregate, chosen.expert.aggregate), f"{LEGACY_AGGREGATE} is for all of the loss"),
+    )
+    for is_so, reason in impossible:
+        below.require(not is_so, "weight", f"must be left out: {reason}")
+    is_reached = chosen.expert.final_weight is None or bool(chosen.expert.decay_updates)
+    below.require(is_reached, "final_weight", "is what weight comes to within decay_updates, which must be above 0")
 
 
 def _check_correction(findings: Findings, overrides: Choices, chosen: Choices) -> None:

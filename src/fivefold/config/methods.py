@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fivefold.config.ranges import OneOf, Range, above, at_least, within
 from fivefold.user_code import is_user_code
 
-C = TypeVar("C", bound="Choices | KLConfig | CorrectionConfig")
+C = TypeVar("C", bound="Choices | KLConfig | CorrectionConfig | ExpertConfig")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,25 @@ class CorrectionConfig:
     second_moment leaves out the tokens of the largest d² until their mean is below the bound: M2PO (2510.01161)."""
     old_logprobs_from: Literal["trainer", "engine"] | None = None
     """Whose log-probs are the old ones: the trainer's before the step's updates, or the engine's."""
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """How much the responses of `data.expert` weigh, which are imitated next to what is sampled; each choice by method."""
+
+    weight: Annotated[float, within("[0, 1]")] | None = None
+    """μ: the loss is (1 - μ) of what is sampled and μ of the expert's cross-entropy. There is no expert where it is left
+    out, and the method has none."""
+    final_weight: Annotated[float, within("[0, 1]")] | None = None
+    """μ after its decay; as before when left out."""
+    warmup_updates: Annotated[int, at_least(0)] | None = None
+    """Optimizer steps in which μ rises from 0."""
+    decay_updates: Annotated[int, at_least(0)] | None = None
+    """Optimizer steps behind those in which it comes to `final_weight`, along a cosine."""
+    token_weight: Literal["none", "phi"] | None = None
+    """phi: a token is weighted by p (1 - p), p its probability."""
+    aggregate: str | None = None
+    """How the expert's tokens are weighted among each other: one of AGGREGATES."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +164,7 @@ class Choices:
     """Weight of the entropy bonus."""
     kl: KLConfig = field(default_factory=KLConfig)
     rollout_correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
     reward_clip: Annotated[float, above(0)] | None = None
     """Rewards are kept within ± this."""
     overlong_buffer: Annotated[float, at_least(0)] | None = None
@@ -381,6 +401,7 @@ NAMES: dict[str, Collection[str]] = {
     "surrogate": SURROGATES,
     "aggregate": AGGREGATES,
     "penalty_aggregate": AGGREGATES,
+    "expert.aggregate": AGGREGATES,
     "kl.estimator": ESTIMATORS,
     "kl.reward_estimator": ESTIMATORS,
     "rollout_correction.weight": WEIGHTS,
@@ -404,6 +425,7 @@ USUAL = Choices(
         name="none", weight="none", low=0.0, high=2.0, outside="truncate", reject="none", reject_low=0.0, reject_high=2.0,
         reject_divergence={}, old_logprobs_from="trainer",
     ),
+    expert=ExpertConfig(warmup_updates=0, decay_updates=0, token_weight="none", aggregate="token-mean"),
     overlong_buffer=0.0,
     overlong_penalty=1.0,
     overlong_filter=False,
@@ -596,6 +618,15 @@ METHODS: dict[str, Method] = {
         ),
         rollout_correction=CorrectionConfig(reject_divergence={SECOND_MOMENT: 0.04}),
     ),
+    "chord": replace(
+        _GROUP,
+        about=(
+            "2508.11408: GRPO on what is sampled and cross-entropy on an expert's responses (`data.expert`) in the same "
+            "update, 1 - μ to μ. CHORD-φ with μ = 0.1, the default of Trinity, whose authors are the paper's; with "
+            "`token_weight: none` and a `final_weight` it is CHORD-μ, whose μ falls."
+        ),
+        expert=ExpertConfig(weight=0.1, token_weight="phi"),
+    ),
     "sft": Method(
         about="Cross-entropy on the responses of the data, mean over tokens.",
         learns_from="responses",
@@ -620,7 +651,7 @@ def _over(base: C, top: Any) -> C:
     changes: dict[str, Any] = {}
     for item in fields(base):
         own, overrides = getattr(base, item.name), getattr(top, item.name)
-        if isinstance(own, (KLConfig, CorrectionConfig)):
+        if isinstance(own, (KLConfig, CorrectionConfig, ExpertConfig)):
             changes[item.name] = _over(own, overrides)
         elif overrides is not None:
             changes[item.name] = overrides

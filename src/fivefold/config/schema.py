@@ -414,6 +414,10 @@ class DataConfig:
     """Parquet or jsonl files of prompts."""
     val: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Files for evaluation; none is made when left out."""
+    expert: Annotated[list[str], CONTENT] = field(default_factory=list)
+    """Files of an expert's responses, which algorithm.expert imitates next to what is sampled: rows as for sft."""
+    expert_per_step: Annotated[int, at_least(0)] = 0
+    """Expert's responses in a step; a multiple of algorithm.updates_per_step."""
     prompts_per_step: Annotated[int, above(0)] = 32
     """Prompts of one step; a multiple of algorithm.updates_per_step."""
     max_prompt_tokens: Annotated[int, above(0)] = 512
@@ -428,8 +432,10 @@ class DataConfig:
     """Where the tokenized prompts of data sets of more than 20,000 rows are kept, on each machine."""
     system_prompt: str | None = None
     """A system message put before each prompt that does not begin with one of its own."""
+    chat_template: str | None = None
+    """A Jinja template of prompts in the place of the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the tokenizer's chat template: `{enable_thinking: false}`."""
+    """Variables of the chat template: `{enable_thinking: false}`."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
     ground_truth_key: str = "reward_model.ground_truth"
@@ -837,7 +843,7 @@ class RunConfig:
 
     @property
     def samples_per_step(self) -> int:
-        return self.data.prompts_per_step * self.algorithm.samples_per_prompt
+        return self.data.prompts_per_step * self.algorithm.samples_per_prompt + self.data.expert_per_step
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -190,6 +190,7 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
         f"must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
         f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
     )
+    _check_expert(findings, config)
     if algorithm.values_per == "update":
         if not config.uses_critic:
             findings.ignore("algorithm.values_per", "there is no critic")
@@ -199,6 +200,26 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
             f": update needs algorithm.ppo_epochs: 1, for the values of an update are those before it: "
             f"got {algorithm.ppo_epochs}",
         )
+
+
+def _check_expert(findings: Findings, config: RunConfig) -> None:
+    data, algorithm = config.data, config.algorithm
+    if algorithm.resolved.expert.weight is None:
+        findings.require(not data.expert, "data.expert", f"needs algorithm.expert.weight, which {algorithm.name} has not")
+        findings.require(not data.expert_per_step, "data.expert_per_step", "needs algorithm.expert.weight")
+        return
+    findings.require(bool(data.expert), "data.expert", "must name files of responses: algorithm.expert.weight is set")
+    findings.require(
+        data.expert_per_step > 0 and data.expert_per_step % algorithm.updates_per_step == 0,
+        "data.expert_per_step",
+        f"must be a multiple of algorithm.updates_per_step above 0: got {data.expert_per_step} and "
+        f"{algorithm.updates_per_step}",
+    )
+    findings.require(
+        config.rollout.max_staleness is None,
+        "rollout.max_staleness",
+        "must be left out with algorithm.expert: groups that are sampled ahead have no expert's among them",
+    )
 
 
 def _check_mixture(findings: Findings, data: DataConfig) -> None:

@@ -6,7 +6,7 @@ It encodes as the fast tokenizer of transformers does, and renders chat template
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,11 @@ class LightTokenizer:
         # transformers adds the special tokens that the vocabulary lacks.
         backend.add_special_tokens([text for text in special.values() if backend.token_to_id(text) is None])
         text = _chat_template(directory, config)
-        return cls(directory, backend, special, _compile(text, directory) if text else None)
+        return cls(directory, backend, special, _compile(text, str(directory)) if text else None)
+
+    def with_template(self, text: str, where: str) -> LightTokenizer:
+        """The same with another chat template; raises ValueError where it is none."""
+        return replace(self, template=_compile(text, where))
 
     @property
     def eos_token_id(self) -> int | None:
@@ -113,7 +117,7 @@ class LightTokenizer:
             raise ValueError(f"the chat template of {self.directory} raises: {first_line(error)}") from error
 
 
-def _compile(text: str, directory: Path) -> Any:
+def _compile(text: str, where: str) -> Any:
     """A chat template, in the sandbox and with the names that transformers gives it."""
     import jinja2
     from jinja2.ext import loopcontrols
@@ -138,7 +142,7 @@ def _compile(text: str, directory: Path) -> Any:
     try:
         return environment.from_string(text)
     except (jinja2.TemplateError, RecursionError) as error:
-        raise ValueError(f"the chat template of {directory} is not valid: {first_line(error)}") from error
+        raise ValueError(f"the chat template of {where} is not valid: {first_line(error)}") from error
 
 
 def _generation_block() -> Any:

@@ -59,15 +59,19 @@ class Reading:
     system_prompt: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
+    template: str | None = None
+    """A chat template in the place of the tokenizer's."""
 
     def prompt_of(self, row: dict[str, Any], at: Place, tokenizer: Any) -> Prompt | None:
         """None where it is too long; raises ValueError naming the row."""
         where = f"{at.file}, row {at.row}"
+        # What apply_chat_template takes by this name comes over the tokenizer's.
+        arguments = self.template_kwargs | ({} if self.template is None else {"chat_template": self.template})
         try:
             found = with_system_prompt(parse_row(row, self.columns, self.learns_from, at.file.stem), self.system_prompt)
             if self.need_responses:
                 check_responses(found, self.columns, self.learns_from, list(map(str, row)))
-            messages, token_ids, text, responses = tokenize(found, tokenizer, self.template_kwargs)
+            messages, token_ids, text, responses = tokenize(found, tokenizer, arguments)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if len(token_ids) > self.max_prompt_tokens:
@@ -171,7 +175,7 @@ def conversation(
 
 def conversation_text(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> str:
     """The text of a conversation that ends with an assistant's turn."""
-    if getattr(tokenizer, "chat_template", None):
+    if _has_template(tokenizer, template_kwargs):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **(template_kwargs or {})))
     return "\n".join(str(message["content"]) for message in messages)
 
@@ -188,7 +192,7 @@ def render(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] |
 
     Without a template messages are joined by line breaks and the text is followed by one more.
     """
-    if getattr(tokenizer, "chat_template", None):
+    if _has_template(tokenizer, template_kwargs):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {}))
         # The template writes its own special tokens.
         token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -198,3 +202,7 @@ def render(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] |
     if not token_ids:
         raise ValueError(f"the prompt has no tokens: {messages!r}")
     return [int(token) for token in token_ids], text
+
+
+def _has_template(tokenizer: Any, template_kwargs: dict[str, Any] | None) -> bool:
+    return "chat_template" in (template_kwargs or {}) or bool(getattr(tokenizer, "chat_template", None))

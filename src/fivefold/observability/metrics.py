@@ -21,7 +21,7 @@ class Metric:
 PLACEHOLDERS = {
     # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
     "<part>": (
-        r"(?:gsm8k|math|format|code|code_fraction|think_answer|countdown|ifeval|ifeval_fraction|multiple_choice"
+        r"(?:gsm8k|math|format|code|code_fraction|think|think_answer|countdown|ifeval|ifeval_fraction|multiple_choice"
         r"|multiple_choice_soft|repetition|judge|model|.+:.+)"
     ),
     "<source>": r".+",
@@ -109,6 +109,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/skipped_fraction", "fraction", "Tokens, prompts too, that policy.skip_zero_advantage leaves out."),
         Metric("policy/entropy", "nats", "Entropy of the next-token distribution, mean over response tokens."),
         Metric("policy/logprob_mean", "nats", "Log-prob of the response tokens, mean."),
+        Metric("expert/logprob_mean", "nats", "The same of an expert's (`data.expert`), which no other metric counts."),
         Metric("policy/ratio_mean", "ratio", "Importance ratio to the policy before the step, mean over tokens."),
         Metric("policy/ratio_max", "ratio", "Largest importance ratio of the step."),
         Metric("policy/clip_fraction", "fraction", "Tokens whose gradient the surrogate clips (cispo: whose weight)."),
@@ -182,6 +183,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Where the run stands": (
         Metric("step", "", "Steps finished; 0 is the evaluation before training."),
         Metric("epoch", "", "Pass over the data that the step's first prompt belongs to, from 0."),
+        Metric("expert/epoch", "", "The same of the expert's responses (`data.expert`)."),
         Metric("wall", "seconds", "When the row was written, since 1970."),
     ),
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
+from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
@@ -50,12 +51,18 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
     data, before = config.data, len(findings.errors)
     if not data.train:
         findings.error("data.train", "names no file")
-    for key, files in (("data.train", data.train), ("data.val", data.val)):
+    for key, files in (("data.train", data.train), ("data.val", data.val), ("data.expert", data.expert)):
         for name in files:
             if not Path(name).is_file():
                 findings.error(key, f": no file at {name}; `fivefold data` writes data sets")
     if len(findings.errors) > before:
         return
+    if data.chat_template is not None and tokenizer is not None:
+        try:
+            tokenizer = tokenizer.with_template(data.chat_template, "data.chat_template")
+        except ValueError as error:
+            findings.error("data.chat_template", f": {error}")
+            return
     if data.chat_template_kwargs and tokenizer is not None and tokenizer.template is None:
         findings.error("data.chat_template_kwargs", "are variables of a chat template, which the tokenizer has not")
     if ours := [name for name in data.chat_template_kwargs if name in TEMPLATE_NAMES]:
@@ -68,6 +75,11 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         _check_domains(findings, config, training)
         if data.val:
             _check_validation(findings, config, reader)
+        if data.expert:
+            plain = _Reader(replace(config, data=replace(data, system_prompt=None)), tokenizer, vocab)
+            experts = plain.read(data.expert, learns=True, scored=False, kind="responses")
+            message = f"must not be larger than the expert's responses: got {data.expert_per_step} for {experts.rows}"
+            findings.require(experts.rows >= data.expert_per_step, "data.expert_per_step", message)
     except ValueError as error:
         findings.error("data", f": {error}")
 
@@ -127,10 +139,13 @@ class _Reader:
     tokenizer: LightTokenizer | None
     vocab: int | None
 
-    def read(self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None) -> _Seen:
-        """`learns`: rows must have what is learned from; `scored`: their responses will be."""
+    def read(
+        self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None, kind: LearnsFrom | None = None
+    ) -> _Seen:
+        """`learns`: rows must have what is learned from; `scored`: their responses will be; `kind`: what is learned from,
+        where it is not the method's."""
         data, seen = self.config.data, _Seen()
-        columns, kind = Columns.of(data), self.config.algorithm.method.learns_from
+        columns, kind = Columns.of(data), kind or self.config.algorithm.method.learns_from
         for name in files:
             path = Path(name)
             for place, row in self._rows(path, seen, first):

@@ -185,7 +185,7 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
     engine, layout = config.engine, config.engine.layout
     group = config.algorithm.samples_per_prompt
     longest = config.data.max_response_tokens
-    requests = Requests(config.samples_per_step, group, lengths.prompt, lengths.response, longest)
+    requests = Requests(config.data.prompts_per_step * group, group, lengths.prompt, lengths.response, longest)
     cache = engine_cache(config, spec)
     size = BYTES[engine.dtype or config.policy.dtype]
     # Servers that run already are taken to be whole on a GPU each.

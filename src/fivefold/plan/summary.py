@@ -20,7 +20,8 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
     """The summary of a run over so many prompts, of which `dropped` more were too long, and validation prompts."""
     layout, algorithm, data = config.layout, config.algorithm, config.data
     group = algorithm.samples_per_prompt
-    samples = data.prompts_per_step * group
+    samples = config.samples_per_step
+    experts = f" and {data.expert_per_step} of an expert" if data.expert_per_step else ""
     updates = algorithm.updates_per_step * algorithm.ppo_epochs
     longest = samples // algorithm.updates_per_step * config.max_sequence_tokens
     most = -(-longest // (layout.dp * config.policy.tokens_per_micro_batch))
@@ -47,9 +48,9 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
         *_describe_others(config),
         f"data     {prompts} prompts{left_out}" + (f"; {validation} for validation" if validation else ""),
-        f"batch    {data.prompts_per_step} prompts x {group} samples = {samples} samples a step; {updates} optimizer "
-        f"step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} micro-batches "
-        f"of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
+        f"batch    {data.prompts_per_step} prompts x {group} samples{experts} = {samples} samples a step; {updates} "
+        f"optimizer step{'s' if updates > 1 else ''} of {samples // algorithm.updates_per_step} samples; at most {most} "
+        f"micro-batches of {config.policy.tokens_per_micro_batch} tokens on each of {layout.dp} replicas",
         f"steps    {steps}",
         *_describe_checkpoints(config, spec),
         f"memory   on the fullest rank about: {memory_of(config, spec).describe()}",

@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.reward.boxed import last_boxed
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
 from fivefold.reward.ifeval import ifeval, ifeval_fraction
-from fivefold.reward.tagged import countdown, think_answer
+from fivefold.reward.tagged import countdown, think, think_answer
 from fivefold.reward.texts import multiple_choice, multiple_choice_soft, repetition
 from fivefold.user_code import check_user_code, is_user_code, load_user_code, parameters_of
 
@@ -157,6 +157,7 @@ BUILT_IN: dict[str, RewardFunction] = {
     "gsm8k": gsm8k,
     "math": math,
     "format": format,
+    "think": think,
     "think_answer": think_answer,
     "countdown": countdown,
     "code": code,
@@ -171,7 +172,7 @@ JUDGED = ("judge",)
 """Those that a model gives, and no function."""
 CODE = ("code", "code_fraction")
 """Those that run programs."""
-WITH_TRUTH = tuple(name for name in BUILT_IN if name not in ("format", "think_answer", "repetition"))
+WITH_TRUTH = tuple(name for name in BUILT_IN if name not in ("format", "think", "think_answer", "repetition"))
 """Those that compare with the ground truth."""
 
 SOURCES = {"gsm8k": "gsm8k", "arithmetic": "gsm8k", "math": "math", "deepscaler": "math", "aime": "math"}

@@ -33,6 +33,12 @@ def think_answer(response: str, ground_truth: str) -> float:
     return 1.0 if between and _END.search(response, between.end()) else -1.0
 
 
+def think(response: str, ground_truth: str) -> float:
+    """0 when one <think> and behind it one </think> stand in the response, -1 otherwise."""
+    is_formed = response.count("<think>") == 1 == response.count("</think>")
+    return 0.0 if is_formed and response.find("<think>") < response.find("</think>") else -1.0
+
+
 def countdown(response: str, ground_truth: str) -> float:
     """1 for an equation with every number of the truth once that has its target, 0.1 for another one, 0 for none.
 

@@ -97,5 +97,6 @@ def _batch(tokens_TF: Tensor, rows: list[int], stats: RolloutStats, plan: BatchP
         temperature=plan.temperature,
         rollout_logprobs_T=tokens_TF[:, 2].contiguous().view(torch.float32) if stats.has_logprobs else None,
         version_T=tokens_TF[:, 3].long() if stats.versions_differ else None,
+        expert_T=None if stats.expert_N is None else stats.expert_N[rows].repeat_interleave(stats.lengths_N[rows]),
         samples_per_comparison=plan.samples_per_comparison,
     )

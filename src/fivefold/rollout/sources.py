@@ -23,13 +23,13 @@ from fivefold.types import Group, Prompt, Sample, Sampling
 class PromptQueue:
     """The prompts of a run in their order, as far as they were taken."""
 
-    def __init__(self, loader: Loader[Prompt], log: RunLogger) -> None:
-        self._loader, self._log = loader, log
+    def __init__(self, loader: Loader[Prompt], log: RunLogger, metric: str = "epoch") -> None:
+        self._loader, self._log, self._metric = loader, log, metric
         self.position = 0
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; the epoch of the first one is recorded."""
-        self._log.record({"epoch": float(self._loader.epoch(self.position))})
+        self._log.record({self._metric: float(self._loader.epoch(self.position))})
         self.position += count
         return self._loader.take(self.position - count, count)
 
@@ -109,6 +109,37 @@ class DatasetRollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state)
+
+
+class ExpertRollouts:
+    """Responses of an expert that stand in the data, next to those of another source, as many in each optimizer step."""
+
+    def __init__(
+        self, source: RolloutSource, experts: PromptQueue, ranks: Ranks, *, groups: int, per_step: int, updates: int
+    ) -> None:
+        """`groups` of the other source are used in a step, whose optimizer steps take whole groups in their order."""
+        self._source, self._experts, self._ranks = source, experts, ranks
+        self._groups, self._count, self._updates = groups, per_step, updates
+
+    def next(self, step: int) -> list[Group]:
+        """This rank's groups: in each optimizer step first the source's, then the expert's."""
+        own, more = self._groups // self._updates, self._count // self._updates
+        sampled = [
+            replace(group, index=group.index + more * min(group.index // own, self._updates))
+            for group in self._source.next(step)
+        ]
+        experts = [
+            replace(group, index=own * (group.index // more + 1) + group.index, is_expert=True)
+            for group in groups_from_dataset(self._experts.take(self._count))
+        ]
+        return sampled + self._ranks.shard(experts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._source.state_dict(), "expert": self._experts.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+        self._experts.load_state_dict(state["expert"])
 
 
 class DynamicSampling:

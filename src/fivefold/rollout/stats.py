@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class BatchPlan:
 _COLUMNS = (
     "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "incomplete", "correct",
     "repetition", "version", "versions_differ", "greedy_reward", "greedy_length", "has_logprobs", "is_used", "domain",
+    "is_expert",
 )  # fmt: skip
 
 
@@ -84,7 +86,8 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
 
 def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
     """The stats of these samples of all ranks, of which `groups` are this rank's; collective."""
-    group_size = int(rows[:, 0].unique(return_counts=True)[1].mode().values) if len(rows) else 0
+    sampled = rows[~rows[:, _COLUMNS.index("is_expert")].bool()]
+    group_size = int(sampled[:, 0].unique(return_counts=True)[1].mode().values) if len(sampled) else 0
     failed_N = rows[:, _COLUMNS.index("failed")].bool()
     if failed_N.all():
         raise RuntimeError(f"the rewards of all {len(rows)} samples of the step failed: there is nothing to learn from")
@@ -94,7 +97,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         raise RuntimeError("every sample of a step needs a finite reward, or reward_failed: its rollout source gave it none")
     _, group_N = column["group"].long().unique(return_inverse=True)
     minibatch_N = _minibatches(group_N, plan.updates_per_step)
-    lengths_N = column["length"].long()
+    lengths_N, expert_N = column["length"].long(), column["is_expert"].bool()
     greedy_N = column["greedy_reward"]
     stats = RolloutStats(
         group_N=group_N,
@@ -106,12 +109,12 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         correct_N=column["correct"].bool(),
         repetition_N=column["repetition"],
         version_N=column["version"].long(),
-        versions_differ=bool(column["versions_differ"].any()) or len(column["version"].unique()) > 1,
+        versions_differ=bool(column["versions_differ"].any()) or len(column["version"][~expert_N].unique()) > 1,
         rank_N=rank_N,
         minibatch_N=minibatch_N,
         owner_N=torch.zeros(len(rows), dtype=torch.long),
         max_response_tokens=plan.max_response_tokens,
-        has_logprobs=bool(column["has_logprobs"].all()),
+        has_logprobs=bool((column["has_logprobs"].bool() | expert_N).all()),
         greedy_rewards_N=None if greedy_N.isnan().any() else greedy_N,
         greedy_lengths_N=column["greedy_length"].long(),
         reward_parts=_reward_parts(groups, ranks),
@@ -119,6 +122,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         group_size=group_size,
         domain_N=column["domain"].unique(return_inverse=True)[1] if plan.domain_of else None,
         incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
+        expert_N=expert_N if expert_N.any() else None,
     )
     stats = replace(stats, skipped_N=plan.skipped(stats))
     return replace(stats, owner_N=owners(stats, ranks.layout.dp, plan))
@@ -153,7 +157,7 @@ def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[flo
             group.index, place, sample.reward, sample.loss_tokens, prompt, prompt + len(sample.token_ids), sample.finished,
             sample.reward_failed, incomplete, sample.correct, repetition(sample.token_ids), sample.policy_version,
             sample.token_versions is not None, greedy, group.greedy_length,
-            len(sample.logprobs) == len(sample.token_ids), group.is_used, domain,
+            len(sample.logprobs) == len(sample.token_ids), group.is_used, domain, group.is_expert,
         ]
         for place, sample in enumerate(group.samples)
     ]  # fmt: skip
@@ -203,6 +207,8 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
     Where the step does not train on some of them, `filtered/...` are those of the rest. `policy_version` is that of the
     policy before the step's updates.
     """
+    if stats.expert_N is not None:
+        stats = _without_experts(stats)
     if stats.sampled is not None:
         filtered = rollout_metrics(replace(stats, sampled=None), policy_version)
         return rollout_metrics(stats.sampled, policy_version) | {
@@ -235,6 +241,18 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         if chosen.any():
             found[f"response/length_mean_{name}"] = float(lengths[chosen].mean())
     return found | _group_metrics(stats)
+
+
+def _without_experts(stats: RolloutStats) -> RolloutStats:
+    """The rows of what was sampled."""
+    assert stats.expert_N is not None
+    rows_N, count = ~stats.expert_N, len(stats)
+    columns = {item.name: getattr(stats, item.name) for item in fields(stats)}
+    chosen: dict[str, Any] = {
+        name: value[rows_N] for name, value in columns.items() if isinstance(value, Tensor) and len(value) == count
+    }
+    chosen["group_N"] = chosen["group_N"].unique(return_inverse=True)[1]
+    return replace(stats, **{**chosen, "expert_N": None})
 
 
 def _group_metrics(stats: RolloutStats) -> dict[str, float]:

@@ -32,6 +32,8 @@ class LogprobGate:
         if version_T is None:
             version_T = stats.version_N[batch.sample_index_N].repeat_interleave(lengths_N)
         compared_T = fresh_T = batch.loss_mask_T & (version_T == version)
+        if batch.expert_T is not None:
+            compared_T = fresh_T = fresh_T & ~batch.expert_T
         if stats.skipped_N is not None:
             # The trainer has no log-probs of what it does not train on.
             compared_T = fresh_T & ~stats.skipped_N[batch.sample_index_N].repeat_interleave(lengths_N)

@@ -49,11 +49,13 @@ class MiniBatches:
             for number in range(stats.minibatches):
                 rows_N = (stats.minibatch_N == number).nonzero()[:, 0]
                 own = [int(place) for place in (own_N == number).nonzero()[:, 0]]
-                weighted = self._weighted(batch.select(own), rows_N, stats)
-                yield MiniBatch(weighted, rows_N, epoch * stats.minibatches + number, stats, batch, own)
+                place = epoch * stats.minibatches + number
+                weighted = self._weighted(batch.select(own), rows_N, stats, place)
+                yield MiniBatch(weighted, rows_N, place, stats, batch, own)
 
-    def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats) -> TokenBatch:
-        """The tokens with their weights, whose denominators are those of all replicas."""
+    def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats, place: int) -> TokenBatch:
+        """The tokens with their weights, whose denominators are those of all replicas; `place` is that of the optimizer
+        step among those of the step."""
         lengths_N = stats.response_lengths_N[rows_N]
 
         def on_tokens(weights_N: Tensor) -> Tensor:
@@ -61,13 +63,16 @@ class MiniBatches:
             all_N[rows_N] = weights_N
             return part.expand_to_tokens(all_N[part.sample_index_N])
 
-        kept_N = self.objective.kept(stats)
-        whole = (lengths_N, stats.max_response_tokens, None if kept_N is None else kept_N[rows_N])
+        kept_N, expert_N = self.objective.kept(stats), stats.expert_N
+        kept_N, expert_N = (None if marked_N is None else marked_N[rows_N] for marked_N in (kept_N, expert_N))
+        whole = (lengths_N, stats.max_response_tokens, kept_N, expert_N)
+        update = self.objective.step * stats.minibatches * self.ppo_epochs + place + 1
         penalty_weights_N = self.objective.penalty_weights(*whole)
         return replace(
             part,
             update_tokens=int(lengths_N.sum()),
-            loss_weights_T=on_tokens(self.objective.loss_weights(*whole)),
+            expert_tokens=0 if expert_N is None else int(lengths_N[expert_N].sum()),
+            loss_weights_T=on_tokens(self.objective.loss_weights(*whole, update)),
             penalty_weights_T=None if penalty_weights_N is None else on_tokens(penalty_weights_N),
             per_micro_batch=self.objective.per_micro_batch,
         )

@@ -100,6 +100,7 @@ class Trainer:
             self._last_metrics = self.logger.end_step(0)
         while self.step < self.total_steps:
             self._before = BeforeStep(self.rollouts.state_dict(), self._groups(), rng_states(), self._updates())
+            self.objective.step = self.step
             trace = profiled(self.config.profile, self.run_dir, self.ranks.rank, self.step + 1)
             with trace, self.logger.stage("step"):
                 yield self.step

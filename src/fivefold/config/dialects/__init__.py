@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,6 +81,16 @@ OWN = "fivefold"
 """The dialect of a configuration that names no other."""
 SYSTEMS = ("verl", "siirl", "trinity", "roll", "areal", "skyrl")
 """Systems with a table, in the order of the documentation."""
+
+
+def merged(trees: Iterable[Tree]) -> Tree:
+    """Mappings one over the other, the last on top."""
+    found: Tree = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and isinstance(found.get(key), dict)
+            found[key] = merged([found[key], value]) if both else value
+    return found
 
 
 def find_dialect(name: str) -> Dialect:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fivefold.config.dialects import SYSTEMS, Translation, Tree
+from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
 from fivefold.config.dialects.shell import Script, read_script
 from fivefold.config.loader import ConfigError, read, read_mapping
 from fivefold.files import read_text
@@ -46,13 +46,14 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
             del options["--config-name"]
     if file is not None:
         found.trees.insert(0, _yaml(file, None))
-    tree: Tree = {}
-    for each in found.trees:
-        _merge(tree, each)
+    module = importlib.import_module(f"fivefold.config.dialects.{name}")
+    try:
+        tree: Tree = getattr(module, "join", merged)(found.trees)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
     if not tree and not found.settings:
         raise ConfigError([f"no setting of {name} in {' '.join(words) or 'an empty command'}"])
     said = [f"{option}={value}" for option, value in options.items()]
-    module = importlib.import_module(f"fivefold.config.dialects.{name}")
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
     return translation
 
@@ -95,11 +96,3 @@ def _yaml(name: str, script: Script | None) -> Tree:
     if script is not None and name in script.files:
         return read_mapping(script.files[name], name)
     return read(name)
-
-
-def _merge(below: Tree, above: Tree) -> None:
-    for key, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(key), dict):
-            _merge(below[key], value)
-        else:
-            below[key] = value

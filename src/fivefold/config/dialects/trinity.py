@@ -10,15 +10,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.dialects import Translation, Tree, shared
+from fivefold.config.dialects import Translation, Tree, merged, shared
 from fivefold.config.dialects.adapters import adapters
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
-from fivefold.config.dialects.source import Source, UnreadableError
+from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import dialect
-from fivefold.config.dialects.trinity_algorithm import ADVANTAGES, ALGORITHMS, algorithm, chosen, kind, kl, loss, offline
-from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, CRITIC, ROLLOUT, SECTIONS, TASKSET, VERL
+from fivefold.config.dialects.trinity_algorithm import (
+    ADVANTAGES,
+    ALGORITHMS,
+    algorithm,
+    chosen,
+    expert_batch,
+    kind,
+    kl,
+    loss,
+    mixes,
+    offline,
+)
+from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, CRITIC, EXPERTS, ROLLOUT, SECTIONS, TASKSET, VERL
 from fivefold.config.loader import read
 
 DEFAULTS: dict[str, Any] = {
@@ -28,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
     "checkpoint_root_dir": "./checkpoints",
     "continue_from_checkpoint": True,
     "algorithm.algorithm_type": "ppo",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
     "algorithm.optimizer.lr": 1e-6,
     "algorithm.optimizer.lr_warmup_steps": -1,
     "algorithm.optimizer.lr_warmup_steps_ratio": 0.0,
@@ -83,12 +96,39 @@ def gpus(source: Source) -> int:
     return rest
 
 
+HALVES = "explore and train"
+"""The mode of two files that are one run."""
+
+
+def join(trees: list[Tree]) -> Tree:
+    """Two files of which one explores and one trains are the run that `mode: both` makes of them, on the GPUs of both.
+
+    With sync_style fixed the explorer waits for new weights after each sync_interval of its steps (explorer.py,
+    _pull_latest_weights) and the trainer for its samples, so neither has a pace of its own. The explorer's section is that
+    of its file, the trainer's and the cluster (the trainer's GPUs) those of the other; what both say they must say alike.
+    """
+    modes = {str(tree.get("mode")): tree for tree in trees}
+    if len(trees) != 2 or set(modes) != {"explore", "train"}:
+        return merged(trees)
+    explorer, trainer = modes["explore"], modes["train"]
+    own = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
+    shared_parts = [{key: value for key, value in each.items() if key not in own} for each in (explorer, trainer)]
+    said, also = (dict(flatten(part)) for part in shared_parts)
+    if differing := sorted(key for key in said.keys() & also.keys() if said[key] != also[key]):
+        first = differing[0]
+        raise ValueError(
+            f"the files of explorer and trainer must say the same of {', '.join(differing)}: "
+            f"got {first}={said[first]} and {also[first]}"
+        )
+    of_trainer = {key: trainer[key] for key in own if key in trainer}
+    return {**merged(shared_parts), **of_trainer, "explorer": explorer.get("explorer", {}), "mode": HALVES}
+
+
 def program(source: Source) -> dict[str, Any]:
     mode = source.text("mode") or "both"
-    if mode not in ("both", "train") or (mode == "train" and not offline(source)):
-        halves = ("explore", "train")
-        reason = "half of a run of two programs that meet in a data base, each at its own pace" if mode in halves else mode
-        source.lacks("mode", f"{reason}: a run samples and trains here (both), or learns from data (train with dpo or sft)")
+    if mode not in ("both", HALVES, "train") or (mode == "train" and not offline(source)):
+        reason = "half of a run of two programs: give the other's file too" if mode in ("explore", "train") else mode
+        source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
     if source.text("trainer.trainer_config_path"):
         source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
     return {}
@@ -127,6 +167,36 @@ def ahead(source: Source) -> dict[str, Any]:
             if is_asked:
                 said.lacks("sync_interval", f"{reason}, where {interval} of them are one step here: say 1")
     return shared.ahead(offset / interval, "finish")
+
+
+_PRIORITIES = ("linear_decay", "decay_limit_randomization")
+
+
+def replayed(source: Source) -> dict[str, Any]:
+    """A queue with priorities: the newest weights' samples come first, and come again after `reuse_cooldown_time`."""
+    said = source.under(BUFFER)
+    enabled = next((key for key in ("replay_buffer.enable", "use_priority_queue") if said.flag(key)), None)
+    if enabled is None or offline(source):
+        return {}
+    new = said.under("replay_buffer.")
+    old = enabled == "use_priority_queue"
+    place, arguments = (said, said.under("replay_buffer_kwargs.")) if old else (new, new.under("priority_fn_args."))
+    priority = (arguments if old else new).text("priority_fn") or _PRIORITIES[0]
+    capacity = said.whole("capacity")
+    reasons = (
+        (place.value("reuse_cooldown_time") is not None, "samples that are learned from again after so many seconds"),
+        (priority not in _PRIORITIES, f"the priority {priority}: known here are {', '.join(_PRIORITIES)}"),
+        (arguments.number("sigma"), "priorities with noise"),
+        (
+            source.whole("synchronizer.sync_offset"),
+            "the newest samples first, where a sync_offset leaves older ones waiting",
+        ),
+        (capacity and capacity < source.count("buffer.batch_size") * period(source), "a queue that drops samples"),
+    )
+    for is_asked, reason in reasons:
+        if is_asked:
+            said.lacks(enabled, reason)
+    return {}
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -184,15 +254,17 @@ def batch(source: Source) -> dict[str, Any]:
     if offline(source):
         return {"data.prompts_per_step": taken or tasks}
     group = source.whole("algorithm.repeat_times") or int(ALGORITHMS.get(kind(source), {}).get("repeat", 1))
-    if taken and taken != tasks * group:
+    steps, experts = period(source), expert_batch(source) if mixes(source) else 0
+    if (taken or experts or mixes(source)) and taken != tasks * group + experts:
         source.lacks(
             "buffer.train_batch_size",
-            f"a trainer's step of {taken} samples beside an explorer's of {tasks} x {group}: they must be as many",
+            f"a trainer's step of {taken} samples beside an explorer's of {tasks} x {group}"
+            f"{f' and {experts} of an expert' if experts else ''}: they must be as many",
         )
-    steps = period(source)
     with_critic = chosen(source, "advantage", "advantage_fn") == "ppo"
     return {
         "data.prompts_per_step": tasks * steps,
+        "data.expert_per_step": experts * steps or None,
         "algorithm.group_size": group,
         "algorithm.updates_per_step": steps,
         "algorithm.values_per": "update" if with_critic and steps > 1 else None,
@@ -223,7 +295,7 @@ def optimizer(source: Source) -> dict[str, Any]:
         "lr": lr,
         "weight_decay": of("weight_decay").number("weight_decay"),
         "betas": [float(beta) for beta in of("betas").items("betas")],
-        "clip_grad": source.number("trainer.grad_clip"),
+        "clip_grad": source.number("trainer.actor_grad_clip") or source.number("trainer.grad_clip"),
         "schedule": style,
         "schedule_per": "step" if period(source) == 1 else "update",
         "warmup_from": 0,
@@ -279,11 +351,11 @@ def engine(source: Source) -> dict[str, Any]:
 
 
 _WORKFLOWS = ("math_workflow", "async_math_workflow", "math_boxed_workflow", "default", "simple_workflow")
-_MATH = {"math": 1.0, "think_answer": 0.1}
 _REWARDS = {
-    "math_reward": _MATH,
+    "math_reward": {"math": 1.0, "think_answer": 0.1},
     "math_boxed_reward": {"math": 1.0},
     "accuracy_reward": {"math": 1.0},
+    "math_dapo_reward": {"math": 1.0},
     "countdown_reward": {"countdown": 1.0},
 }
 _R1_PROMPT = (
@@ -294,7 +366,19 @@ _R1_PROMPT = (
 )
 """DeepSeek-R1's (2501.12948 table 1), which math_workflow puts before prompts that have none (workflow.py)."""
 _BOXED_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
-"""math_boxed_workflow's (customized_math_workflows.py)."""
+_THINK_PROMPT = (
+    "You are a helpful assistant that solves MATH problems. You should first thinks about the reasoning process in mind and "
+    "then provides the user with the answer. You should present your reasoning process using the format: <think>\n "
+    "...your reasoning process here... </think>\n first. You should always include your final answer in \\boxed{} as "
+    "closed-form results."
+)
+"""math_boxed_workflow's, without and with with_think (customized_math_workflows.py)."""
+_BASE_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ 'System:' + message.content + '\\n' }}"
+    "{% elif message.role == 'user' %}{{ 'User:\\n' + message.content + '\\nAssistant:\\n' }}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+"""Its prompt with use_base, for models that know no chat."""
 
 
 def data(source: Source) -> dict[str, Any]:
@@ -320,31 +404,102 @@ def data(source: Source) -> dict[str, Any]:
     sets = [each.get("path") for each in source.items("buffer.explorer_input.eval_tasksets") if isinstance(each, dict)]
     if sets:
         found["data.val"] = [str(path) for path in sets]
-    flow = source.text(TASKSET + "default_workflow_type") or source.text("buffer.explorer_input.default_workflow_type")
-    if flow not in (None, "", *_WORKFLOWS):
-        source.lacks(
-            "buffer.explorer_input.default_workflow_type",
-            f"the workflow {flow}: a prompt, its responses and a reward function are what there is",
-        )
-    reward = source.text(TASKSET + "default_reward_fn_type") or source.text("buffer.explorer_input.default_reward_fn_type")
-    if reward and reward not in _REWARDS:
-        source.lacks(
-            "buffer.explorer_input.default_reward_fn_type", f"the reward {reward}: reward.functions names a function"
-        )
-    else:
-        usual = {"math_workflow": _MATH, "async_math_workflow": _MATH, "math_boxed_workflow": {"math": 1.0}}
-        rewards = _REWARDS.get(reward or "") or usual.get(flow or "")
-        found["reward.functions"] = rewards and dict(rewards)
-    system = source.text(TASKSET + "format.system_prompt") or source.text("buffer.explorer_input.system_prompt")
-    if not system and flow in ("math_workflow", "async_math_workflow") and reward in (None, "", "math_reward"):
-        system = _R1_PROMPT
-    elif not system and flow == "math_boxed_workflow":
-        system = _BOXED_PROMPT
-    found["data.system_prompt"] = system or None
+    found |= _workflow(source)
+    if mixes(source):
+        found |= _experts(source)
+    selector = source.text(TASKSET + "data_selector.selector_type") or "sequential"
+    if selector not in ("sequential", "shuffle"):
+        source.lacks(TASKSET + "data_selector.selector_type", f"tasks that are chosen in another way: {selector}")
+    found["data.shuffle"] = selector == "shuffle"
     thinking = next((key for key in (ROLLOUT + "enable_thinking", "model.enable_thinking") if source.has(key)), None)
     if thinking is not None and source.value(thinking) is not None:
         found["data.chat_template_kwargs"] = {"enable_thinking": source.flag(thinking)}
     return found
+
+
+def _experts(source: Source) -> dict[str, Any]:
+    """The data set of an expert's responses, of which the taskset's prompts have the same column."""
+    said = source.under(EXPERTS + "format.")
+    found: dict[str, Any] = {"data.expert": shared.files(source, EXPERTS + "path")}
+    if (said.text("prompt_type") or "messages") == "messages":
+        return found | {"data.messages_key": said.text("messages_key") or "message"}
+    if (said.text("prompt_key") or "prompt") != source.text(TASKSET + "format.prompt_key"):
+        said.lacks("prompt_key", "another column with prompts than that of the tasks")
+    return found | {"data.response_key": said.text("response_key") or "response"}
+
+
+def _workflow(source: Source) -> dict[str, Any]:
+    """How a task is asked and scored: its workflow, the reward function, and the arguments of both."""
+    places = [source.under(TASKSET), source.under("buffer.explorer_input.")]
+    flow, reward = (
+        next((name for place in places if (name := place.text(key))), "")
+        for key in ("default_workflow_type", "default_reward_fn_type")
+    )
+    if flow not in ("", *_WORKFLOWS):
+        places[1].lacks(
+            "default_workflow_type", f"the workflow {flow}: a prompt, its responses and a reward function are what there is"
+        )
+        return {}
+    if reward and reward not in _REWARDS:
+        places[1].lacks("default_reward_fn_type", f"the reward {reward}: reward.functions names a function")
+        return {}
+    said, is_boxed = source.under(TASKSET + "workflow_args."), flow == "math_boxed_workflow"
+    known = ("use_base", "with_think", "format_score_coef") if is_boxed else ()
+    for key in source.keys(TASKSET + "workflow_args."):
+        if key.removeprefix(TASKSET + "workflow_args.") not in known:
+            source.lacks(key, f"an argument of {flow or 'the workflow'}")
+    with_think = is_boxed and said.flag("with_think")
+    # As it was written: a line break at its end is the model's to read.
+    system = places[0].raw("format.system_prompt") or places[1].raw("system_prompt") or None
+    found: dict[str, Any] = {}
+    if is_boxed:
+        system = system or (_THINK_PROMPT if with_think else _BOXED_PROMPT)
+        reward = reward or "math_boxed_reward"
+        found["data.chat_template"] = _BASE_TEMPLATE if said.flag("use_base") else None
+    elif flow in ("math_workflow", "async_math_workflow"):
+        reward = reward or "math_reward"
+        if not system and reward == "math_reward":
+            system = _R1_PROMPT
+    rewards = dict(_REWARDS.get(reward, {}))
+    if with_think and reward == "math_boxed_reward":
+        rewards["think"] = said.number("format_score_coef") or 0.1
+    found |= {"data.system_prompt": system, "reward.functions": rewards or None}
+    return found | _reward_arguments(source, reward)
+
+
+def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
+    """DAPO's penalty of long responses, which is the only one among them."""
+    said = source.under(TASKSET + "reward_fn_args.")
+    known = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
+    for key in source.keys(TASKSET + "reward_fn_args."):
+        if reward != "math_dapo_reward" or key.removeprefix(TASKSET + "reward_fn_args.") not in known:
+            source.lacks(key, f"an argument of {reward or 'the reward'}")
+    if reward != "math_dapo_reward" or not said.flag("enable_overlong_penalty"):
+        return {}
+    if said.whole("max_response_length") != source.whole("model.max_response_tokens"):
+        said.lacks("max_response_length", "a penalty of lengths up to another one than model.max_response_tokens")
+    return {
+        "algorithm.overlong_buffer": said.count("cache_length"),
+        "algorithm.overlong_penalty": said.number("penalty_factor"),
+    }
+
+
+def _sampled_evaluation(source: Source) -> dict[str, Any]:
+    """How evaluation sets are sampled, `repeat_times` a task and as the model where they say nothing; the greedy response
+    comes besides here."""
+    key = "buffer.explorer_input.eval_tasksets"
+    usual = (source.number("model.temperature"), source.number("model.top_p"))
+    ways = []
+    for each in source.items(key):
+        own = Source(dict(flatten(each)) if isinstance(each, dict) else {}, {}, source.environment).under("rollout_args.")
+        drawn = (
+            own.number(name) if own.has(name) else other for name, other in zip(("temperature", "top_p"), usual, strict=True)
+        )
+        ways.append((*drawn, int((each.get("repeat_times") if isinstance(each, dict) else None) or 1)))
+    if len(set(ways)) > 1:
+        source.lacks(key, "sets that are sampled in different ways: all are as the first", changes_result=False)
+    temperature, top_p, times = ways[0]
+    return {"eval.samples": times if temperature else 0, "eval.temperature": temperature, "eval.top_p": top_p}
 
 
 def run(source: Source) -> dict[str, Any]:
@@ -364,7 +519,7 @@ def run(source: Source) -> dict[str, Any]:
         "trainer.eval_before_train": source.flag("explorer.eval_on_startup") and evaluated,
         "trainer.steps": periods(source, steps) or None,
         "trainer.epochs": source.whole("buffer.total_epochs"),
-        "eval.samples": 0,
+        **(_sampled_evaluation(source) if evaluated else {"eval.samples": 0}),
         "trainer.loggers": [
             "console",
             *(name for name in shared.loggers(source, "monitor.monitor_type") if name != "console"),
@@ -396,6 +551,7 @@ DERIVED = (
     program,
     low_rank,
     ahead,
+    replayed,
     layout,
     offload,
     lengths,
@@ -421,7 +577,7 @@ TABLE = Table(
     loses=(
         "workflows with tools, environments and other models",
         "an explorer and a trainer that ask each other for weights (sync_style other than fixed)",
-        "replay buffers and operators on data",
+        "samples that are learned from again after some seconds, and operators on data",
     ),
     gains=(
         "no flash-attn, Apex or converter to install: mixture-of-experts models load from their Hugging Face directory",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.trinity_rows import ACTOR
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "ppo", "loss": "ppo", "kl": "k2", "repeat": 1},
     "grpo": {"advantage": "grpo", "loss": "ppo", "kl": "k2", "repeat": 2},
+    "grpo_verl": {"advantage": "grpo", "loss": "ppo", "kl": "k2", "repeat": 2},
     "rloo": {"advantage": "rloo", "loss": "ppo", "kl": "k2", "repeat": 2},
     "reinforceplusplus": {"advantage": "reinforceplusplus", "loss": "ppo", "kl": "k2", "repeat": 2},
     "cispo": {"advantage": "grpo", "loss": "cispo", "kl": "k2", "repeat": 2},
@@ -19,7 +22,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "asymre": {"advantage": "asymre", "loss": "opmd", "repeat": 2, "entropy": "none"},
     "topr": {"advantage": "reinforce", "loss": "topr", "kl": "k2", "repeat": 2},
     "sppo": {"advantage": "opmd", "loss": "sppo", "repeat": 2, "entropy": "none"},
-    "rec": {"advantage": "rec", "loss": "rec", "repeat": 2, "entropy": "none"},
+    "rec": {"advantage": "rec", "loss": "rec", "kl": "k2", "repeat": 2},
+    "mix": {"advantage": "grpo", "loss": "mix", "kl": "k2", "repeat": 8},
+    "mix_chord": {"advantage": "grpo", "loss": "mix_chord", "kl": "k2", "repeat": 8},
     "dpo": {"loss": "dpo"},
     "sft": {"loss": "sft"},
 }
@@ -48,10 +53,17 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sppo": {"surrogate": "rec", "clip_mode": "two_sided", "token_weight": "none"},
     "rec": {"surrogate": "rec"},
     "ppo": {"surrogate": "ppo_clip"},
+    "mix": {"surrogate": "ppo_clip"},
+    "mix_chord": {"surrogate": "ppo_clip"},
     "cispo": {"surrogate": "cispo"},
     "sapo": {"surrogate": "sapo"},
     "gspo": {"surrogate": "ppo_clip", "importance_sampling_level": "sequence-token"},
 }
+_MIXED = (
+    "clip_range", "clip_range_low", "clip_range_high", "sft_loss_agg_mode", "grpo_loss_agg_mode",
+    "use_token_level_loss_in_sft", "use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer",
+    "train_batch_size_usual", "train_batch_size_expert",
+)  # fmt: skip
 LOSS_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "opmd": ("tau",),
     "topr": (),
@@ -61,6 +73,10 @@ LOSS_ARGUMENTS: dict[str, tuple[str, ...]] = {
         "regularizer_coef", "temp",
     ),
     "ppo": ("clip_range", "clip_range_low", "clip_range_high", "clip_ratio_c", "loss_agg_mode"),
+    "mix": ("mu", *_MIXED),
+    "mix_chord": (
+        "mu_warmup_steps", "mu_decay_steps", "mu_peak", "mu_valley", "enable_phi_function", *_MIXED,
+    ),
     "gspo": ("clip_range", "clip_range_low", "clip_range_high", "loss_agg_mode"),
     "cispo": ("clip_low", "clip_high", "loss_agg_mode"),
     "sapo": ("tau_pos", "tau_neg", "loss_agg_mode"),
@@ -78,9 +94,42 @@ def offline(source: Source) -> bool:
     return kind(source) in ("dpo", "sft")
 
 
+def mixes(source: Source) -> bool:
+    """It learns from an expert's responses next to those of the policy."""
+    return kind(source) in ("mix", "mix_chord")
+
+
+def expert_batch(source: Source) -> int:
+    """The expert's share of a trainer's step (mix_sample_strategy.py)."""
+    said = source.under("algorithm.sample_strategy_args.")
+    share = said.number("expert_data_ratio") if said.has("expert_data_ratio") else 0.5
+    return math.ceil((share or 0.0) * (source.whole("buffer.train_batch_size") or 0))
+
+
 def chosen(source: Source, axis: str, key: str, default: str = "none") -> str:
     """A choice of the algorithm: its own key, or what the type has."""
     return source.text(f"algorithm.{key}") or str(ALGORITHMS.get(kind(source), {}).get(axis, default))
+
+
+_EARLY = {
+    "use_kl_loss": ("use_kl_loss", False),
+    "kl_loss_coef": ("kl_loss_coef", 0.001),
+    "entropy_coef": ("entropy_coeff", 0.001),
+    "clip_ratio": ("clip_ratio", 0.2),
+}
+"""trainer.actor_* of before 2025-06 -> verl's key that it came over, and what that was when left out (verl_config.py)."""
+
+
+def early(source: Source) -> dict[str, Any]:
+    """The numbers of the loss where keys of before 2025-06 say them; nothing where none does."""
+    if not any(source.has(f"trainer.actor_{name}") for name in _EARLY):
+        return {}
+    found: dict[str, Any] = {}
+    for name, (of_verl, usual) in _EARLY.items():
+        places = [key for key in (f"trainer.actor_{name}", ACTOR + of_verl) if source.value(key) is not None]
+        read = source.flag if usual is False else source.number
+        found[name] = read(places[0]) if places else usual
+    return found
 
 
 def algorithm(source: Source) -> dict[str, Any]:
@@ -93,11 +142,15 @@ def algorithm(source: Source) -> dict[str, Any]:
     if name == "dpo":
         said = source.under("algorithm.policy_loss_fn_args.")
         beta = said.number("beta") if said.has("beta") else source.number("algorithm.kl_loss_fn_args.kl_coef")
+        beta = early(source).get("kl_loss_coef", beta)
         return {
             "algorithm.name": "dpo",
             "algorithm.beta": 0.1 if beta is None else beta,
             "algorithm.label_smoothing": said.number("label_smoothing"),
         }
+    strategy = source.text("algorithm.sample_strategy")
+    if strategy not in (None, "mix" if mixes(source) else "default", "warmup"):
+        source.lacks("algorithm.sample_strategy", f"another choice of samples: {strategy}")
     advantage = chosen(source, "advantage", "advantage_fn")
     if advantage not in ADVANTAGES:
         source.lacks("algorithm.advantage_fn", f"the advantage {advantage}: known here are {', '.join(ADVANTAGES)}")
@@ -120,9 +173,9 @@ def algorithm(source: Source) -> dict[str, Any]:
         if said.text("drop") not in (None, "none"):
             said.lacks("drop", "bad responses that are left out at random")
     if found["credit"] != "response":
-        found["gamma"] = said.number("gamma") if said.has("gamma") else 1.0
+        found["gamma"] = (said if said.has("gamma") else source.under("algorithm.")).number("gamma")
     if found["credit"] == "gae":
-        found["lam"] = said.number("lam") if said.has("lam") else 1.0
+        found["lam"] = (said if said.has("lam") else source.under("algorithm.")).number("lam")
     group = source.whole("algorithm.repeat_times") or int(ALGORITHMS[name]["repeat"])
     if group == 1 and found["advantage"] in ("group", "leave_one_out", "log_mean_exp"):
         found |= {"advantage": "reward", "normalize": "none", "baseline_shift": None, "baseline_temperature": None}
@@ -140,7 +193,7 @@ def loss(source: Source) -> dict[str, Any]:
         if key.rpartition(".")[2] not in LOSS_ARGUMENTS[name]:
             source.lacks(key, f"an argument of the loss {name}")
     mean = (
-        said.text("loss_agg_mode")
+        said.text("grpo_loss_agg_mode" if mixes(source) else "loss_agg_mode")
         or source.text("algorithm.loss_agg_mode")
         or ("seq-mean-token-mean" if name == "gspo" else "token-mean")
     )
@@ -152,17 +205,18 @@ def loss(source: Source) -> dict[str, Any]:
         "entropy_coef": 0.0,
     }
     if chosen(source, "entropy", "entropy_loss_fn", "default") != "none":
-        found["entropy_coef"] = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
+        coef = source.number("algorithm.entropy_loss_fn_args.entropy_coef") or 0.0
+        found["entropy_coef"] = early(source).get("entropy_coef", coef)
     if found["surrogate"] != "opmd":
         # Of the engine, whose samples the trainer takes as they are (data conversion of verl_trainer).
         found["rollout_correction.old_logprobs_from"] = "engine"
     if found["surrogate"] == "ppo_clip":
-        usual = said.number("clip_range") if said.has("clip_range") else 0.2
+        usual = said.number("clip_range") if said.has("clip_range") else early(source).get("clip_ratio", 0.2)
         found |= {
             "clip_low": said.number("clip_range_low") if said.has("clip_range_low") else usual,
             "clip_high": said.number("clip_range_high") if said.has("clip_range_high") else usual,
         }
-    if name == "ppo":
+    if name in ("ppo", "mix", "mix_chord"):
         found["dual_clip"] = said.number("clip_ratio_c") if said.has("clip_ratio_c") else 3.0
     if name == "cispo":
         found |= {
@@ -182,7 +236,46 @@ def loss(source: Source) -> dict[str, Any]:
         found |= {"clip_low": 1 - 1 / (1 + (epsilon or 0.0)), "clip_high": epsilon}
     if name == "rec":
         found |= rec(said)
+    if name in ("mix", "mix_chord"):
+        found |= {f"expert.{key}": value for key, value in expert(source, said, name).items()}
     return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def expert(source: Source, said: Source, name: str) -> dict[str, Any]:
+    """(1 - μ) and μ of the losses mix and mix_chord (mix_policy_loss.py, chord_policy_loss.py); steps are the trainer's.
+
+    Each side is a mean over its own samples where the batch sizes that the loss is told are those of the run.
+    """
+
+    def number(key: str, default: float) -> float:
+        return (said.number(key) if said.has(key) else default) or 0.0
+
+    by_token = said.flag("use_token_level_loss_in_sft") if said.has("use_token_level_loss_in_sft") else True
+    mean = said.text("sft_loss_agg_mode") or ("token-mean" if by_token else "seq-mean-token-mean")
+    if mean not in shared.AGGREGATES:
+        said.lacks("sft_loss_agg_mode", f"the mean {mean}")
+    whole, own = source.whole("buffer.train_batch_size") or 0, expert_batch(source)
+    told = {"ppo_mini_batch_size": whole, "train_batch_size_usual": whole - own, "train_batch_size_expert": own}
+    for key, holds in told.items():
+        if said.whole(key) != holds:
+            said.lacks(key, f"a loss that is scaled by the quotient to the run's own number, {holds}")
+    if not said.flag("use_dynamic_bsz"):
+        said.lacks("use_dynamic_bsz", "a loss that is scaled by the number of GPUs: say true")
+    found: dict[str, Any] = {"aggregate": shared.AGGREGATES.get(mean), "token_weight": "none"}
+    if name == "mix":
+        return found | {"weight": number("mu", 0.1)}
+    warmup, decay = int(number("mu_warmup_steps", 0)), int(number("mu_decay_steps", 0))
+    peak, valley = number("mu_peak", 0.1), number("mu_valley", 0.1)
+    if warmup and not decay and peak != valley:
+        said.lacks("mu_decay_steps", "a share that falls at once behind its warm-up: say 1 or more")
+    phi = said.flag("enable_phi_function") if said.has("enable_phi_function") else True
+    return found | {
+        "weight": peak if decay or warmup else valley,
+        "final_weight": valley if decay else None,
+        "warmup_updates": warmup,
+        "decay_updates": decay,
+        "token_weight": "phi" if phi else "none",
+    }
 
 
 def rec(said: Source) -> dict[str, Any]:
@@ -227,6 +320,8 @@ def kl(source: Source) -> dict[str, Any]:
         found = {**loss, "place": "loss", "reward_coef": reward["coef"], "reward_estimator": reward["estimator"]}
     elif loss or reward:
         found = {**(loss or reward), "place": "loss" if loss else "reward"}
+    if mixes(source) and (loss or reward):
+        source.lacks("algorithm.kl_loss_fn", "a penalty on the expert's tokens too: say kl_coef 0")
     return {f"algorithm.kl.{key}": value for key, value in found.items()}
 
 
@@ -234,6 +329,9 @@ def _penalty(source: Source, section: str, name: str | None = None) -> dict[str,
     """Estimator and coefficient of one of the two penalties; nothing where it is off."""
     name, said = name or source.text(f"algorithm.{section}") or "none", source.under(f"algorithm.{section}_args.")
     coef = said.number("kl_coef") if said.has("kl_coef") else 0.001
+    if section == "kl_loss_fn" and (before := early(source)):
+        name = source.text(ACTOR + "kl_loss_type") or "low_var_kl"
+        coef = before["kl_loss_coef"] if before["use_kl_loss"] else 0.0
     if name == "none" or not coef:
         return {}
     if name not in shared.ESTIMATORS:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import KERNELS, SHOWN
+from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, fixed, lacks, to, used
 
 VERL = "trainer.trainer_config."
 ACTOR, CRITIC = VERL + "actor_rollout_ref.actor.", VERL + "critic."
 TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
 ROLLOUT = "explorer.rollout_model."
+EXPERTS = "buffer.trainer_input.auxiliary_buffers.sft_dataset."
 
 
 def _below(start: str, names: str) -> list[str]:
@@ -17,12 +19,18 @@ def _below(start: str, names: str) -> list[str]:
 
 
 _SECOND_FILE = "a file for trainer.trainer_config_path, which is no run of its own"
+_KEPT = "where Trinity keeps samples"
 _TASKS = "workflows, tools and other models"
 
 SECTIONS = (
     Section.of(
         "Run",
-        used("mode", "algorithm.name"),
+        used(
+            "mode",
+            "algorithm.name policy.backend engine.backend",
+            "A run of two files, `--config explorer.yaml --config trainer.yaml`, with sync_style fixed is that of mode both "
+            "on the GPUs of both: the explorer waits for the trainer's weights, and the trainer for its samples.",
+        ),
         used("project name checkpoint_root_dir", "trainer.run_dir tracking.project tracking.name"),
         used("group", "tracking.group"),
         used("continue_from_checkpoint", "trainer.resume"),
@@ -69,8 +77,11 @@ SECTIONS = (
             "algorithm.algorithm_type algorithm.advantage_fn algorithm.advantage_fn_args.*",
             "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam "
             "algorithm.baseline_shift algorithm.baseline_temperature",
-            "mix and mix_chord learn from samples of another source too, multi_step_grpo from several turns: refused.",
+            "multi_step_grpo learns from several turns: refused.",
             takes_any=True,
+        ),
+        used(
+            "algorithm.gamma algorithm.lam", "algorithm.gamma algorithm.lam", "Of before 2025-06: as in advantage_fn_args."
         ),
         used("algorithm.repeat_times", "algorithm.group_size"),
         used(
@@ -78,9 +89,12 @@ SECTIONS = (
             "algorithm.surrogate algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
             "algorithm.aggregate algorithm.beta algorithm.tau algorithm.clip_mode algorithm.ring_low algorithm.ring_high "
             "algorithm.token_weight algorithm.weight_temperature algorithm.likelihood_coef algorithm.proximal_coef "
-            "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative",
+            "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative "
+            "algorithm.expert",
             "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py). opmd, topr, sppo and "
-            "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε.",
+            "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε. mix and mix_chord are "
+            "1 - μ of GRPO and μ of an expert's cross-entropy, a mean of its own each, where the batch sizes that they are "
+            "told are the run's (chord_policy_loss.py).",
             takes_any=True,
         ),
         used(
@@ -91,7 +105,12 @@ SECTIONS = (
         ),
         used("algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.entropy_coef"),
         used("algorithm.entropy_loss_fn", "algorithm.entropy_coef"),
-        lacks("algorithm.sample_strategy", "another choice of samples", ["default", "warmup"]),
+        used("algorithm.sample_strategy", "data.expert_per_step"),
+        used(
+            "algorithm.sample_strategy_args.expert_data_ratio",
+            "data.expert_per_step",
+            "Of mix and mix_chord: the expert's share of train_batch_size, rounded up; 0.5 when left out.",
+        ),
         lacks("algorithm.sample_strategy_args.*", "another choice of samples"),
         fixed("algorithm.*_args", "empty"),
         used("algorithm.optimizer.lr", "policy.optimizer.lr"),
@@ -126,10 +145,9 @@ SECTIONS = (
         used("model.lora_configs", "policy.lora", "One of them; rank 32, alpha 32 and all-linear when left out."),
         lacks("model.lora_configs.**", "parts of an adapter on the command line: write model.lora_configs whole"),
         used("model.enable_thinking", "data.chat_template_kwargs"),
-        lacks(
-            "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta",
-            "another chat template or RoPE: write it into the model's directory",
-        ),
+        to("model.custom_chat_template", "data.chat_template", Source.raw),
+        lacks("model.chat_template_path", "a file of a chat template: write its text in model.custom_chat_template", [""]),
+        lacks("model.rope_scaling model.rope_theta", "another RoPE: write it into the model's directory"),
         lacks("model.repetition_penalty model.min_response_tokens", "engine.sampling has it", [1.0, 1, 0]),
         fixed(
             "model.logprobs model.enable_prompt_truncation model.fully_sharded_loras model.max_cpu_loras",
@@ -166,15 +184,35 @@ SECTIONS = (
         ),
         fixed(f"{TASKSET}rollout_args.n {TASKSET}rollout_args.logprobs", "algorithm.repeat_times and log-probs say it"),
         lacks(f"{TASKSET}rollout_args.*", "another way of sampling"),
-        used("buffer.explorer_input.eval_tasksets", "data.val", "Greedy."),
+        used(
+            "buffer.explorer_input.eval_tasksets",
+            "data.val eval.samples eval.temperature eval.top_p",
+            "repeat_times responses a task, sampled by its rollout_args, and a greedy one besides.",
+        ),
         used(f"buffer.explorer_input.default_workflow_type {TASKSET}default_workflow_type", "reward.functions"),
         used(
             f"buffer.explorer_input.default_reward_fn_type {TASKSET}default_reward_fn_type",
             "reward.functions",
-            "math_reward is accuracy by math-verify, and ±0.1 by the form; so it is when nothing is said.",
+            "math_reward is accuracy by math-verify, and ±0.1 by the form; so it is when nothing is said. math_boxed_reward "
+            "and math_dapo_reward are accuracy of the last \\boxed{}.",
+        ),
+        used(
+            f"{TASKSET}workflow_args.*",
+            "data.chat_template data.system_prompt reward.functions",
+            "Of math_boxed_workflow: use_base, prompts in a form of its own without the chat template; with_think, another "
+            "system prompt and format_score_coef less where the reasoning is not in one <think>.",
+        ),
+        used(
+            f"{TASKSET}reward_fn_args.*",
+            "algorithm.overlong_buffer algorithm.overlong_penalty",
+            "Of math_dapo_reward, whose penalty of long responses is DAPO's (dapo_reward.py).",
+        ),
+        used(
+            f"{TASKSET}data_selector.selector_type",
+            "data.shuffle",
+            "sequential, the default: every epoch in the order of the file; or shuffle.",
         ),
         lacks(
-            f"{TASKSET}workflow_args.** {TASKSET}reward_fn_args.** "
             f"buffer.explorer_input.default_eval_workflow_type {TASKSET}data_selector.** "
             f"{TASKSET}task_selector.** {TASKSET}repeat_times",
             _TASKS,
@@ -191,22 +229,45 @@ SECTIONS = (
         ),
         used(BUFFER + "path", "data.train", "Of dpo and sft."),
         used(f"{BUFFER}format.*", "data.prompt_key data.response_key data.chosen_key data.rejected_key"),
-        lacks(
-            f"{BUFFER}replay_buffer.enable {BUFFER}use_priority_queue",
-            "samples that are learned from several times",
-            [False],
+        used(
+            f"{BUFFER}replay_buffer.enable {BUFFER}replay_buffer.priority_fn {BUFFER}replay_buffer.priority_fn_args.** "
+            f"{BUFFER}replay_buffer.reuse_cooldown_time {BUFFER}use_priority_queue {BUFFER}replay_buffer_kwargs.** "
+            f"{BUFFER}reuse_cooldown_time {BUFFER}capacity",
+            "rollout",
+            "Without reuse_cooldown_time every sample is read once, those of the newest weights first (storage/queue.py): "
+            "where a period begins with an empty queue, as it does without sync_offset, that is the order of a queue "
+            "without priorities. With it samples come back after seconds of the clock: refused.",
         ),
-        fixed(f"{BUFFER}replay_buffer.** {BUFFER}replay_buffer_kwargs.**", "read with a replay buffer only"),
         fixed(
             _below(
                 BUFFER,
-                "name storage_type format capacity max_read_timeout max_retry_* split subset_name index batch_size "
+                "name storage_type format max_read_timeout max_retry_* split subset_name index batch_size "
                 "enable_progress_bar schema_type tokenizer_path total_epochs total_steps ray_namespace wrap_in_ray",
             ),
-            "where Trinity keeps samples",
+            _KEPT,
         ),
+        used(
+            EXPERTS + "path",
+            "data.expert",
+            "Of mix and mix_chord; begun anew at its end, as there until total_epochs.",
+        ),
+        used(
+            _below(EXPERTS + "format.", "prompt_type messages_key prompt_key response_key"),
+            "data.messages_key data.response_key",
+        ),
+        fixed(_below(EXPERTS, "name storage_type schema_type split subset_name total_epochs total_steps batch_size"), _KEPT),
         lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
-        lacks("data_processor.** data_processor", "operators on data: write the rows as parquet"),
+        lacks(
+            "data_processor.task_pipeline.** data_processor.task_pipeline data_processor.experience_pipeline.operators "
+            "data_processor.experience_pipeline.inputs.** data_processor.experience_pipeline.output.** "
+            "data_processor.data_workflow_url data_processor.data_processor_url",
+            "operators on data: write the rows as parquet",
+        ),
+        fixed(
+            "data_processor data_processor.** data_processor.experience_pipeline",
+            "operators on data are a server's, which is asked where its URL is given (launcher.py)",
+            takes_any=True,
+        ),
     ),
     Section.of(
         "Explorer",
@@ -304,9 +365,17 @@ SECTIONS = (
         fixed(f"{ACTOR}checkpoint.contents {CRITIC}checkpoint.contents", "a checkpoint has the whole state"),
         fixed(VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
         used("trainer.trainer_config_path", "policy.backend"),
-        lacks(
-            "trainer.actor_use_kl_loss trainer.actor_kl_loss_coef trainer.actor_grad_clip trainer.actor_*",
-            "keys of before 2025-06: algorithm.kl_loss_fn_args",
+        used("trainer.actor_grad_clip", "policy.optimizer.clip_grad", "As trainer.grad_clip since 2025-10."),
+        used(
+            _below("trainer.actor_", "use_kl_loss kl_loss_coef entropy_coef clip_ratio")
+            + _below(ACTOR, "use_kl_loss kl_loss_coef kl_loss_type entropy_coeff clip_ratio"),
+            "algorithm.kl algorithm.beta algorithm.entropy_coef algorithm.clip_low algorithm.clip_high",
+            "Before 2025-06 trainer.actor_* came over verl's keys for the same, which are read where one of them is set "
+            "(verl_config.py); with dpo the coefficient is β (dp_actor.py).",
+        ),
+        fixed(
+            f"{ACTOR}optim.beta1 {ACTOR}optim.beta2 {CRITIC}optim.beta1 {CRITIC}optim.beta2",
+            "no optimizer of Trinity's reads them: it asks for betas, which are 0.9 and 0.999 (fsdp_workers.py)",
         ),
         fixed(
             "trainer.name trainer.trainer_type trainer.enable_preview trainer.save_hf_checkpoint "
@@ -319,7 +388,7 @@ SECTIONS = (
         "verl's own file",
         lacks(
             "actor_rollout_ref.** critic.** custom_reward_function.** data.** reward_model.** "
-            "algorithm.gamma algorithm.lam algorithm.kl_penalty algorithm.kl_ctrl.* trainer.balance_batch "
+            "algorithm.kl_penalty algorithm.kl_ctrl.* trainer.balance_batch "
             "trainer.critic_warmup trainer.default_hdfs_dir "
             "trainer.del_local_ckpt_after_load trainer.remove_previous_ckpt_in_save trainer.resume_mode "
             "trainer.val_before_train trainer.max_*_ckpt_to_keep trainer.total_training_steps "
