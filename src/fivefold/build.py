@@ -302,6 +302,7 @@ def build_models(
         critic_warmup=warmup,
         values_per_update=config.algorithm.values_per == "update",
         reference_is_base=config.reference_is_base,
+        updates=updates,
     )
 
 

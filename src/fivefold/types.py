@@ -256,6 +256,8 @@ class TokenBatch:
     rollout_logprobs_T: Tensor | None = None
     version_T: Tensor | None = None
     """Optimizer steps taken by the weights that sampled each token; None where every sample has one version."""
+    interpolation_T: Tensor | None = None
+    """How far the old log-prob of each token lies on the way from the engine's to the one of now; None where it does not."""
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     values_T: Tensor | None = None
@@ -337,6 +339,13 @@ class TokenBatch:
         """The same batch with its tensors on `device`."""
         moved: dict[str, Any] = {name: to_device(value, device) for name, value in self.tensors().items()}
         return replace(self, **moved)
+
+
+def token_versions(batch: TokenBatch, stats: RolloutStats) -> Tensor:
+    """[T] optimizer steps taken by the weights that sampled each token; of prompts, as of their responses' first token."""
+    if batch.version_T is not None:
+        return batch.version_T
+    return stats.version_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N, dtype=torch.long))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from fivefold.algo import Objective, kl, make_objective
 from fivefold.algo.advantages import AdvantageInputs, make_advantage
 from fivefold.algo.aggregate import AGGREGATES
-from fivefold.algo.correction import Correction, beyond_second_moment, ratio_at
+from fivefold.algo.correction import Correction, beyond_second_moment, interpolation, ratio_at
 from fivefold.algo.credit import GAE, DiscountedReturn, UniformCredit, before, whiten
 from fivefold.algo.importance_sampling import RATIOS, sequence, sequence_token
 from fivefold.algo.reward_shaping import overlong_penalty, repetition
@@ -842,6 +842,31 @@ def test_every_method_and_its_gradient_equal_the_loop(name):
     assert x.grad.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("choices", [{}, {"surrogate": "cispo"}, {"importance_sampling_level": "sequence"}], ids=str)
+def test_old_log_probs_between_the_engine_s_and_those_of_now_equal_the_loop(choices):
+    """Ages of 0, 1, 2, 3 and 6 steps of two updates, some within one response; the weight is that of old over engine."""
+    correction = methods.CorrectionConfig(old_logprobs_from="loglinear", weight="token", high=1.02, outside="mask")
+    choices = {**choices, "kl": methods.KLConfig(coef=0.0), "rollout_correction": correction}
+    objective, resolved = make_objective("grpo", **choices), methods.resolve("grpo", given(**choices))
+    assert objective.needs(4) == {"interpolation_T"}
+    batch, steps = make_batch(), torch.tensor([0, 0, 3, 3, 2, 0, 6, 6, 6, 0, 0, 0, 1, 0, 2])
+    batch.interpolation_T = interpolation(2 * steps, updates=2)
+    now = (-torch.linspace(0.1, 1.5, 15)).requires_grad_()
+    x = now.detach().double().requires_grad_()
+    samples = as_lists(batch, x)
+    for sample, own in zip(samples, ([3, 3, 2], [6, 6, 6], [1, 0, 2]), strict=True):
+        sample["steps"] = own
+    expected = loops.loss(resolved, samples, 8)
+    expected.backward()
+    total = 0.0
+    for part in ([0], [2, 1]):
+        index = batch.token_index(part)
+        total = total + objective.loss(now[index], torch.zeros(len(index)), batch.select(part)).loss
+    total.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(now.grad.double(), x.grad, atol=1e-6) and x.grad.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", sorted(methods.METHODS))
 @pytest.mark.parametrize("cut", [[[0, 1], [2, 3]], [[2, 3], [0, 1], []]])
 def test_the_loss_its_gradient_and_its_metrics_are_the_same_for_every_cut(name, cut):
@@ -1022,6 +1047,16 @@ def test_a_number_that_is_not_finite_is_refused(number):
             "leave weight none and second_moment out",
         ),
         ("grpo", {"rollout_correction": methods.CorrectionConfig(name="tis", low=3.0)}, "0 <= low < high"),
+        (
+            "clip_cov",
+            {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="loglinear")},
+            "leaves out the pass by which clip_cov",
+        ),
+        (
+            "rloo",
+            {"rollout_correction": methods.CorrectionConfig(old_logprobs_from="loglinear")},
+            "loglinear changes the ratio, which log_likelihood does not have",
+        ),
         (
             "grpo",
             {"rollout_correction": methods.CorrectionConfig(reject_divergence={"token_k4": 1.0})},

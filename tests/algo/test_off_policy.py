@@ -6,13 +6,16 @@ A policy over two tokens of six, small enough to go through all 36 responses: ex
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fivefold.algo import make_objective
 from fivefold.config import methods
+from fivefold.trainer.models import Models
 from fivefold.types import TokenBatch
+from tests.support.toy import ToyModel
 
 VOCAB, LENGTH = 6, 2
 RESPONSES = list(itertools.product(range(VOCAB), repeat=LENGTH))
@@ -118,3 +121,23 @@ def test_the_weights_of_a_known_change_equal_the_closed_form(name):
             bounded = min(max(w, chosen.low), chosen.high)
             expected = bounded if chosen.outside == "truncate" or bounded == w else 0.0
             assert float(weights[number * LENGTH + place]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_the_age_of_a_token_counts_steps_of_several_updates(by_token):
+    """Of a policy after 12 updates, three a step: tokens of 4, 3, 2, 1 and 0 steps ago, and of a version within a step."""
+    model, objective = (
+        ToyModel(),
+        make_objective("grpo", rollout_correction=methods.CorrectionConfig(old_logprobs_from="loglinear")),
+    )
+    model.version = 12
+    models = Models(model, None, None, objective, None, ranks=None, guard=None, updates=3)
+    versions, ways = (
+        ([0, 3, 6, 9, 12, 4], [3 / 4, 2 / 3, 1 / 2, 0.0, 0.0, 5 / 8])
+        if by_token
+        else ([3, 3, 3, 6, 6, 6], [2 / 3] * 3 + [1 / 2] * 3)
+    )
+    batch = TokenBatch(torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.bool), [3, 3])
+    batch.version_T = torch.tensor(versions) if by_token else None
+    models.annotate(batch, frozenset({"interpolation_T"}), SimpleNamespace(skipped_N=None, version_N=torch.tensor([3, 6])))
+    assert batch.interpolation_T.tolist() == pytest.approx(ways)

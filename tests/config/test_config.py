@@ -13,6 +13,7 @@ import pytest
 
 from fivefold.config import ConfigError, dialects, dump_yaml, load_config, make_config, methods
 from fivefold.config.loader import read, translate
+from fivefold.config.validate import validate
 from fivefold.user_code import load_user_code
 from tests.support.commands import fivefold, program, python, with_cpu_seconds
 from tests.support.tiny_models import make_tokenizer
@@ -92,6 +93,13 @@ def test_overrides_change_one_key(tmp_path):
 def test_a_bad_key_or_value_is_refused_with_what_to_write(tmp_path, override, says):
     with pytest.raises(ConfigError, match=says):
         load_config(write(tmp_path, GOOD), [override])
+
+
+def test_estimates_of_old_log_probs_are_said_to_be_the_engine_s_where_no_token_is_older_than_a_step(tmp_path):
+    for steps, expected in (("1", True), ("2", False)):
+        words = ["algorithm.rollout_correction.old_logprobs_from=loglinear", f"rollout.max_staleness={steps}"]
+        notes = validate(load_config(write(tmp_path, GOOD), words)).notes
+        assert any("loglinear is the same as engine" in note for note in notes) == expected
 
 
 @pytest.mark.parametrize("method", ["name=remax", "advantage=greedy_baseline"])

@@ -571,6 +571,15 @@ CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
     "areal m2po without decoupled loss": (
         ["areal", GSM8K_AREAL.replace("recompute_logprob: true", "recompute_logprob: true\n  m2_threshold: 0.04")], {"rollout_correction.reject_divergence": {}},
     ),
+    "areal estimated old policy": (
+        ["areal", GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear\n  rejection_sampling: {metric: ratio, upper: 5.0}")],
+        {"rollout_correction.old_logprobs_from": "loglinear", "rollout_correction.weight": "token", "rollout_correction.high": 5.0,
+         "rollout_correction.outside": "mask"},
+    ),
+    "areal advantages normalized in each group": (
+        ["areal", GSM8K_AREAL.replace("reward_norm: {mean", "adv_norm: {mean")],
+        {"advantage": "reward", "normalize": "none", "whiten": True, "whiten_by": "group"},
+    ),
     "areal shown estimates": (
         ["areal", GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: metrics")],
         {"rollout_correction.old_logprobs_from": "trainer", "rollout_correction.weight": "none"},
@@ -751,7 +760,7 @@ def test_details_of_those_runs():
     ("trinity", [], of_type("rec", "policy_loss_fn_args: {clip_mode: gspo-one-side, weight: importance_sampling}"), "the weight importance_sampling"),
     ("trinity", [], of_type("rec", "advantage_fn_args: {std_normalize: true}"), "a biased deviation"),
     ("trinity", [], of_type("multi_step_grpo", ""), "the algorithm multi_step_grpo"),
-    ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: loglinear"), "log-probs that are estimated"),
+    ("areal", [], GSM8K_AREAL.replace("recompute_logprob: true", "use_decoupled_loss: true\n  prox_logp_method: linear"), "log-probs that are estimated"),
     ("trinity", [], GSM8K_TRINITY.replace("sync_interval: 1", "sync_style: dynamic_by_explorer"), "weights that come when one of the two asks"),
     ("trinity", [], of_type("reinforceplusplus").replace("sync_interval: 1", "sync_interval: 8"), "advantages over the samples of each"),
     ("trinity", [], GSM8K_TRINITY.replace("batch_size: 96", "batch_size: 96\n  total_steps: 100").replace("sync_interval: 1", "sync_interval: 8"), "ends between two syncs"),

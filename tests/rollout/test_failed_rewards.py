@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,41 @@ def by_domain(mesh):
         return sorted({(float(reward), round(value, 5)) for reward, value, learned in found if learned})
 
     return advantages(groups), *(advantages([groups[n] for n in chosen]) for chosen in ((0, 2), (1, 3)))
+
+
+def by_group(mesh):
+    """(reward, length, advantage) of every response that this replica has, whitened over its prompt's tokens."""
+    groups = [group_of(*rewards, index=n) for n, rewards in enumerate([(1.0, 0.0, 0.0), (30.0, 50.0, 90.0), (2.0, 2.0)])]
+    lengths = iter([3, 1, 2, 4, 2, 1, 2, 3])
+    groups = [replace(each, samples=[of_length(sample, next(lengths)) for sample in each.samples]) for each in groups]
+    objective = make_objective("grpo", advantage="reward", normalize="none", whiten=True, whiten_by="group")
+    stats = gather_stats(mesh.ranks.shard(groups), mesh.ranks, BatchPlan(max_response_tokens=5))
+    batch = pack(mesh.ranks.shard(groups), stats, mesh.ranks, BatchPlan(max_response_tokens=5))
+    objective.assign_advantages(batch, stats, mesh.ranks)
+    found, place = [], 0
+    for row, length in zip(batch.sample_index_N, batch.lengths_N, strict=True):
+        own = batch.advantages_T[place : place + length][batch.loss_mask_T[place : place + length]]
+        found += [(float(stats.rewards_N[row]), len(own), value) for value in own.tolist()]
+        place += length
+    return found
+
+
+def of_length(sample: Sample, length: int) -> Sample:
+    return replace(sample, token_ids=sample.token_ids[:1] * length, logprobs=[-0.5] * length)
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_each_group_is_whitened_over_its_own_tokens(cluster, layout):
+    """By hand: a prompt's tokens, each with its response's reward, less their mean over their deviation."""
+    found = {
+        (reward, length): value for rank in cluster.run(by_group, f"megatron:{layout}") for reward, length, value in rank
+    }
+    for group in (((1.0, 3), (0.0, 1), (0.0, 2)), ((30.0, 4), (50.0, 2), (90.0, 1))):
+        tokens = [reward for reward, length in group for _ in range(length)]
+        for reward, length in group:
+            expected = (reward - statistics.fmean(tokens)) / statistics.stdev(tokens)
+            assert found[reward, length] == pytest.approx(expected, rel=1e-5)
+    assert found[2.0, 2] == found[2.0, 3] == 0.0
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])

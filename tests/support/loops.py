@@ -196,6 +196,17 @@ def beyond_second_moment(gaps: list[float], bound: float) -> list[bool]:
     return [t not in left for t in range(len(gaps))]
 
 
+def old_logprobs(whose: str, sample: dict[str, list]) -> list[float]:
+    """Of each token of a sample; a token of s steps ago lies (s - 1) / s of the way from the engine's to now's, 0 if new."""
+    if whose == "loglinear":
+        ways = [(steps - 1) / steps if steps > 1 else 0.0 for steps in sample["steps"]]
+        return [
+            (1 - way) * float(engine) + way * float(now)
+            for way, engine, now in zip(ways, sample["engine"], sample["now"], strict=True)
+        ]
+    return sample["engine" if whose == "engine" else "old"]
+
+
 def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batches: list[list[int]] | None = None):
     """The loss of one update; a sample has lists now, old, ref, engine, advantage, entropy, marked, one entry a token."""
     lengths = [len(sample["now"]) for sample in samples]
@@ -212,10 +223,10 @@ def loss(chosen: Any, samples: list[dict[str, list]], longest: int, micro_batche
     for number, sample in enumerate(samples):
         if not lengths[number]:
             continue
-        old = sample["engine"] if chosen.rollout_correction.old_logprobs_from == "engine" else sample["old"]
+        old = old_logprobs(chosen.rollout_correction.old_logprobs_from, sample)
         ratios = log_ratios(chosen.importance_sampling_level, sample["now"], old)
         gains = surrogate(chosen, sample["now"], ratios, sample["advantage"], sample["marked"])
-        before = sample["now"] if chosen.rollout_correction.old_logprobs_from == "engine" else sample["old"]
+        before = sample["now"] if chosen.rollout_correction.old_logprobs_from == "engine" else old
         gaps = [float(a) - float(b) for a, b in zip(before, sample["engine"], strict=True)]
         weights, kept = correction(chosen.rollout_correction, gaps, sample["marked"])
         for t, gain in enumerate(gains):

@@ -107,7 +107,7 @@ def learned(mesh, directory: Path):
     reference = MegatronModel(directory, policy, mesh)
     guard = SkipGuard(mesh.ranks, 0, directory, print)
     models = module.Models(model, reference, None, objective, ValueLoss(), mesh.ranks, guard)
-    models.annotate(batch, objective.needs(2) | {"old_logprobs_T"}, stats.skipped_N)
+    models.annotate(batch, objective.needs(2) | {"old_logprobs_T"}, stats)
     # An expert's log-probs, which no engine has given, would end the run here.
     engine = replace(batch, rollout_logprobs_T=torch.where(batch.expert_T, batch.rollout_logprobs_T, batch.old_logprobs_T))
     LogprobGate(mesh.ranks, 1e-6, False, print).check(engine, replace(stats, version_N=stats.version_N * 0), 0)

@@ -35,7 +35,7 @@ def one_step(mesh, run_dir: Path, per_update: bool):
     groups = run.rollouts.next(0)
     stats = gather_stats(groups, mesh.ranks, run.plan)
     batch = pack(groups, stats, mesh.ranks, run.plan)
-    models.annotate(batch, objective.needs(run.plan.updates_per_step), stats.skipped_N)
+    models.annotate(batch, objective.needs(run.plan.updates_per_step), stats)
     objective.assign_advantages(batch, stats, mesh.ranks)
     models.update_critic(run.minibatches(batch, stats), [], 0)
     rows = []

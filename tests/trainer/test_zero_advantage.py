@@ -90,7 +90,7 @@ def trained(mesh, directory, name: str, budget: int, fault: str = ""):
         guard = SkipGuard(mesh.ranks, 0, directory, print)
         models = module.Models(model, None, None, objective, ValueLoss(), mesh.ranks, guard)
         part = replace(batch)
-        models.annotate(part, objective.needs(4), skipped_N)
+        models.annotate(part, objective.needs(4), own)
         objective.assign_advantages(part, own, mesh.ranks)
         reports = []
         models.update_policy(MiniBatches(objective, ppo_epochs=2)(part, own), reports, 0)
@@ -294,7 +294,7 @@ def test_what_is_not_trained_on_gets_no_log_probs():
     model, objective = Recorder(), make_objective("grpo", kl=OFF)
     models = Models(model, None, None, objective, ValueLoss(), ranks=None, guard=None)
     whole = model.forward(batch)
-    models.annotate(batch, frozenset({"old_logprobs_T"}), ~torch.tensor(EQUAL))
+    models.annotate(batch, frozenset({"old_logprobs_T"}), SimpleNamespace(skipped_N=~torch.tensor(EQUAL)))
     assert model.asked == [0] and torch.equal(batch.old_logprobs_T, torch.cat([whole[:3], torch.zeros(3)]))
     models.annotate(batch, frozenset({"old_logprobs_T"}))
     assert torch.equal(batch.old_logprobs_T, whole)

@@ -83,6 +83,15 @@ class Correction:
         }
 
 
+def interpolation(age_T: Tensor, updates: int) -> Tensor:
+    """[T] (s - 1) / s, 0 for s <= 1, of tokens that are s steps old: where the policy of one step ago lies between the one
+    that sampled a token and the one of now, if log-probs move alike in each step (A-3PO, 2512.06547).
+
+    `age_T` counts optimizer steps, of which a step takes `updates`.
+    """
+    return ((age_T - updates).double() / age_T.clamp(min=1)).clamp(min=0.0).float()
+
+
 def divergence(name: str, log_ratio_T: Tensor, samples: Segments) -> Tensor:
     """[T] k2 or k3 of each token, or their sum, mean or largest value in its response, by a row of DIVERGENCES."""
     over, _, estimator = name.partition("_")

@@ -68,7 +68,7 @@ class Objective:
     kl_reward_estimator: kl.Estimator = kl.ESTIMATORS["k1"]
     entropy_coef: float = 0.0
     whiten: bool = False
-    whiten_by: Literal["step", "domain"] = "step"
+    whiten_by: Literal["step", "domain", "group"] = "step"
     advantage_clip: float | None = None
     reward_clip: float | None = None
     overlong_buffer: float = 0.0
@@ -77,8 +77,8 @@ class Objective:
     difficulty_low: float | None = None
     difficulty_high: float | None = None
     difficulty_by: Literal["reward", "correct"] = "reward"
-    old_is_engine: bool = False
-    """The old log-probs are the engine's instead of the trainer's."""
+    old_logprobs_from: Literal["trainer", "engine", "loglinear"] = "trainer"
+    """Whose log-probs are the old ones; loglinear: between the engine's and those of now, by a token's age."""
     needs_greedy: bool = False
     """The advantage compares with the most likely response to the prompt."""
     vanishes: bool = False
@@ -110,7 +110,7 @@ class Objective:
             per_micro_batch=chosen.aggregate == methods.LEGACY_AGGREGATE,
             kl_in_reward=chosen.kl.place == "reward",
             kl_reward_estimator=_choose(str(chosen.kl.reward_estimator), kl.ESTIMATORS.__getitem__),
-            old_is_engine=correction.old_logprobs_from == "engine",
+            old_logprobs_from=correction.old_logprobs_from or "trainer",
             needs_greedy=chosen.advantage == "greedy_baseline",
             vanishes=methods.vanishes(chosen),
             imitation=_imitation(chosen.expert),
@@ -145,12 +145,12 @@ class Objective:
         """Whether the log-probs before the first update are wanted; one update on fresh samples has them itself."""
         if self.reward_penalty is not None:
             return True
-        if self.token_selector is not None and not self.old_is_engine:
+        if self.token_selector is not None and self.old_logprobs_from != "engine":
             return True
         if self.rollout_correction.second_moment is not None:
             return True
         compares = self.ratio_reference == "old" or self.rollout_correction.is_active
-        return updates > 1 and compares and not self.old_is_engine
+        return updates > 1 and compares and self.old_logprobs_from == "trainer"
 
     def needs(self, updates: int) -> frozenset[str]:
         """Fields of a batch that must be filled in before `updates` optimizer steps on it."""
@@ -158,6 +158,7 @@ class Objective:
             "old_logprobs_T": self.needs_old_logprobs(updates),
             "ref_logprobs_T": self.needs_reference,
             "values_T": self.needs_critic,
+            "interpolation_T": self.old_logprobs_from == "loglinear",
         }
         return frozenset(name for name, needed in wanted.items() if needed)
 
@@ -176,8 +177,10 @@ class Objective:
     def assign_advantages(self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas) -> None:
         """Set `advantages_T` and `returns_T` of this replica's batch from the rewards of the whole step. Collective."""
         inputs, kept_N = self._inputs(stats), self.kept(stats)
-        domain_N = stats.domain_N if self.whiten_by == "domain" else None
-        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, kept_N, domain_N)
+        part_N = None
+        if self.whiten_by != "step":
+            part_N = stats.domain_N if self.whiten_by == "domain" else stats.group_N
+        batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, kept_N, part_N)
 
     def _inputs(self, stats: RolloutStats) -> AdvantageInputs:
         limit, greedy_N = stats.max_response_tokens, stats.greedy_rewards_N
@@ -235,18 +238,18 @@ class Objective:
         finished_N: Tensor,
         replicas: Replicas,
         kept_N: Tensor | None = None,
-        domain_N: Tensor | None = None,
+        part_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
 
         `inputs`, `finished_N` (the response ended by itself) and `kept_N` (it carries loss) are those of the whole step, as
-        are the domains, numbered from 0, that are whitened each for itself.
+        are the parts, numbered from 0, that are whitened each for itself.
         """
         segments, own_N = Segments.of(batch), batch.sample_index_N
         penalties_T = torch.zeros(len(batch.token_ids_T))
         if (penalty := self.reward_penalty) is not None:
             coef, estimator = penalty
-            old_T = batch.rollout_logprobs_T if self.old_is_engine else batch.old_logprobs_T
+            old_T = batch.old_logprobs_T if self.old_logprobs_from == "trainer" else batch.rollout_logprobs_T
             assert old_T is not None and batch.ref_logprobs_T is not None
             penalties_T = coef * estimator(old_T, batch.ref_logprobs_T) * batch.loss_mask_T
             if not self.credit.by_token:
@@ -260,8 +263,8 @@ class Objective:
             counted_T = batch.loss_mask_T
             if kept_N is not None:
                 counted_T = counted_T & kept_N[own_N][segments.sample_T]
-            part_T = None if domain_N is None else domain_N[own_N][segments.sample_T]
-            parts = 1 if domain_N is None else int(domain_N.max()) + 1
+            part_T = None if part_N is None else part_N[own_N][segments.sample_T]
+            parts = 1 if part_N is None else int(part_N.max()) + 1
             advantages_T = whiten(advantages_T, counted_T, replicas.all_reduce_sum, part_T, parts)
         if self.advantage_clip is not None:
             advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
@@ -306,8 +309,11 @@ class Objective:
         """The log-probs that the ratio compares with."""
         if self.ratio_reference == "reference":
             chosen_T = batch.ref_logprobs_T
-        elif self.old_is_engine:
+        elif self.old_logprobs_from == "engine":
             chosen_T = batch.rollout_logprobs_T
+        elif self.old_logprobs_from == "loglinear":
+            assert batch.rollout_logprobs_T is not None and batch.interpolation_T is not None
+            chosen_T = torch.lerp(batch.rollout_logprobs_T, logprobs_T.detach(), batch.interpolation_T)
         else:
             # One update on fresh samples: the log-probs before the update are these.
             chosen_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
@@ -348,9 +354,10 @@ class Objective:
             sums["rollout/kl"] = (kl.k3(batch.rollout_logprobs_T, before_T) * share_T).sum()
             maxima["rollout/logprob_diff_max"] = _largest(size_T)
             if self.rollout_correction.is_active:
-                if self.old_is_engine:
-                    # No policy lies between the engine's and this one: what is rejected is what this one has left.
-                    difference_T = (now_T - batch.rollout_logprobs_T) * mask_T
+                if self.old_logprobs_from != "trainer":
+                    # Without a policy between the engine's and this one what is rejected is what this one has left.
+                    before_T = now_T if self.old_logprobs_from == "engine" else old_T
+                    difference_T = (before_T - batch.rollout_logprobs_T) * mask_T
                 weight_T, kept_T = self.rollout_correction(difference_T, samples)
                 objective_T = objective_T * weight_T
                 weights_T, penalty_weights_T = weights_T * kept_T, penalty_weights_T * kept_T

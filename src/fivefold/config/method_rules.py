@@ -274,6 +274,17 @@ def _check_correction(findings: Findings, overrides: Choices, chosen: Choices) -
             "old_logprobs_from",
             f": engine changes the ratio, which {chosen.surrogate} does not have",
         )
+    if correction.old_logprobs_from == "loglinear":
+        below.require(
+            surrogate_row(str(chosen.surrogate)).ratio_reference == "old",
+            "old_logprobs_from",
+            f": loglinear changes the ratio, which {chosen.surrogate} does not have",
+        )
+        below.require(
+            chosen.surrogate not in ("clip_cov", "kl_cov") and SECOND_MOMENT not in (correction.reject_divergence or {}),
+            "old_logprobs_from",
+            ": loglinear leaves out the pass by which clip_cov, kl_cov and second_moment choose tokens among the update",
+        )
     if correction.weight == "none" and (own.low, own.high, own.outside) != (None, None, None):
         below.ignore("low, high and outside", "weight is none")
     if correction.reject == "none" and (own.reject_low, own.reject_high) != (None, None):

@@ -64,8 +64,10 @@ class CorrectionConfig:
     """Upper bounds of further statistics of d = log (trainer / engine), each a row of DIVERGENCES: k2 = d²/2 and
     k3 = e^d - 1 - d of a token, or their sum, mean or largest value in a response; what is beyond one of them is left out.
     second_moment leaves out the tokens of the largest d² until their mean is below the bound: M2PO (2510.01161)."""
-    old_logprobs_from: Literal["trainer", "engine"] | None = None
-    """Whose log-probs are the old ones: the trainer's before the step's updates, or the engine's."""
+    old_logprobs_from: Literal["trainer", "engine", "loglinear"] | None = None
+    """Whose log-probs are the old ones: the trainer's before the step's updates, the engine's, or, without a pass of their
+    own, numbers between the engine's and those of now, the nearer to these the older a token is: (s - 1) / s of the way for
+    one that was sampled s steps ago (A-3PO, 2512.06547)."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class Choices:
     """λ of GAE: 1 trusts returns only, 0 values only."""
     whiten: bool | None = None
     """Shift and scale advantages to mean 0 and variance 1 over all tokens of the step."""
-    whiten_by: Literal["step", "domain"] | None = None
-    """Over the tokens of the whole step, or of each domain (`data.domains`) for itself."""
+    whiten_by: Literal["step", "domain", "group"] | None = None
+    """Over the tokens of the whole step, or of each domain (`data.domains`) or each prompt's responses for themselves."""
     advantage_clip: Annotated[float, above(0)] | None = None
     """Advantages are kept within ± this."""
     importance_sampling_level: str | None = None

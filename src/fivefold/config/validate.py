@@ -240,6 +240,11 @@ def _check_mixture(findings: Findings, data: DataConfig) -> None:
 
 def _check_rollout(findings: Findings, config: RunConfig) -> None:
     rollout, algorithm, usual = config.rollout, config.algorithm, RolloutConfig()
+    if algorithm.resolved.rollout_correction.old_logprobs_from == "loglinear" and (rollout.max_staleness or 0) < 2:
+        findings.note(
+            "algorithm.rollout_correction.old_logprobs_from: loglinear is the same as engine where no token is more than a "
+            "step old (rollout.max_staleness below 2)"
+        )
     if rollout.max_staleness is None or algorithm.offline:
         reason = "the method learns from the data" if algorithm.offline else "rollout.max_staleness is left out"
         for item in fields(rollout):
@@ -273,7 +278,7 @@ def _check_rollout(findings: Findings, config: RunConfig) -> None:
         )
     correction = chosen.rollout_correction
     is_weighed = correction.weight != "none" or correction.reject != "none" or correction.reject_divergence
-    if rollout.max_staleness and not is_weighed and correction.old_logprobs_from != "engine":
+    if rollout.max_staleness and not is_weighed and correction.old_logprobs_from == "trainer":
         findings.note(
             f"rollout.max_staleness {rollout.max_staleness:g}: nothing weighs what older weights have sampled, and a run "
             f"can come apart by that (docs/async.md); algorithm.rollout_correction: {{name: tis}}, or "

@@ -91,7 +91,7 @@ def training_batch(config: RunConfig, lengths: Lengths) -> Batch:
 def needs_old_logprobs(config: RunConfig) -> bool:
     """The policy's log-probs before the first update are computed by a pass of their own."""
     chosen = config.algorithm.resolved
-    if chosen.rollout_correction.old_logprobs_from == "engine":
+    if chosen.rollout_correction.old_logprobs_from != "trainer":
         return False
     corrected = chosen.rollout_correction.name != "none"
     compares = corrected or surrogate_row(str(chosen.surrogate)).ratio_reference == "old"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fivefold.distributed.ranks import Ranks
-from fivefold.types import RolloutStats, StepReport, TokenBatch
+from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
 
 class LogprobGate:
@@ -28,10 +28,8 @@ class LogprobGate:
         if self._is_open or batch.rollout_logprobs_T is None:
             return
         assert batch.old_logprobs_T is not None
-        version_T, lengths_N = batch.version_T, torch.tensor(batch.lengths_N, dtype=torch.long)
-        if version_T is None:
-            version_T = stats.version_N[batch.sample_index_N].repeat_interleave(lengths_N)
-        compared_T = fresh_T = batch.loss_mask_T & (version_T == version)
+        lengths_N = torch.tensor(batch.lengths_N, dtype=torch.long)
+        compared_T = fresh_T = batch.loss_mask_T & (token_versions(batch, stats) == version)
         if batch.expert_T is not None:
             compared_T = fresh_T = fresh_T & ~batch.expert_T
         if stats.skipped_N is not None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from fivefold.algo import Objective
+from fivefold.algo.correction import interpolation
 from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
@@ -18,7 +18,7 @@ from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import FrozenModel, Model
 from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.minibatches import MiniBatch, select_tokens, skipped_share, without_skipped
-from fivefold.types import StepReport, TokenBatch
+from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Models:
     """Values and advantages of an update are those of the critic that the updates before it have left."""
     reference_is_base: bool = False
     """The reference is the policy without its adapters: they are on the device together."""
+    updates: int = 1
+    """Optimizer steps of a step: versions by which weights of two steps differ."""
 
     @property
     def learners(self) -> dict[str, Model]:
@@ -54,11 +56,12 @@ class Models:
                 model.offload()
         yield
 
-    def annotate(self, batch: TokenBatch, needs: frozenset[str], skipped_N: Tensor | None = None) -> None:
-        """Fill in the fields of `needs`: log-probs of policy and reference, values of the critic.
+    def annotate(self, batch: TokenBatch, needs: frozenset[str], stats: RolloutStats | None = None) -> None:
+        """Fill in the fields of `needs`: log-probs of policy and reference, values of the critic, ages of tokens.
 
-        Samples that the policy does not train on (`skipped_N`, by their row in the stats) get no log-probs.
+        Samples that the policy does not train on (`stats.skipped_N`) get no log-probs.
         """
+        skipped_N = None if stats is None else stats.skipped_N
         trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
         everything = list(range(len(batch.lengths_N)))
         wanted = {
@@ -78,6 +81,9 @@ class Models:
             found_T = torch.zeros(len(batch.token_ids_T))
             found_T[batch.token_index(samples)] = one.result()
             setattr(batch, name, found_T)
+        if "interpolation_T" in needs:
+            assert stats is not None
+            batch.interpolation_T = interpolation(self.policy.version - token_versions(batch, stats), self.updates)
 
     def update_critic(self, minibatches: Iterable[MiniBatch], reports: list[StepReport], step: int) -> Callable[[], None]:
         """The critic's optimizer steps behind those that `reports` has, none without a critic: when this returns they are

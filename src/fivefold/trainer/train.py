@@ -23,7 +23,7 @@ def train(run: Run) -> None:
                 stats = gather_stats(groups, ranks, plan)
                 batch = pack(groups, stats, ranks, plan)
             with stage("logprobs"):
-                models.annotate(batch, objective.needs(run.updates) | gate.needs, stats.skipped_N)
+                models.annotate(batch, objective.needs(run.updates) | gate.needs, stats)
             gate.check(batch, stats, models.policy.version)
             objective.assign_advantages(batch, stats, ranks)
             work = trainer.begin_updates(groups, stats, batch)

@@ -36,8 +36,11 @@ def advantage(source: Source) -> dict[str, Any]:
         if (said.text("adv_norm.mean_level"), said.text("adv_norm.std_level")) not in (
             ("batch", "batch"),
             ("group", "batch"),
+            ("group", "group"),
         ):
-            said.lacks("adv_norm.std_level", "advantages normalized in each group")
+            said.lacks("adv_norm.std_level", "a mean of the batch over the deviation of each group")
+        elif said.text("adv_norm.std_level") == "group":
+            found |= {"whiten": True, "whiten_by": "group"}
         elif said.text("adv_norm.mean_level") == "group":
             said.lacks("adv_norm.mean_level", "advantages with the mean of each group over the deviation of the batch")
         else:
@@ -116,10 +119,12 @@ def correction(source: Source) -> dict[str, Any]:
         return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
     if (method := said.text("prox_logp_method")) == "metrics":
         said.fixed("prox_logp_method", "log-probs are computed; estimates of them are only shown (actor.py:745)")
+    elif method == "loglinear":
+        found["old_logprobs_from"] = "loglinear"
     elif method not in (None, "recompute"):
         said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
     if (cap := said.number("behav_imp_weight_cap") or said.number("behave_imp_weight_cap")) is not None:
-        found = {"weight": "token", "high": cap, "outside": "mask"}
+        found |= {"weight": "token", "high": cap, "outside": "mask"}
     if source.keys("actor.rejection_sampling."):
         rule = said.under("rejection_sampling.")
         if (rule.text("metric") or "ratio") != "ratio":
@@ -127,7 +132,7 @@ def correction(source: Source) -> dict[str, Any]:
         level, action = rule.text("level") or "token", rule.text("action") or "mask"
         if level == "sequence" and (rule.text("agg") or "mean") != "mean":
             rule.lacks("agg", "another mean over a sequence than the geometric one")
-        found = {
+        found |= {
             "weight": "token" if level == "token" else "geometric",
             "low": rule.number("lower"),
             "high": rule.number("upper"),

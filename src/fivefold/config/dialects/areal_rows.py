@@ -182,8 +182,8 @@ SECTIONS = (
         fixed("actor.reward_norm.eps actor.adv_norm.eps", "ε is 1e-6"),
         used(
             "actor.adv_norm.mean_level actor.adv_norm.std_level",
-            "algorithm.whiten",
-            "batch and batch: mean 0 and variance 1 over all tokens of the step.",
+            "algorithm.whiten algorithm.whiten_by",
+            "batch and batch: mean 0 and variance 1 over all tokens of the step; group and group: of each prompt's.",
         ),
         used(
             "actor.reward_bias actor.reward_scaling",
@@ -202,7 +202,8 @@ SECTIONS = (
             "actor.behave_imp_weight_cap actor.rejection_sampling.* actor.prox_logp_method",
             "algorithm.rollout_correction",
             "Without recompute_logprob the old log-probs are the engine's. What is masked keeps its place in "
-            "the denominator (functional.py:459), as here.",
+            "the denominator (functional.py:459), as here. loglinear: (s - 1) / s of the way from the engine's log-probs to "
+            "those of now, for a token of s steps ago (actor.py:640).",
         ),
         used(
             "actor.overlong_reward_penalty actor.overlong_tokens actor.overlong_penalty_factor",
