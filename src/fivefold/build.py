@@ -62,8 +62,9 @@ from fivefold.trainer.step_work import WORK
 from fivefold.trainer.trainer import Trainer
 from fivefold.types import Prompt, Sample, Sampling
 
-MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Engine and trainer compute the same log-probs up to rounding: about 1e-6 a token in float32, 1e-2 in bfloat16."""
+MAX_LOGPROB_DIFF = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+"""Engine and trainer compute the same log-probs up to rounding: about 1e-6 a token in float32, 1e-3 in float16, 1e-2 in
+bfloat16."""
 
 
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "tokenizer*")
@@ -162,8 +163,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     evaluation = None
     if evaluation_set is not None:
         evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
-    coarser = "bfloat16" if "bfloat16" in (config.policy.dtype, config.engine.dtype) else "float32"
-    max_diff = config.engine.max_logprob_diff or MAX_LOGPROB_DIFF[coarser]
+    dtypes = (config.policy.dtype, config.engine.dtype or config.policy.dtype)
+    max_diff = config.engine.max_logprob_diff or max(MAX_LOGPROB_DIFF[dtype] for dtype in dtypes)
     return Run(
         ranks=ranks,
         logger=logger,

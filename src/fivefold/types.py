@@ -387,3 +387,7 @@ class StepReport:
     sequences: int
     skipped: bool = False
     """Loss or gradients were not finite: no parameter changed."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by before backward; None but in float16."""
+    overflowed: bool = False
+    """It was skipped because gradients were too large for float16 at that scale, which falls."""

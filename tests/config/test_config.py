@@ -95,6 +95,13 @@ def test_a_bad_key_or_value_is_refused_with_what_to_write(tmp_path, override, sa
         load_config(write(tmp_path, GOOD), [override])
 
 
+def test_how_the_loss_is_scaled_is_said_to_be_without_effect_but_in_float16(tmp_path):
+    scale = ["policy.megatron.optimizer.initial_loss_scale=65536.0"]
+    for dtype, expected in (("float32", True), ("float16", False)):
+        ignored = dict(validate(load_config(write(tmp_path, GOOD), [f"policy.dtype={dtype}", *scale])).ignored)
+        assert ("policy.megatron.optimizer.initial_loss_scale" in ignored) == expected
+
+
 def test_estimates_of_old_log_probs_are_said_to_be_the_engine_s_where_no_token_is_older_than_a_step(tmp_path):
     for steps, expected in (("1", True), ("2", False)):
         words = ["algorithm.rollout_correction.old_logprobs_from=loglinear", f"rollout.max_staleness={steps}"]

@@ -63,6 +63,9 @@ def errors(given: Options, section: str) -> list[str]:
         ("optimizer", {"exp_avg_dtype": "bfloat16"}, "needs use_precision_aware_optimizer"),
         ("optimizer", {"exp_avg_dtype": "int8"}, "must be torch.dtype"),
         ("optimizer", {"muon_momentum": 0.9}, "the optimizer is AdamW"),
+        ("optimizer", {"loss_scale": 1024.0}, "initial_loss_scale is where it begins"),
+        ("optimizer", {"loss_scale_window": 0.0}, "must be above 0: got 0.0"),
+        ("optimizer", {"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "must not be above initial_loss_scale = 1: got 2"),
         ("pipeline", {"overlap_p2p_comm": False}, "mix up forward and backward"),
     ],
 )
@@ -102,7 +105,7 @@ def test_every_field_of_megatron_core_passes_or_is_refused_or_reported():
         },
         "optimizer": {
             "apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "exp_avg_dtype", "exp_avg_sq_dtype",
-            "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads",
+            "hysteresis", "initial_loss_scale", "loss_scale_window", "min_loss_scale", "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads",
             "pin_cpu_params", "use_precision_aware_optimizer",
         },
     }  # fmt: skip

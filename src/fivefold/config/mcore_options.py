@@ -140,9 +140,9 @@ _REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "set {section}.megatron.ddp.grad_reduce_in_fp32": ("main_grads_dtype",),
         "the optimizer's copy of the parameters is always in float32": ("main_params_dtype",),
         "set policy.dtype": (
-            "fp16", "bf16", "params_dtype", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window",
-            "hysteresis",
+            "fp16", "bf16", "params_dtype",
         ),
+        "the scale of float16's loss moves: initial_loss_scale is where it begins": ("loss_scale",),
         "set {section}.megatron.ddp.use_distributed_optimizer": ("use_distributed_optimizer",),
         "set {section}.megatron.ddp.overlap_param_gather": ("overlap_param_gather",),
         "the optimizer is AdamW": (
@@ -183,6 +183,8 @@ _NO_EFFECT: dict[str, dict[str, str]] = {
     },
     "optimizer": {"barrier_with_L1_time": "Megatron-Core's timers are not used; stages are timed by the project"},
 }  # fmt: skip
+LOSS_SCALE = {"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2}
+"""How the scale of the loss moves in float16, with Megatron-Core's defaults."""
 DTYPE_NAMES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16",
                "fp16": "float16"}  # fmt: skip
 
@@ -236,6 +238,14 @@ class Options:
             message = "must be float32 or bfloat16: small moments vanish in float16"
             optimizer.require(dtype != "float16", name, message)
             optimizer.require(dtype == "float32" or aware, name, "needs use_precision_aware_optimizer: true")
+        scale = {name: self.optimizer.get(name, default) for name, default in LOSS_SCALE.items()}
+        for name, value in scale.items():
+            optimizer.require(value > 0, name, f"must be above 0: got {value}")
+        optimizer.require(
+            scale["min_loss_scale"] <= scale["initial_loss_scale"],
+            "min_loss_scale",
+            f"must not be above initial_loss_scale = {scale['initial_loss_scale']:g}: got {scale['min_loss_scale']:g}",
+        )
         distributed = self.ddp.get("use_distributed_optimizer", True)
         if not distributed and aware:
             optimizer.error("use_precision_aware_optimizer", "needs ddp.use_distributed_optimizer: true")

@@ -142,8 +142,10 @@ class LoraConfig:
 class PolicyConfig:
     backend: Annotated[str, HARMLESS] = "megatron:d1"
     """Backend and layout: docs/layouts.md has the grammar."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of parameters and activations; gradients are summed in float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of parameters and activations; gradients are summed in float32. In float16 the loss is scaled before backward, by a
+    number that moves with what overflows: megatron.optimizer.{initial_loss_scale, min_loss_scale, loss_scale_window,
+    hysteresis}."""
     sequence_parallel: Annotated[bool, HARMLESS] = True
     """Shard activations of norms and dropouts over the tensor-parallel ranks; acts when t > 1."""
     recompute: Annotated[Literal["none", "selective", "full"], HARMLESS] = "none"
@@ -278,7 +280,7 @@ class EngineConfig:
     over the wire. Its layout may then have any size."""
     url: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Servers that run already, instead of those of a layout; docs/engines.md has how they are started."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the engine's weights; the policy's when left out."""
     memory_fraction: Annotated[float, within("(0, 1)"), HARMLESS] = 0.5
     """Share of a GPU's memory for the engine's weights, cache and graphs (vLLM's gpu_memory_utilization, SGLang's

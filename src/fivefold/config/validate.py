@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from fivefold.config.findings import Findings
 from fivefold.config.identity import leaves
+from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.method_rules import check_method
 from fivefold.config.mixture import counts
 from fivefold.config.ranges import check_values, suggest
@@ -359,6 +360,9 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
             "needs policy.dtype: bfloat16: Megatron-Core moves the float32 copies of parameters, and float32 parameters "
             "have none",
         )
+        for name in LOSS_SCALE:
+            if name in megatron.optimizer and settings.dtype != "float16":
+                findings.ignore(f"megatron.optimizer.{name}", f"it is read in float16 only, and dtype is {settings.dtype}")
     if "megatron" in own or "recompute" in own:
         findings.require(
             settings.recompute == "none" or "recompute_granularity" not in megatron.transformer,

@@ -32,7 +32,7 @@ _STATE = "optimizer.json"
 _PREFIX = "model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "param"
-"""The float32 copy of a parameter that an optimizer keeps of one in bfloat16."""
+"""The float32 copy of a parameter that an optimizer keeps of one in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> 
         pieces += _optimizer_state(chunks, updater, mesh)
         if mesh.ranks.leads:
             state = {"step": _step(updater), "schedule": updater.schedule.state_dict()}
+            if updater.loss_scale is not None:
+                state["loss_scale"] = updater.loss_scale.state()
     return Share(mesh.ranks.rank, pieces, state)
 
 
@@ -103,6 +105,8 @@ def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: M
         state = json.loads((path / _STATE).read_text())
         _load_optimizer(reader, chunks, updater, mesh, state["step"])
         updater.schedule.load_state_dict(state["schedule"])
+        if updater.loss_scale is not None and "loss_scale" in state:
+            updater.loss_scale.load_state(state["loss_scale"])
     # Equal copies are not a given after loading.
     verify_copies(chunks, mesh)
 

@@ -183,7 +183,13 @@ class MegatronModel:
             router.balance.zero_()
         try:
             gradients = step.forward_backward(
-                self._models, self._finalize, batch, loss_fn, self._batching, list(self._routers.values())
+                self._models,
+                self._finalize,
+                batch,
+                loss_fn,
+                self._batching,
+                list(self._routers.values()),
+                1.0 if updater.loss_scale is None else float(updater.loss_scale.scale),
             )
         except Interrupted:
             # Part of the batch moved them already, and all of it will when the update is done anew.
@@ -194,7 +200,11 @@ class MegatronModel:
         grad_norm = float(updater.optimizer.get_grad_norm())
         loss, metrics = step.loss_and_metrics(gradients, self._mesh)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        lr = 0.0
+        lr, loss_scale, overflowed = 0.0, None, False
+        if updater.loss_scale is not None:
+            loss_scale = float(updater.loss_scale.scale)
+            overflowed = skipped and math.isfinite(loss) and updater.loss_scale.can_fall
+            updater.loss_scale.follow(skipped)
         if skipped:
             self._restore_biases(biases)
         else:
@@ -210,6 +220,8 @@ class MegatronModel:
             tokens=gradients.tokens,
             sequences=gradients.sequences,
             skipped=skipped,
+            loss_scale=loss_scale,
+            overflowed=overflowed,
         )
 
     def _restore_biases(self, biases: list[Tensor | None]) -> None:

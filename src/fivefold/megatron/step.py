@@ -316,14 +316,18 @@ def forward_backward(
     loss_fn: LossFn,
     batching: BatchingConfig,
     routers: list[Router],
+    loss_scale: float = 1.0,
 ) -> Gradients:
-    """Gradients of the whole update on every rank, reduced and finalized."""
+    """Gradients of the whole update, times `loss_scale`, on every rank, reduced and finalized.
+
+    Megatron-Core multiplies the loss by it, and divides the gradients again; what routers add is multiplied here.
+    """
     mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
     counts = torch.tensor([micro_batches.tokens, len(batch.lengths_N), micro_batches.filled])
     dist.all_reduce(counts, group=mesh.ranks.dp)
     tokens, sequences, update_micro_batches = counts.tolist()
     for router in routers:
-        router.update_scale = 1 / max(1, tokens) if batch.update_tokens else 0.0
+        router.update_scale = loss_scale / max(1, tokens) if batch.update_tokens else 0.0
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro, output = _forward(iterator, model, batching)

@@ -15,7 +15,7 @@ from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
 from fivefold.models.spec import ModelSpec
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> TransformerConfig:
@@ -59,6 +59,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         # The loss is a sum of shares, which nothing has to divide any more: step.py.
         "calculate_per_token_loss": True,
         # Weights are loaded, so nothing is drawn; but only initialisation marks a parameter as sharded over

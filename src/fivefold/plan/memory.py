@@ -11,7 +11,7 @@ from fivefold.models.adapters import LoraSpec, adapter_tensors
 from fivefold.models.parameters import Sharding
 from fivefold.models.spec import ModelSpec
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a number, by dtype."""
 CPU_CACHE = 1 << 30
 """Bytes of vLLM's cache on a CPU, where its share of the memory would be that of the whole machine."""
@@ -309,7 +309,7 @@ def trained_parameters(spec: ModelSpec, lora: LoraSpec | None) -> int:
 
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str, lora: LoraSpec | None = None) -> int:
-    """Of a model that trains: the trained weights, in bfloat16 a float32 copy of them, and two moments."""
+    """Of a model that trains: the trained weights, in 16 bits a float32 copy of them, and two moments."""
     return trained_parameters(spec, lora) * (12 if dtype == "float32" else 14)
 
 

@@ -65,6 +65,10 @@ class SkipGuard:
 
     def check(self, report: StepReport, batch: TokenBatch, name: str, step: int) -> None:
         """Count a skipped update of the model `name`; `step` counts from 0. Raises RuntimeError on all ranks."""
+        if report.overflowed:
+            # How the scale is found that float16 holds: no fault of the step.
+            self._log(f"{name}'s update skipped: gradients overflow float16 at a loss scale of {report.loss_scale:g}")
+            return
         skipped = self._skipped[name] = self._skipped.get(name, 0) + 1 if report.skipped else 0
         if report.skipped:
             self._log(f"{name}'s update skipped: loss {report.loss}, gradient norm {report.grad_norm} ({skipped} in a row)")

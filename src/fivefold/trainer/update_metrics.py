@@ -23,6 +23,8 @@ def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
             combined[key] = math.fsum(values) / len(values)
     if "policy/kl_old" in combined:
         combined["policy/kl_old_last"] = [r.metrics["policy/kl_old"] for r in good if "policy/kl_old" in r.metrics][-1]
+    if (scale := reports[-1].loss_scale) is not None:
+        combined[f"{model}/loss_scale"] = scale
     return {
         **combined,
         f"{model}/loss": math.fsum(report.loss for report in good) / len(good),

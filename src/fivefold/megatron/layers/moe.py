@@ -48,7 +48,7 @@ class Router(TopKRouter):
     """
 
     update_scale: float = 0.0
-    """1 / all tokens of the update; 0 outside an update."""
+    """1 / all tokens of the update, times the scale of its loss; 0 outside an update."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -27,6 +28,8 @@ class Updater:
     """One a virtual stage."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    loss_scale: LossScale | None = None
+    """In float16."""
 
 
 def build_updater(
@@ -68,6 +71,7 @@ def build_updater(
                 # Without a bound the norm is still wanted: nothing is larger than infinity.
                 clip_grad=settings.clip_grad or math.inf,
                 bf16=config.bf16,
+                fp16=config.fp16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=ddp_config.use_distributed_optimizer,
                 overlap_param_gather=ddp_config.overlap_param_gather,
@@ -78,11 +82,53 @@ def build_updater(
         )
     for part in optimizer.chained_optimizers:
         FusedAdamW.take_over(part.optimizer)
+    loss_scale = None
+    if config.fp16:
+        loss_scale = LossScale.of(optimizer.config)
+        for part in optimizer.chained_optimizers:
+            part.grad_scaler = loss_scale
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
     if ddp_config.overlap_param_gather:
         config.param_sync_func = [ddp.start_param_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].start_param_sync
-    return Updater(ddps, optimizer, build_schedule(optimizer, settings, total_updates, updates_per_step))
+    return Updater(ddps, optimizer, build_schedule(optimizer, settings, total_updates, updates_per_step), loss_scale)
+
+
+class LossScale(DynamicGradScaler):
+    """What multiplies float16's loss, so that small gradients do not vanish: one for all optimizers of a model.
+
+    Half of itself when gradients have overflowed as often as `hysteresis` says, twice after so many updates without.
+    """
+
+    @classmethod
+    def of(cls, config: MegatronOptimizerConfig) -> LossScale:
+        return cls(
+            initial_scale=config.initial_loss_scale,
+            min_scale=config.min_loss_scale,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=int(config.loss_scale_window),
+            hysteresis=config.hysteresis,
+        )
+
+    def update(self, found_inf: bool) -> None:
+        """Megatron-Core tells what it found in the gradients of each of its optimizers; an update moves the scale once."""
+
+    def follow(self, overflowed: bool) -> None:
+        """Move behind an update, whether its gradients have overflowed or not."""
+        super().update(overflowed)
+
+    @property
+    def can_fall(self) -> bool:
+        return bool(self.scale > self.min_scale)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {name: float(value) for name, value in self.state_dict().items()}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self._scale.fill_(state["scale"])
+        self._growth_tracker, self._hysteresis_tracker = int(state["growth_tracker"]), int(state["hysteresis_tracker"])
 
 
 class Schedule(OptimizerParamScheduler):

@@ -121,6 +121,7 @@ def install() -> None:
 
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
     import megatron.core.optimizer.clip_grads
+    import megatron.core.optimizer.grad_scaler
     import megatron.core.optimizer.optimizer
     import megatron.core.pipeline_parallel.schedules
     import megatron.core.tensor_parallel.mappings as mappings
@@ -130,6 +131,7 @@ def install() -> None:
 
     for module in (
         megatron.core.optimizer.clip_grads,
+        megatron.core.optimizer.grad_scaler,
         megatron.core.optimizer.optimizer,
         megatron.core.pipeline_parallel.schedules,
         megatron.core.utils,
