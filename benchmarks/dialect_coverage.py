@@ -139,6 +139,7 @@ TRUTHS = {
     "countdown": json.dumps({"target": 2, "numbers": [1, 1]}),
     "ifeval": json.dumps({"func_name": "validate_no_commas"}),
     "multiple_choice": "A",
+    "math_any": json.dumps(["11"]),
 }
 """By the beginning of a reward's name; others take a number."""
 

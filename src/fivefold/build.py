@@ -475,6 +475,7 @@ def _prompts(
         data.system_prompt,
         data.chat_template_kwargs,
         data.chat_template,
+        data.apply_chat_template,
     )
     if first is not None or not is_large(files):
         return load_prompts(files, tokenizer, reading, first)

@@ -73,11 +73,11 @@ def test_every_row_names_keys_of_ours(system, table):
     {"algorithm.algorithm_type": "dpo", "model.max_response_tokens": 8, "model.max_model_len": 16, "mode": "train"},
 ])  # fmt: skip
 def test_every_key_that_a_function_reads_has_a_row(system, table, settings):
-    source = Source(settings, table.defaults, {})
+    source = Source(settings, {**table.elsewhere, **table.defaults}, {})
     for function in table.derived:
         with contextlib.suppress(UnreadableError):
             function(source)
-    assert [key for key in sorted(source.read) if table.row(key) is None] == []
+    assert [key for key in sorted(source.read) if table.row(key) is None and key not in table.elsewhere] == []
     assert [key for key in table.defaults if table.row(key) is None] == []
 
 
@@ -321,6 +321,37 @@ train_dataset: {path: d.parquet, type: rl, batch_size: 256, max_length: 1024}
 AREAL_PPO = (
     GSM8K_AREAL.replace("fsdp:d4", "megatron:d2t2").replace("kl_ctl: 0.0", "c_clip: 3.0").replace("eps_clip: 0.4", "eps_clip: 0.2\n  eps_clip_higher: 0.28")
     + "ref: {path: m}\ncritic: {path: c, ppo_n_minibatches: 2}\n"
+)  # fmt: skip
+AREAL_SYNC = """
+experiment_name: ppo
+trial_name: first
+mode: ray
+recover_mode: auto
+allocation_mode: sglang.d4p1m1+d2p2m1
+exp_ctrl: {total_train_epochs: 5, save_freq_steps: 20}
+actor:
+  type: {_class: qwen2}
+  path: m
+  optimizer: {lr: 2.0e-05, lr_scheduler_type: constant, eps: 1.0e-05, warmup_steps_proportion: 0.2}
+  sglang: {mem_fraction_static: 0.8}
+ref: {type: {_class: qwen2}, path: m}
+actor_train: {mb_spec: {max_tokens_per_mb: 30720}}
+dataset: {path: d.jsonl, max_prompt_len: 1024, train_bs_n_seqs: 512}
+ppo:
+  gen: {max_new_tokens: 27648, top_p: 1.0, top_k: 1000000}
+  ppo_n_minibatches: 4
+  kl_ctl: 0.0
+  disable_value: true
+  reward_output_scaling: 5
+  adv_norm: true
+group_size: 16
+group_adv_norm: false
+cluster: {fileroot: /runs}
+"""
+"""Of AReaL before 2025-08."""
+AREAL_ASYNC = (
+    AREAL_SYNC.replace("ppo_n_minibatches: 4", "ppo_n_minibatches: 1\n  recompute_logprob: true\n  use_decoupled_loss: true\n  behav_imp_weight_cap: 5.0")
+    + "max_head_offpolicyness: 16\nsuccess_rate_lb: 0.05\nsuccess_rate_ub: 0.95\n"
 )  # fmt: skip
 PPO_ROLL = (
     GSM8K_ROLL.replace("adv_estimator: grpo", "adv_estimator: gae\nadd_token_level_kl: true").replace("use_kl_loss: true\nkl_loss_coef: 0.01\n", "")
@@ -576,6 +607,11 @@ CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
         {"rollout_correction.old_logprobs_from": "loglinear", "rollout_correction.weight": "token", "rollout_correction.high": 5.0,
          "rollout_correction.outside": "mask"},
     ),
+    # Without values a token's advantage is the return from it on: of the penalties too.
+    "areal kl in the reward": (
+        ["areal", GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1") + "ref: {path: m}\n"],
+        {"credit": "discounted", "gamma": 1.0, "kl.place": "reward", "kl.estimator": "k1", "kl.coef": 0.1},
+    ),
     "areal advantages normalized in each group": (
         ["areal", GSM8K_AREAL.replace("reward_norm: {mean", "adv_norm: {mean")],
         {"advantage": "reward", "normalize": "none", "whiten": True, "whiten_by": "group"},
@@ -684,6 +720,88 @@ def test_variables_of_verls_chat_template_are_ours():
     assert config("verl", *GRPO_VERL, "data.apply_chat_template_kwargs={}").data.chat_template_kwargs == {}
 
 
+def test_a_run_of_areal_before_2025_08_is_the_one_of_its_own_program():
+    """By hand: 512 prompts x 16 in 4 updates; rewards of -5 and 5 whitened over all tokens of the step; the engine's
+    log-probs are the old ones; float16 with a scale that begins at 2^32; the rate of the tenth of 100 steps is 9/20 of 2e-5."""
+    found = config("areal", tree=AREAL_SYNC)
+    algorithm, chosen = found.algorithm, found.algorithm.resolved
+    assert (found.data.prompts_per_step, algorithm.group_size, algorithm.updates_per_step) == (512, 16, 4)
+    assert (found.data.max_prompt_tokens, found.data.max_response_tokens, found.policy.tokens_per_micro_batch) == (
+        1024,
+        27648,
+        30720,
+    )
+    assert (chosen.advantage, chosen.normalize, chosen.credit, chosen.whiten, chosen.whiten_by) == (
+        "reward",
+        "none",
+        "response",
+        True,
+        "step",
+    )
+    assert (chosen.clip_low, chosen.clip_high, chosen.dual_clip, chosen.aggregate, chosen.kl.coef) == (
+        0.2,
+        0.2,
+        None,
+        "token-mean",
+        0.0,
+    )
+    assert chosen.rollout_correction.old_logprobs_from == "engine" and not chosen.dynamic_sampling
+    assert (found.policy.backend, found.engine.backend, found.engine.placement) == ("megatron:d2t1p2", "vllm:d4t1", "apart")
+    assert (found.policy.dtype, found.engine.dtype, found.policy.recompute) == ("float16", None, "full")
+    assert found.policy.megatron.optimizer == {
+        "initial_loss_scale": 2.0**32,
+        "min_loss_scale": 1.0,
+        "loss_scale_window": 5.0,
+        "hysteresis": 2,
+    }
+    optimizer = found.policy.optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.eps, optimizer.betas) == (2e-5, 0.05, 1e-5, [0.9, 0.95])
+    assert (optimizer.warmup_steps, optimizer.warmup_from, optimizer.schedule_per) == (0.2, 0, "step")
+    assert rate(found, 10, 100) == pytest.approx(9 / 20 * 2e-5)
+    assert (found.trainer.epochs, found.trainer.save_every, found.trainer.resume, found.trainer.run_dir) == (
+        5,
+        20,
+        "auto",
+        "/runs/ppo/first",
+    )
+    assert found.reward.by_source["code"] == {"code": 1.0} and found.reward.functions == {"math_any": 1.0}
+    assert (found.data.source_key, found.data.ground_truth_key, found.data.apply_chat_template) == (
+        "task",
+        "solutions",
+        False,
+    )
+    assert found.engine.sampling.top_k == 0 and found.rollout.max_staleness is None
+
+
+def test_an_asynchronous_run_of_areal_before_2025_08_is_as_far_ahead_and_filters_what_says_nothing():
+    found = config("areal", tree=AREAL_ASYNC)
+    correction = found.algorithm.resolved.rollout_correction
+    assert (found.rollout.max_staleness, found.rollout.interrupt, found.rollout.tail) == (16, "continue", "carry")
+    assert (correction.old_logprobs_from, correction.weight, correction.high, correction.outside) == (
+        "trainer",
+        "token",
+        5.0,
+        "mask",
+    )
+    assert found.algorithm.resolved.dynamic_sampling
+    uncapped = config("areal", tree=AREAL_ASYNC.replace("  behav_imp_weight_cap: 5.0\n", ""))
+    assert uncapped.algorithm.resolved.rollout_correction.high == 1e9
+    assert not config(
+        "areal", tree=AREAL_SYNC + "success_rate_lb: 0.05\nsuccess_rate_ub: 0.95\n"
+    ).algorithm.resolved.dynamic_sampling
+    penalised = config("areal", tree=AREAL_SYNC.replace("kl_ctl: 0.0", "kl_ctl: 0.01")).algorithm.resolved
+    assert (penalised.kl.place, penalised.kl.estimator, penalised.credit, penalised.gamma) == (
+        "reward",
+        "k1",
+        "discounted",
+        1.0,
+    )
+    by_group = config("areal", tree=AREAL_SYNC.replace("group_adv_norm: false", "group_adv_norm: true")).algorithm.resolved
+    assert by_group.whiten_by == "group"
+    mixed = config("areal", "actor.bf16=true", tree=AREAL_SYNC)
+    assert (mixed.policy.dtype, mixed.engine.dtype, mixed.policy.megatron.optimizer) == ("bfloat16", "float16", {})
+
+
 def test_an_sft_run_of_areal_is_known_by_what_it_lacks():
     """In its tests the section is called actor, and there is no generation; a KL of 0.1 is the default of nothing then."""
     tree = "actor: {backend: 'fsdp:d2', path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {type: sft, path: d.parquet, batch_size: 16}\ntokenizer_path: m\n"
@@ -753,6 +871,11 @@ def test_details_of_those_runs():
     ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),
+    ("areal", ["success_rate_lb=0.3"], AREAL_ASYNC, "by the share that is solved, within 0.3 and 0.95"),
+    ("areal", ["ppo.disable_value=false"], AREAL_SYNC, "a critic whose values are normalized"),
+    ("areal", ["ppo.early_stop_imp_ratio=1.5"], AREAL_SYNC, "as soon as ratios move"),
+    ("areal", ["ppo.adv_norm=false"], AREAL_SYNC, "only their difference is kept"),
+    ("areal", ["ppo.kl_clt=0.1"], AREAL_SYNC, "did you mean ppo.kl_ctl"),
     ("areal", [], GSM8K_AREAL.replace("max_head_offpolicyness: 0", "max_head_offpolicyness: 4"), "counts steps of 1 prompts where a step takes 256"),
     ("roll", [], GSM8K_ROLL + "difficulty_mask: true\nentropy_loss_coef: 0.1\n", "that the entropy still counts"),
     ("roll", [], pg_variant("topr").replace("max_steps: 100", "max_steps: 100\nwhiten_advantages: true"), "TOPR by the sign of the reward"),

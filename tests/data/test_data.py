@@ -345,3 +345,24 @@ def test_messages_may_stand_in_a_column_as_json(tmp_path, tokenizer):
         (tmp_path / "d.jsonl").write_text(json.dumps({"messages": cell}) + "\n")
         reading = Reading(max_prompt_tokens=64, columns=Columns(prompt="messages"))
         assert load_prompts([str(tmp_path / "d.jsonl")], tokenizer, reading).prompts[0].text == text
+
+
+def test_a_prompt_that_is_rendered_already_is_read_as_it_stands(tmp_path, tokenizer):
+    """Neither the template nor a line break behind it; what needs a template is refused, when the run is checked too."""
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+    row = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
+    for prompt, fault in (("1+1=", None), ([{"role": "user", "content": "1"}] * 2, "a prompt of messages needs")):
+        path = tmp_path / f"{fault is None}.jsonl"
+        path.write_text((json.dumps(row | {"prompt": prompt}) + "\n") * 40)
+        reading = Reading(max_prompt_tokens=64, apply_chat_template=False)
+        data = {"train": [str(path)], "apply_chat_template": False}
+        config, findings = make_config({"model": {"path": "m"}, "data": data}), Findings()
+        check_data(findings, config, LightTokenizer.load(tmp_path), None)
+        if fault is None:
+            (found, *_) = load_prompts([str(path)], tokenizer, reading).prompts
+            assert (found.text, found.token_ids) == ("1+1=", tokenizer.encode("1+1=")) and findings.errors == []
+        else:
+            assert fault in findings.errors[0]
+            with pytest.raises(ValueError, match=fault):
+                load_prompts([str(path)], tokenizer, reading)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -168,6 +169,20 @@ MATH = [
 @pytest.mark.parametrize(("response", "truth", "expected"), MATH)
 def test_math_compares_mathematically(response, truth, expected):
     assert rules.math(response, truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "solutions", "expected"),
+    [
+        (r"so \boxed{1/2}", [r"\boxed{3}", r"it is \boxed{0.5}"], 1.0),
+        (r"so \boxed{1/2}", [r"\frac{1}{2}"], 1.0),
+        (r"so \boxed{1/2}", [r"\boxed{3}", r"\boxed{4}"], 0.0),
+    ],
+)
+def test_one_of_several_solutions_is_enough(response, solutions, expected):
+    assert rules.resolve("math_any")(response, json.dumps(solutions)) == expected
+    assert ground_truth_fault("math_any", json.dumps(solutions)) is None
+    assert "JSON list of solutions" in ground_truth_fault("math_any", "1/2") and ground_truth_fault("math_any", "[]")
 
 
 def test_format_asks_for_a_stated_answer_only():
@@ -609,7 +624,7 @@ def test_reward_processes_end_when_the_trainer_is_gone(user_file):
     ("functions", "says"),
     [
         ({}, "no reward is known for data_source 'mine'"),
-        ({"gsm9k": 1.0}, "unknown reward 'gsm9k'; built in: gsm8k, math, format"),
+        ({"gsm9k": 1.0}, "unknown reward 'gsm9k'; built in: gsm8k, math, math_any, format"),
         ({"none.py:f": 1.0}, "no file at none.py"),
     ],
 )

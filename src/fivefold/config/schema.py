@@ -438,6 +438,8 @@ class DataConfig:
     """A Jinja template of prompts in the place of the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template: `{enable_thinking: false}`."""
+    apply_chat_template: bool = True
+    """False: prompts are texts as the model reads them, with the tokenizer's own special tokens around them."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
     ground_truth_key: str = "reward_model.ground_truth"

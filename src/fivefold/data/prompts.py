@@ -17,6 +17,7 @@ from fivefold.data.rows import (
     check_responses,
     parse_row,
     read_rows,
+    text_of,
     with_system_prompt,
 )
 from fivefold.data.stored_prompts import StoredPrompts
@@ -61,6 +62,7 @@ class Reading:
     """Variables of the chat template."""
     template: str | None = None
     """A chat template in the place of the tokenizer's."""
+    apply_chat_template: bool = True
 
     def prompt_of(self, row: dict[str, Any], at: Place, tokenizer: Any) -> Prompt | None:
         """None where it is too long; raises ValueError naming the row."""
@@ -71,7 +73,11 @@ class Reading:
             found = with_system_prompt(parse_row(row, self.columns, self.learns_from, at.file.stem), self.system_prompt)
             if self.need_responses:
                 check_responses(found, self.columns, self.learns_from, list(map(str, row)))
-            messages, token_ids, text, responses = tokenize(found, tokenizer, arguments)
+            messages, token_ids, text, responses = (
+                tokenize(found, tokenizer, arguments)
+                if self.apply_chat_template
+                else tokenize_as_it_is(found, tokenizer)
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if len(token_ids) > self.max_prompt_tokens:
@@ -127,6 +133,14 @@ def tokenize(
     if row.is_conversation:
         return conversation(row.messages, tokenizer, template_kwargs)
     token_ids, text = render(row.messages, tokenizer, template_kwargs)
+    return row.messages, token_ids, text, [_response(one, tokenizer) for one in row.responses]
+
+
+def tokenize_as_it_is(row: Row, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
+    """The same of a prompt that is a text already."""
+    text = text_of(row)
+    if not (token_ids := [int(token) for token in tokenizer.encode(text)]):
+        raise ValueError(f"the prompt has no tokens: {text!r}")
     return row.messages, token_ids, text, [_response(one, tokenizer) for one in row.responses]
 
 

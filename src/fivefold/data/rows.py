@@ -129,6 +129,13 @@ def with_system_prompt(row: Row, text: str | None) -> Row:
     return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
 
 
+def text_of(row: Row) -> str:
+    """The text of a prompt that needs no template; raises ValueError for messages."""
+    if row.is_conversation or len(row.messages) != 1 or row.messages[0]["role"] != "user":
+        raise ValueError("a prompt of messages needs data.apply_chat_template: true")
+    return str(row.messages[0]["content"])
+
+
 def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) -> tuple[Messages, bool, list[str]]:
     """(messages, whether they are a conversation to imitate, responses to learn from)."""
     if learns_from == "responses" and (found := _cell(row, columns.messages)) is not None:

@@ -21,8 +21,8 @@ class Metric:
 PLACEHOLDERS = {
     # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
     "<part>": (
-        r"(?:gsm8k|math|format|code|code_fraction|think|think_answer|countdown|ifeval|ifeval_fraction|multiple_choice"
-        r"|multiple_choice_soft|repetition|judge|model|.+:.+)"
+        r"(?:gsm8k|math|math_any|format|code|code_fraction|think|think_answer|countdown|ifeval|ifeval_fraction"
+        r"|multiple_choice|multiple_choice_soft|repetition|judge|model|.+:.+)"
     ),
     "<source>": r".+",
     "<k>": r"\d+",

@@ -22,6 +22,7 @@ from fivefold.data.rows import (
     count_rows,
     parse_row,
     read_rows,
+    text_of,
     with_system_prompt,
 )
 from fivefold.errors import shown
@@ -63,7 +64,9 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         except ValueError as error:
             findings.error("data.chat_template", f": {error}")
             return
-    if data.chat_template_kwargs and tokenizer is not None and tokenizer.template is None:
+    if data.chat_template_kwargs and not data.apply_chat_template:
+        findings.ignore("data.chat_template_kwargs", "data.apply_chat_template is false")
+    elif data.chat_template_kwargs and tokenizer is not None and tokenizer.template is None:
         findings.error("data.chat_template_kwargs", "are variables of a chat template, which the tokenizer has not")
     if ours := [name for name in data.chat_template_kwargs if name in TEMPLATE_NAMES]:
         findings.error("data.chat_template_kwargs", f"cannot name what the prompt itself says: got {', '.join(ours)}")
@@ -187,7 +190,7 @@ class _Reader:
             texts = [tokenizer.render(row.messages, False, data.chat_template_kwargs)]
         else:
             prompt, texts = row.messages, list(row.responses)
-        text = tokenizer.render(prompt, kwargs=data.chat_template_kwargs)
+        text = tokenizer.render(prompt, kwargs=data.chat_template_kwargs) if data.apply_chat_template else text_of(row)
         tokens = tokenizer.check_text(text)
         if not tokens:
             raise ValueError(f"the prompt has no tokens: {shown(text)}")

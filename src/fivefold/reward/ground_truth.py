@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 from fivefold.reward.code.cases import FORMS, read_cases
 from fivefold.reward.ifeval import read_instructions
 from fivefold.reward.rules import CODE, gsm8k
 from fivefold.reward.tagged import countdown_fault
+
+
+def is_list_of_texts(text: str) -> bool:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(found, list) and bool(found) and all(isinstance(each, str) and each.strip() for each in found)
 
 
 def ground_truth_fault(name: str, ground_truth: str) -> str | None:
@@ -16,6 +26,8 @@ def ground_truth_fault(name: str, ground_truth: str) -> str | None:
         return "must be a number for the reward gsm8k"
     if name == "math" and not ground_truth.strip():
         return "must not be empty for the reward math"
+    if name == "math_any" and not is_list_of_texts(ground_truth):
+        return "must be a JSON list of solutions for the reward math_any"
     if name == "countdown":
         return countdown_fault(ground_truth)
     if name.startswith("multiple_choice") and not ground_truth[:1].isupper():

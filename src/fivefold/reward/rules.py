@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -62,6 +63,12 @@ def math(response: str, ground_truth: str) -> float:
     with contextlib.suppress(_TooLongError), _cpu_limit(_COMPARE_SECONDS):
         return _verify(answer if boxed is None else f"\\boxed{{{boxed}}}", ground_truth)
     return 0.0
+
+
+def math_any(response: str, ground_truth: str) -> float:
+    r"""1 when `math` is, for one of the solutions in a JSON list of texts; of one with a \boxed{} its content counts."""
+    solutions = json.loads(ground_truth)
+    return float(any(math(response, last_boxed(text) or text) for text in solutions))
 
 
 def _verify(answer: str, ground_truth: str) -> float:
@@ -156,6 +163,7 @@ def format(response: str, ground_truth: str) -> float:
 BUILT_IN: dict[str, RewardFunction] = {
     "gsm8k": gsm8k,
     "math": math,
+    "math_any": math_any,
     "format": format,
     "think": think,
     "think_answer": think_answer,

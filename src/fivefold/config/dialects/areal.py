@@ -5,9 +5,10 @@ Numbers that only AReaL's code explains were read in AReaL 4aef98d8d (2026-05-21
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects import shared
+from fivefold.config.dialects import areal_legacy, shared
 from fivefold.config.dialects.areal_method import advantage, correction, critic, kl, loss, low_rank, optimizer
 from fivefold.config.dialects.areal_placement import ahead, engine, is_sft, layout, roles, trainer
 from fivefold.config.dialects.areal_rows import SECTIONS
@@ -248,4 +249,19 @@ TABLE = Table(
         "a bound of ages that holds for every token: AReaL uses what is older and was slow",
     ),
 )
-translate = dialect(TABLE)
+LEGACY = Table(
+    "AReaL",
+    areal_legacy.SECTIONS,
+    (*areal_legacy.METHOD, model, data, sampling, run, tracked),
+    areal_legacy.DEFAULTS,
+    elsewhere=dict.fromkeys(TABLE.exact) | DEFAULTS | areal_legacy.TODAY,
+)
+OTHER_TABLES = (LEGACY,)
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of the program that the settings are of."""
+    return LEGACY if areal_legacy.is_legacy(settings) else TABLE
+
+
+translate = dialect(table_of)

@@ -29,9 +29,8 @@ def advantage(source: Source) -> dict[str, Any]:
         found |= {"advantage": "group", "normalize": std or "none"}
     if has_critic:
         found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
-    elif (said.number("discount"), said.number("gae_lambda")) != (1.0, 1.0):
-        # Without values the advantage of a token is the return discounted by both.
-        found |= {"credit": "discounted", "gamma": (said.number("discount") or 0.0) * (said.number("gae_lambda") or 0.0)}
+    else:
+        found |= credit(source)
     if source.keys("actor.adv_norm.") and said.text("adv_norm.std_level") is not None:
         if (said.text("adv_norm.mean_level"), said.text("adv_norm.std_level")) not in (
             ("batch", "batch"),
@@ -59,6 +58,15 @@ def advantage(source: Source) -> dict[str, Any]:
             "overlong_penalty": said.number("overlong_penalty_factor"),
         }
     return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def credit(source: Source) -> dict[str, Any]:
+    """Without values the advantage of a token is the return from it on, of KL penalties too, discounted by both."""
+    said = source.under("actor.")
+    decay = (said.number("discount") or 0.0) * (said.number("gae_lambda") or 0.0)
+    if decay == 1.0 and not said.number("kl_ctl"):
+        return {"credit": "response"}
+    return {"credit": "discounted", "gamma": decay}
 
 
 def loss(source: Source) -> dict[str, Any]:

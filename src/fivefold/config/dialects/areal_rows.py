@@ -6,7 +6,6 @@ from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
 
-_BEFORE = "AReaL before 2025-08, whose trainer was another program: write the keys of today"
 SECTIONS = (
     Section.of(
         "Placement",
@@ -288,21 +287,5 @@ SECTIONS = (
         ),
         used("-m", "algorithm.name"),
         fixed("--config-name --config-path", "how the program is started"),
-    ),
-    Section.of(
-        "Before 2025-08",
-        lacks(
-            "ppo.** dataset.** exp_ctrl.** actor.type._class ref.type._class actor.sglang.** actor.bf16 "
-            "ref.bf16 *_inf.** *_train.** group_size group_adv_norm rw_type mask_too_long "
-            "max_head_offpolicyness success_rate_* n_nodes n_gpus_per_node mode n_rollout_workers cpus_per_* "
-            "mem_per_* cache_clear_freq shuffle_dataset flush_request_timeout",
-            _BEFORE,
-        ),
-        fixed(
-            "wandb.mode wandb.entity wandb.project wandb.name wandb.job_type wandb.group wandb.notes wandb.tags "
-            "wandb.config tensorboard.path ray_temp_path torch_cache_mysophobia recover_mode recover_retries recover_after "
-            "metric_discovery_port",
-            SHOWN,
-        ),
     ),
 )

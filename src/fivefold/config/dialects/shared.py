@@ -33,6 +33,8 @@ ESTIMATORS = {
 DTYPES = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
     "fp32": "float32",
     "float32": "float32",
     "torch.bfloat16": "bfloat16",

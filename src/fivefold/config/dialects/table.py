@@ -106,6 +106,9 @@ class Table:
     """Later ones come over earlier ones."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key -> what it is when a configuration leaves it out, as far as a row or function asks for it."""
+    elsewhere: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of another program that functions shared with it read, with the key of this one that stands for each, or the
+    value that it has here; nobody can set them."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Month of an older release -> defaults that were others then."""
     known: KnownKeys = NONE
