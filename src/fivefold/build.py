@@ -476,6 +476,8 @@ def _prompts(
         data.chat_template_kwargs,
         data.chat_template,
         data.apply_chat_template,
+        data.learned_turns,
+        data.max_total_tokens,
     )
     if first is not None or not is_large(files):
         return load_prompts(files, tokenizer, reading, first)

@@ -322,6 +322,13 @@ AREAL_PPO = (
     GSM8K_AREAL.replace("fsdp:d4", "megatron:d2t2").replace("kl_ctl: 0.0", "c_clip: 3.0").replace("eps_clip: 0.4", "eps_clip: 0.2\n  eps_clip_higher: 0.28")
     + "ref: {path: m}\ncritic: {path: c, ppo_n_minibatches: 2}\n"
 )  # fmt: skip
+SFT_SKYRL = [
+    "-m=skyrl.train.main_sft", "strategy=megatron", "model.path=m", "train_datasets=['allenai/tulu']", "train_dataset_splits=['train[:50000]']",
+    "eval_datasets=['allenai/tulu']", "eval_dataset_splits=['train[-500:]']", "max_length=4096", "num_steps=4166", "batch_size=24",
+    "micro_train_batch_size_per_gpu=6", "placement.num_gpus_per_node=4", "megatron_config.tensor_model_parallel_size=1",
+    "megatron_config.pipeline_model_parallel_size=1", "optimizer_config.lr=1e-6", "train_on_what=all_assistant_messages",
+    "ckpt_path=/ckpts", "resume_from=", "logger=console",
+]  # fmt: skip
 AREAL_SYNC = """
 experiment_name: ppo
 trial_name: first
@@ -802,6 +809,41 @@ def test_an_asynchronous_run_of_areal_before_2025_08_is_as_far_ahead_and_filters
     assert (mixed.policy.dtype, mixed.engine.dtype, mixed.policy.megatron.optimizer) == ("bfloat16", "float16", {})
 
 
+def test_an_sft_run_of_skyrl_takes_the_rows_the_turns_and_the_length_that_it_names():
+    """By hand: 24 rows a step of one update, cut off at 4096 tokens of prompt and response, 6 of them in a micro-batch; all
+    turns up to their end tokens, or the last with what is behind; packed, a bin's tokens are the budget."""
+    found = config("skyrl", *SFT_SKYRL)
+    data = found.data
+    assert (found.algorithm.name, found.policy.backend, found.policy.recompute) == ("sft", "megatron:d4t1p1", "full")
+    assert (data.train, data.val) == (["allenai/tulu-train.parquet[:50000]"], ["allenai/tulu-train.parquet[-500:]"])
+    assert (data.prompts_per_step, found.algorithm.updates_per_step, found.policy.tokens_per_micro_batch) == (
+        24,
+        1,
+        6 * 4096,
+    )
+    assert (data.max_total_tokens, found.max_sequence_tokens, data.learned_turns, data.messages_key) == (
+        4096,
+        4096,
+        "all",
+        "messages",
+    )
+    assert (found.trainer.steps, found.trainer.run_dir, found.trainer.resume, found.eval.generate) == (
+        4166,
+        "/ckpts",
+        "never",
+        False,
+    )
+    assert (found.policy.optimizer.lr, found.policy.optimizer.betas, found.trainer.eval_every) == (1e-6, [0.9, 0.999], 0)
+    packed = config("skyrl", *SFT_SKYRL, "use_sequence_packing=true", "max_tokens_per_microbatch=8192")
+    assert packed.policy.tokens_per_micro_batch == 8192
+    older = [word for word in SFT_SKYRL if not word.startswith(("train_", "eval_", "num_steps"))]
+    older = config(
+        "skyrl", *older, "dataset_name=yahma/alpaca-cleaned", "dataset_split=train[:200]", "strategy=fsdp", "num_epochs=3"
+    )
+    assert (older.data.train, older.data.learned_turns) == (["yahma/alpaca-cleaned-train.parquet[:200]"], "last")
+    assert (older.trainer.epochs, older.trainer.steps, older.policy.backend) == (3, None, "megatron:d4t1p1")
+
+
 def test_an_sft_run_of_areal_is_known_by_what_it_lacks():
     """In its tests the section is called actor, and there is no generation; a KL of 0.1 is the default of nothing then."""
     tree = "actor: {backend: 'fsdp:d2', path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {type: sft, path: d.parquet, batch_size: 16}\ntokenizer_path: m\n"
@@ -871,6 +913,11 @@ def test_details_of_those_runs():
     ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),
+    ("skyrl", [*SFT_SKYRL, "train_dataset_weights=[1.0]"], "", "drawn with replacement by weight"),
+    ("skyrl", [*SFT_SKYRL, "train_dataset_splits=['train[:10%]']"], "", "the slice train[:10%]"),
+    ("skyrl", [*SFT_SKYRL, "max_length=null"], "", "sequences that nothing cuts off"),
+    ("skyrl", [*SFT_SKYRL, "sampler=custom"], "", "an order of one's own"),
+    ("skyrl", [*SFT_SKYRL[1:], "-m=x.main_sft_of_mine"], "", "another program than main_sft"),
     ("areal", ["success_rate_lb=0.3"], AREAL_ASYNC, "by the share that is solved, within 0.3 and 0.95"),
     ("areal", ["ppo.disable_value=false"], AREAL_SYNC, "a critic whose values are normalized"),
     ("areal", ["ppo.early_stop_imp_ratio=1.5"], AREAL_SYNC, "as soon as ratios move"),

@@ -4,15 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from fivefold.config import make_config
+from fivefold.config import ConfigError, make_config
 from fivefold.config.findings import Findings
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.prepare import prepare
 from fivefold.data.prompt_loader import PromptLoader
 from fivefold.data.prompts import Reading, load_prompts, render
-from fivefold.data.rows import Columns, read_rows
+from fivefold.data.rows import Columns, count_rows, read_rows
 from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
 from fivefold.plan.data_files import check_data
 
@@ -366,3 +368,60 @@ def test_a_prompt_that_is_rendered_already_is_read_as_it_stands(tmp_path, tokeni
             assert fault in findings.errors[0]
             with pytest.raises(ValueError, match=fault):
                 load_prompts([str(path)], tokenizer, reading)
+
+
+@pytest.mark.parametrize("part", ["[:3]", "[2:]", "[-2:]", "[1:-1]", "[:0]", "[5:2]", "[:-100]", "[3:100]", ""])
+def test_a_part_of_a_file_is_that_of_a_list_of_its_rows(tmp_path, part):
+    rows = [{"prompt": f"{n}+1=", "data_source": "arithmetic"} for n in range(7)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    numbers = [int(text) if text else None for text in part.strip("[]").split(":")] if part else []
+    expected = rows[slice(*numbers)] if part else rows
+    for name in ("a.jsonl", "a.parquet"):
+        path = Path(f"{tmp_path / name}{part}")
+        assert list(read_rows(path)) == expected
+        assert count_rows(path, 100) == len(expected) and min(1, count_rows(path, 1)) == min(1, len(expected))
+    with pytest.raises(ValueError, match=r"no data file at .*b\.jsonl$"):
+        list(read_rows(tmp_path / "b.jsonl[:3]"))
+
+
+def test_the_last_turn_is_learned_with_what_the_template_writes_behind_it(tmp_path, tokenizer):
+    """Rows of Alpaca's form too: by hand, the text behind the generation prompt, end token and line break included."""
+    import copy
+
+    templated, end = copy.deepcopy(tokenizer), tokenizer.eos_token
+    templated.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }}" + end + "\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "plus 3"), ("assistant", "5")]
+    talk = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    for row, asked, learned in (
+        (talk, f"user 1+1={end}\nassistant 2{end}\nuser plus 3{end}\nassistant ", f"5{end}\n"),
+        ({"instruction": "add ", "input": "1 1", "output": "2"}, f"user add \n\n1 1{end}\nassistant ", f"2{end}\n"),
+        ({"instruction": " add 1 1 ", "input": "", "output": "2"}, f"user add 1 1{end}\nassistant ", f"2{end}\n"),
+    ):
+        (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+        reading = Reading(200, learns_from="responses", need_responses=True, max_response_tokens=200, learned_turns="last")
+        (prompt,) = load_prompts([str(tmp_path / "d.jsonl")], templated, reading).prompts
+        (response,) = prompt.responses
+        assert (prompt.text, templated.decode(response.token_ids), all(response.loss_mask)) == (asked, learned, True)
+        whole = len(prompt.token_ids) + len(response.token_ids)
+        for total in (whole, whole - 1, len(prompt.token_ids) + 1, len(prompt.token_ids)):
+            cut = replace(reading, max_total_tokens=total)
+            try:
+                (found,) = load_prompts([str(tmp_path / "d.jsonl")], templated, cut).prompts
+            except ValueError as error:
+                assert total == len(prompt.token_ids) and "no prompts left" in str(error)
+                continue
+            assert found.responses[0].token_ids == response.token_ids[: total - len(prompt.token_ids)]
+            assert found.responses[0].truncated == (total < whole)
+
+
+def test_a_bound_of_both_together_is_for_responses_of_the_data(tmp_path):
+    data = {"train": ["d.jsonl"], "val": ["d.jsonl"], "max_total_tokens": 100}
+    tree = {"model": {"path": "m"}, "data": data, "algorithm": {"name": "sft"}}
+    with pytest.raises(ConfigError, match=r"set eval\.generate to false"):
+        make_config(tree)
+    assert make_config(tree | {"eval": {"generate": False}}).max_sequence_tokens == 100
+    assert make_config(tree | {"algorithm": {"name": "grpo"}}).max_sequence_tokens == 1024

@@ -413,7 +413,7 @@ class AlgorithmConfig(Choices):
 @dataclass(frozen=True)
 class DataConfig:
     train: Annotated[list[str], CONTENT] = field(default_factory=list)
-    """Parquet or jsonl files of prompts."""
+    """Parquet or jsonl files of prompts; `FILE[begin:end]` are those of its rows, as of a list: `[:200]`, `[-100:]`."""
     val: Annotated[list[str], CONTENT] = field(default_factory=list)
     """Files for evaluation; none is made when left out."""
     expert: Annotated[list[str], CONTENT] = field(default_factory=list)
@@ -426,6 +426,9 @@ class DataConfig:
     """Longest prompt."""
     max_response_tokens: Annotated[int, above(0)] = 512
     """Longest response: sampling ends there."""
+    max_total_tokens: Annotated[int | None, above(1)] = None
+    """Longest prompt and response of the data together (sft): what a response has beyond is cut off, and a prompt that
+    leaves no room for one is too long."""
     overlong_prompts: Literal["drop", "refuse"] = "drop"
     """Leave out prompts that are too long and count them, or refuse to start."""
     shuffle: bool = True
@@ -457,6 +460,9 @@ class DataConfig:
     """Column with the response to imitate, for methods that learn from responses (sft)."""
     messages_key: str = "messages"
     """Column with a whole conversation to imitate instead: the assistant's turns carry loss."""
+    learned_turns: Literal["all", "last"] = "all"
+    """Of such a conversation: all turns of the assistant up to their end tokens, or the last one with all that the chat
+    template writes behind it."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     """Columns with the better and the worse response, for methods that learn from pairs (dpo): texts, or conversations whose
@@ -851,7 +857,8 @@ class RunConfig:
 
     @property
     def max_sequence_tokens(self) -> int:
-        return self.data.max_prompt_tokens + self.data.max_response_tokens
+        longest = self.data.max_prompt_tokens + self.data.max_response_tokens
+        return min(longest, self.data.max_total_tokens or longest) if self.algorithm.offline else longest
 
     @property
     def may_generate(self) -> bool:

@@ -413,6 +413,11 @@ def _check_accepted(findings: Findings, config: RunConfig) -> None:
 def _check_evaluation(findings: Findings, config: RunConfig) -> None:
     trainer, files = config.trainer, bool(config.data.val)
     findings.require(
+        config.data.max_total_tokens is None or not config.algorithm.offline or not config.may_generate,
+        "data.max_total_tokens",
+        "bounds the responses of the data, and evaluation samples some: set eval.generate to false",
+    )
+    findings.require(
         config.eval.samples == 0 or config.eval.temperature > 0, "eval.temperature", "must be above 0 when eval.samples is"
     )
     findings.require(

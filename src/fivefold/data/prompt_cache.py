@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data.prompts import Place, PromptSet, Reading, not_empty, numbered_rows
-from fivefold.data.rows import count_rows
+from fivefold.data.rows import count_rows, part_of
 from fivefold.data.stored_prompts import DROPPED, SCHEMA, StoredPrompts, to_batch
 from fivefold.data.tokenizer import load_tokenizer
 
@@ -119,7 +119,10 @@ def _key(files: Sequence[str], tokenizer: Path, reading: Reading) -> str:
 
     names = [Path(name).name for name in files]
     found = hashlib.sha256(json.dumps([_FORMAT, transformers.__version__, names, asdict(reading)]).encode())
-    for path in [*map(Path, files), *sorted(path for path in tokenizer.iterdir() if _is_tokenizer_s(path))]:
+    for path in [
+        *(part_of(Path(name))[0] for name in files),
+        *sorted(path for path in tokenizer.iterdir() if _is_tokenizer_s(path)),
+    ]:
         with path.open("rb") as file:
             found.update(hashlib.file_digest(file, "blake2b").digest())
     return found.hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -63,6 +64,9 @@ class Reading:
     template: str | None = None
     """A chat template in the place of the tokenizer's."""
     apply_chat_template: bool = True
+    learned_turns: Literal["all", "last"] = "all"
+    max_total_tokens: int | None = None
+    """Of prompt and response to learn from together."""
 
     def prompt_of(self, row: dict[str, Any], at: Place, tokenizer: Any) -> Prompt | None:
         """None where it is too long; raises ValueError naming the row."""
@@ -74,16 +78,18 @@ class Reading:
             if self.need_responses:
                 check_responses(found, self.columns, self.learns_from, list(map(str, row)))
             messages, token_ids, text, responses = (
-                tokenize(found, tokenizer, arguments)
+                tokenize(found, tokenizer, arguments, self.learned_turns)
                 if self.apply_chat_template
                 else tokenize_as_it_is(found, tokenizer)
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        if len(token_ids) > self.max_prompt_tokens:
+        room = (self.max_total_tokens or sys.maxsize) - len(token_ids)
+        if len(token_ids) > self.max_prompt_tokens or room < 1:
             if self.overlong == "refuse":
+                bound = "max_prompt_tokens" if room >= 1 else "max_total_tokens"
                 raise ValueError(
-                    f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {self.max_prompt_tokens}; "
+                    f"{where}: the prompt has {len(token_ids)} tokens, data.{bound} is {getattr(self, bound)}; "
                     "raise it, or set data.overlong_prompts to drop"
                 )
             return None
@@ -94,7 +100,7 @@ class Reading:
             text=text,
             ground_truth=found.ground_truth,
             messages=messages,
-            responses=[_truncate(response, self.max_response_tokens) for response in responses],
+            responses=[_truncate(response, min(self.max_response_tokens, room)) for response in responses],
             extra=found.extra,
         )
 
@@ -127,9 +133,11 @@ def not_empty(files: Sequence[str], reading: Reading, kept: int, dropped: int) -
 
 
 def tokenize(
-    row: Row, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
+    row: Row, tokenizer: Any, template_kwargs: dict[str, Any] | None = None, learned_turns: Literal["all", "last"] = "all"
 ) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
     """(messages, tokens and text of the prompt, responses to learn from)."""
+    if row.is_conversation and learned_turns == "last":
+        return last_turn(row.messages, tokenizer, template_kwargs)
     if row.is_conversation:
         return conversation(row.messages, tokenizer, template_kwargs)
     token_ids, text = render(row.messages, tokenizer, template_kwargs)
@@ -185,6 +193,23 @@ def conversation(
         said = after
     last = len(loss_mask) - loss_mask[::-1].index(True)
     return prompt, token_ids, text, [DatasetResponse(rest[:last], loss_mask[:last], str(messages[turns[-1]]["content"]))]
+
+
+def last_turn(
+    messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
+) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
+    """A conversation whose last turn is learned, with all that the template writes behind it."""
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"the last turn is to be learned, and is the {messages[-1]['role']}'s")
+    prompt = messages[:-1]
+    token_ids, text = render(prompt, tokenizer, template_kwargs)
+    whole = conversation_text(messages, tokenizer, template_kwargs)
+    if not whole.startswith(text):
+        raise ValueError("the chat template writes earlier turns in another way once the last one follows")
+    rest = [int(token) for token in tokenizer.encode(whole[len(text) :], add_special_tokens=False)]
+    if not _has_template(tokenizer, template_kwargs):
+        rest.append(tokenizer.eos_token_id)
+    return prompt, token_ids, text, [DatasetResponse(rest, [True] * len(rest), str(messages[-1]["content"]))]
 
 
 def conversation_text(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> str:

@@ -6,8 +6,11 @@ A ValueError names the file, the row and the column of what cannot be used.
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +63,49 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+_PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]", re.DOTALL)
+
+
+def part_of(path: Path) -> tuple[Path, slice]:
+    """`train.parquet[:200]` names the first 200 rows of a file, `[-100:]` its last hundred: as of a list."""
+    found = _PART.fullmatch(str(path))
+    if found is None:
+        return path, slice(None)
+    return Path(found[1]), slice(*(int(number) if number else None for number in found.groups()[1:]))
+
+
+def _bounds(path: Path) -> tuple[Path, int, int | None]:
+    """(file, first row, row behind the last, None at its end)."""
+    file, part = part_of(path)
+    begin, end = part.start or 0, part.stop
+    if begin < 0 or (end or 0) < 0:
+        begin, end, _ = part.indices(_count(file, sys.maxsize))
+    return file, begin, None if end is None else max(begin, end)
+
+
 def count_rows(path: Path, enough: int) -> int:
-    """Rows of a file; of a jsonl file the count ends at `enough`."""
+    """Rows of a file or of a part of it; of a jsonl file the count ends at `enough`."""
+    file, begin, end = _bounds(path)
+    there = _count(file, begin + enough)
+    return max(0, (there if end is None else min(there, end)) - begin)
+
+
+def _count(path: Path, enough: int) -> int:
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             return int(file.metadata.num_rows)
-    return sum(1 for _, _ in zip(read_json_lines(path), range(enough), strict=False))
+    return sum(1 for _ in islice(read_json_lines(path), enough))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet or jsonl file."""
-    if not path.is_file():
-        raise ValueError(f"no data file at {path}")
+    """The rows of a parquet or jsonl file, or of a part of it."""
+    if not (file := part_of(path)[0]).is_file():
+        raise ValueError(f"no data file at {file}")
+    file, begin, end = _bounds(path)
+    yield from islice(_rows_of(file), begin, end)
+
+
+def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
     elif path.suffix in (".jsonl", ".json"):
@@ -154,6 +188,8 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
         if chosen[:-1] != rejected[:-1]:
             raise ValueError(f"{columns.chosen!r} and {columns.rejected!r} must differ in their last turn only")
         messages = chosen[:-1]
+    elif learns_from == "responses" and isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
+        return _of_alpaca(row), True, []
     else:
         raise ValueError(f"no column {columns.prompt!r}; it has {', '.join(map(str, row))}; set data.prompt_key")
     if not any(message["content"].strip() for message in messages):
@@ -173,6 +209,15 @@ def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: 
         "pairs": f"columns {columns.chosen!r} and {columns.rejected!r}",
     }[learns_from]
     raise ValueError(f"learning from {learns_from} needs {needs}; it has {', '.join(names)}; data.*_key name others")
+
+
+def _of_alpaca(row: dict[str, Any]) -> Messages:
+    """The conversation of a row of Alpaca's form: instruction and, where there is one, input; then output."""
+    asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text).strip()
+    if not asked:
+        raise ValueError("column 'instruction': the prompt is empty")
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    return as_messages(messages, "instruction")
 
 
 def as_messages(prompt: Any, column: str) -> Messages:

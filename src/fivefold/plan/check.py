@@ -263,6 +263,10 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         for key in keys:
             if getattr(config.data, key) != getattr(DataConfig(), key) and key not in algorithm.method.columns:
                 findings.ignore(f"data.{key}", f"{name} does not read it")
+    if not algorithm.offline and config.data.max_total_tokens is not None:
+        findings.ignore("data.max_total_tokens", f"{name} samples its responses")
+    if config.data.learned_turns != DataConfig().learned_turns and algorithm.method.learns_from != "responses":
+        findings.ignore("data.learned_turns", f"{name} does not read it")
     if config.data.domains and not config.data.mixture and algorithm.resolved.whiten_by != "domain":
         findings.ignore("data.domains", "neither data.mixture nor algorithm.whiten_by: domain tells domains apart")
     if config.model.config is not None and not any(is_torch_dist(part.path) for part in roles(config)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from fivefold.data.rows import (
     check_responses,
     count_rows,
     parse_row,
+    part_of,
     read_rows,
     text_of,
     with_system_prompt,
@@ -54,7 +56,7 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         findings.error("data.train", "names no file")
     for key, files in (("data.train", data.train), ("data.val", data.val), ("data.expert", data.expert)):
         for name in files:
-            if not Path(name).is_file():
+            if not part_of(Path(name))[0].is_file():
                 findings.error(key, f": no file at {name}; `fivefold data` writes data sets")
     if len(findings.errors) > before:
         return
@@ -185,7 +187,9 @@ class _Reader:
         data, tokenizer = self.config.data, self.tokenizer
         if tokenizer is None:
             return True
-        if row.is_conversation:
+        if row.is_conversation and data.learned_turns == "last":
+            prompt, texts = row.messages[:-1], [tokenizer.render(row.messages, False, data.chat_template_kwargs)]
+        elif row.is_conversation:
             prompt = row.messages[: next(i for i, message in enumerate(row.messages) if message["role"] == "assistant")]
             texts = [tokenizer.render(row.messages, False, data.chat_template_kwargs)]
         else:
@@ -198,12 +202,14 @@ class _Reader:
             tokenizer.check_text(each)
         if self.vocab is not None and (outside := [token for token in tokens if token >= self.vocab]):
             raise ValueError(f"token {outside[0]} of the prompt is not in the model's vocabulary of {self.vocab}")
-        if len(tokens) > data.max_prompt_tokens and data.overlong_prompts == "refuse":
+        most = min(data.max_prompt_tokens, (data.max_total_tokens or sys.maxsize) - 1)
+        if len(tokens) > most and data.overlong_prompts == "refuse":
+            bound = "max_prompt_tokens" if most == data.max_prompt_tokens else "max_total_tokens"
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens, data.max_prompt_tokens is {data.max_prompt_tokens}; raise it, or set "
+                f"the prompt has {len(tokens)} tokens, data.{bound} is {getattr(data, bound)}; raise it, or set "
                 "data.overlong_prompts to drop"
             )
-        return len(tokens) <= data.max_prompt_tokens
+        return len(tokens) <= most
 
     def knows_reward(self, source: str) -> bool:
         """Whether a reward can be chosen for a data_source."""

@@ -5,9 +5,11 @@ skyrl_rows.py has what becomes of each key, skyrl_algorithm.py what several of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from fivefold.config.dialects import shared
+from fivefold.config.dialects import shared, skyrl_sft
 from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
@@ -445,4 +447,28 @@ TABLE = Table(
     ),
 )
 
-translate = dialect(TABLE)
+SFT = Table(
+    "SkyRL",
+    skyrl_sft.SECTIONS,
+    (
+        skyrl_sft.program,
+        skyrl_sft.data,
+        skyrl_sft.layout,
+        skyrl_sft.micro_batch,
+        skyrl_sft.low_rank,
+        skyrl_sft.run,
+        skyrl_sft.tracked,
+        partial(optimizer, role=""),
+    ),
+    skyrl_sft.DEFAULTS,
+    known=known("skyrl"),
+)
+OTHER_TABLES = (SFT,)
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of a program's settings: that of RL, or of SFT."""
+    return SFT if skyrl_sft.looks_like(settings) else TABLE
+
+
+translate = dialect(table_of)

@@ -35,7 +35,6 @@ OLDER = {
 """Keys under generator.inference_engine -> under generator, as they were until 2026."""
 
 _TOOLS = "tools and several turns"
-_SFT = "SFT from data sets of the hub with slices: write their rows as parquet and use algorithm.name: sft"
 
 
 def _engines(names: str) -> str:
@@ -419,23 +418,5 @@ SECTIONS = (
         lacks("trainer.num_dummy_steps trainer.override_entrypoint trainer.arctic_rl.**", "another program's key"),
         used("-m", "algorithm.name rollout", "main_base, main_async, main_fully_async, and DAPO's main_dapo."),
         fixed("--config-name --config-path", "how the program is started"),
-    ),
-    Section.of(
-        "SFT",
-        lacks(
-            "dataset_name train_datasets dataset_split train_dataset_splits train_dataset_weights "
-            "pretokenized_dataset_paths",
-            _SFT,
-        ),
-        lacks(
-            "batch_size num_steps num_epochs max_length messages_key train_on_what "
-            "micro_train_batch_size_per_gpu max_tokens_per_microbatch "
-            "model.** optimizer_config.** megatron_config.** fsdp_config.** placement.num_* strategy seed "
-            "logger project_name run_name ckpt_path ckpt_interval "
-            "resume_from hf_save_interval export_path remove_microbatch_padding use_sequence_packing eval_* "
-            "tools_key system_key sampler* num_workers "
-            "cache_dir dataloader_* max_ckpts_to_keep max_training_steps tags sequence_parallel_size",
-            _SFT,
-        ),
     ),
 )
