@@ -49,6 +49,13 @@ def test_every_optimizer_step_uses_the_rate_of_its_schedule(cluster, models, sch
     assert [change for _, change in found] == pytest.approx([expected(k) for k in range(1, 9)], rel=1e-3)
 
 
+@pytest.mark.parametrize(("begin", "expected"), [(0, [0.1, 0.325, 0.55, 0.775, 1, 1]), (1, [0.325, 0.55, 0.775, 1, 1, 1])])
+def test_a_warm_up_rises_evenly_from_its_own_rate(cluster, models, begin, expected):
+    optimizer = OptimizerConfig(lr=LR, warmup_steps=4, warmup_from=begin, warmup_init_lr=0.1 * LR)
+    found = cluster.run(rates, "megatron:d1", models("qwen3"), optimizer, 6)[0]
+    assert [lr / LR for lr, _ in found] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("per", "updates"), [("update", 1), ("step", 2), (4, 4)])
 @pytest.mark.parametrize(
     ("schedule", "kind"), [("constant", "constant_with_warmup"), ("linear", "linear"), ("cosine", "cosine")]

@@ -60,6 +60,8 @@ class OptimizerConfig:
     """Count over which the rate rises linearly; below 1 a share of the run."""
     warmup_from: Literal[0, 1] = 1
     """The first of w has 1/w of the rate, or 0/w: torch's schedulers, and so most other systems, begin at 0."""
+    warmup_init_lr: Annotated[float, within("[0, 1]")] = 0.0
+    """Rate that the warm-up rises from."""
     decay_steps: Annotated[int, above(0)] | None = None
     """Count at which `min_lr` is reached, warm-up included; the whole run when left out."""
     min_lr: Annotated[float, within("[0, 1]")] = 0.0

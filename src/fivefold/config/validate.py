@@ -388,7 +388,9 @@ def _check_optimizer(findings: Findings, optimizer: OptimizerConfig) -> None:
         "warmup_steps",
         f"must be a whole number, or a share of the run below 1: got {warmup:g}",
     )
-    findings.require(optimizer.min_lr <= optimizer.lr, "min_lr", f"must be at most lr: {optimizer.min_lr} > {optimizer.lr}")
+    for key in ("min_lr", "warmup_init_lr"):
+        found = getattr(optimizer, key)
+        findings.require(found <= optimizer.lr, key, f"must be at most lr: {found} > {optimizer.lr}")
     if optimizer.schedule != "constant" and optimizer.decay_steps is not None:
         findings.require(
             warmup < optimizer.decay_steps,

@@ -255,6 +255,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
                 section.ignore(f"offload.{part}", "on the CPU everything is in host memory already")
         if own.optimizer.schedule == "constant" and (own.optimizer.decay_steps is not None or own.optimizer.min_lr):
             section.ignore("optimizer.decay_steps and min_lr", "the schedule is constant")
+        if own.optimizer.warmup_init_lr and not own.optimizer.warmup_steps:
+            section.ignore("optimizer.warmup_init_lr", "warmup_steps is 0")
     if algorithm.offline:
         _report_unsampled(findings, config)
     if config.may_generate:
