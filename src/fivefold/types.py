@@ -259,6 +259,8 @@ class TokenBatch:
     interpolation_T: Tensor | None = None
     """How far the old log-prob of each token lies on the way from the engine's to the one of now; None where it does not."""
     old_logprobs_T: Tensor | None = None
+    half_temperature_logprobs_T: Tensor | None = None
+    """As `old_logprobs_T`, at half the temperature."""
     ref_logprobs_T: Tensor | None = None
     values_T: Tensor | None = None
     """The critic's value of the text up to and including each token, before the step's updates."""

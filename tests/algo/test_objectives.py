@@ -234,6 +234,96 @@ def test_whitening_by_domain_looks_at_each_domain_for_itself():
         assert whiten(values[half], mask[half], lambda sums, told=told: next(told), part[half], 4).tolist() == found[half]
 
 
+class Half:
+    """One of two replicas: it gets its own sums and those of the other."""
+
+    def __init__(self, others=0.0):
+        self.own, self._others = None, others
+
+    def all_reduce_sum(self, sums):
+        self.own = sums
+        return sums + self._others
+
+
+def batch_of_distributions(temperature: float, groups: list[int], lengths: list[int], vocab: int = 7):
+    """(logits of each response token, a batch whose log-probs are those of the tokens that were drawn from them)."""
+    torch.manual_seed(3)
+    logits, tokens, pieces = [], [], {"old": [], "half": [], "ref": [], "engine": [], "mask": []}
+    for length in lengths:
+        own = 3 * torch.randn(length, vocab, dtype=torch.float64)
+        drawn = torch.randint(vocab, (length, 1))
+        scaled = {"old": own / temperature, "half": own / (temperature / 2), "ref": own * 0.9, "engine": own * 1.1}
+        for name, each in scaled.items():
+            # A prompt of two tokens is before each response.
+            pieces[name] += [0.0, 0.0, *each.log_softmax(-1).gather(1, drawn)[:, 0].tolist()]
+        pieces["mask"] += [False, False] + [True] * length
+        logits.append(own)
+        tokens.append(drawn[:, 0].tolist())
+    batch = TokenBatch(
+        torch.zeros(len(pieces["mask"]), dtype=torch.long),
+        torch.tensor(pieces["mask"]),
+        [length + 2 for length in lengths],
+        temperature=temperature,
+        old_logprobs_T=torch.tensor(pieces["old"]),
+        half_temperature_logprobs_T=torch.tensor(pieces["half"]),
+        ref_logprobs_T=torch.tensor(pieces["ref"]),
+        rollout_logprobs_T=torch.tensor(pieces["engine"]),
+    )
+    return logits, tokens, batch
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_optimal_token_baseline_weighs_returns_by_the_squared_scores_of_the_distributions(corrected):
+    """2602.07078, token by token from whole distributions: groups of 3, 2 and 1, rewards with a penalty of each token."""
+    groups, lengths, rewards, temperature = [0, 1, 0, 2, 1, 0], [4, 2, 6, 3, 2, 5], [1.0, 0.0, 0.0, 1.0, 2.0, 0.5], 0.7
+    logits, tokens, batch = batch_of_distributions(temperature, groups, lengths)
+    found = {"kl": methods.KLConfig(estimator="k1", coef=0.1, place="reward")}
+    if corrected:
+        found["rollout_correction"] = methods.CorrectionConfig(weight="token", high=1.1)
+    objective = make_objective("otb", **found)
+    assert objective.needs(1) == {"old_logprobs_T", "half_temperature_logprobs_T", "ref_logprobs_T"}
+    finished = torch.ones(6, dtype=torch.bool)
+    inputs = scores(rewards, groups, lengths)
+    advantages_T, _ = objective.advantages(batch, inputs, finished, Alone())
+
+    returns, weights = [], []
+    for n, (own, drawn) in enumerate(zip(logits, tokens, strict=True)):
+        ref = (own * 0.9).log_softmax(-1)
+        engine = (own * 1.1).log_softmax(-1)
+        later, energy, of_returns, of_weights = rewards[n], 0.0, [], []
+        for t in reversed(range(lengths[n])):
+            chances = (own[t] / temperature).softmax(-1)
+            later -= 0.1 * float(chances[drawn[t]].log() - ref[t, drawn[t]])
+            of_returns.insert(0, later)
+        for t in range(lengths[n]):
+            chances = (own[t] / temperature).softmax(-1)
+            score = -chances
+            score[drawn[t]] += 1
+            weight = min(float(chances[drawn[t]] / engine[t, drawn[t]].exp()), 1.1) if corrected else 1.0
+            energy += float((score**2).sum()) * weight**2
+            of_weights.append(energy)
+        returns.append(of_returns)
+        weights.append(of_weights)
+    expected = []
+    for n, group in enumerate(groups):
+        expected += [0.0, 0.0]
+        for t in range(lengths[n]):
+            others = [m for m in range(6) if groups[m] == group and lengths[m] > t]
+            total = sum(weights[m][t] for m in others)
+            baseline = sum(weights[m][t] * returns[m][t] for m in others) / total if len(others) > 1 else 0.0
+            expected.append(returns[n][t] - baseline)
+    assert advantages_T.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+    # Two replicas, each with a part of the groups, find the same from their sums.
+    halves = [[0, 1, 3], [2, 4, 5]]
+    alone = [Half(), Half()]
+    for half, replica in zip(halves, alone, strict=True):
+        objective.advantages(batch.select(half), inputs, finished, replica)
+    for half, other in zip(halves, reversed(alone), strict=True):
+        together_T, _ = objective.advantages(batch.select(half), inputs, finished, Half(other.own))
+        assert together_T.tolist() == pytest.approx(advantages_T[batch.token_index(half)].tolist(), rel=1e-6, abs=1e-9)
+
+
 # --- ratios and surrogates -------------------------------------------------------------------------------------------
 
 

@@ -209,6 +209,7 @@ def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
         {"aggregate": methods.LEGACY_AGGREGATE},
         {"kl": KLConfig(coef=0.1, place="reward")},
         {"kl": KLConfig(coef=0.1, target=0.1)},
+        {"advantage": "reward", "normalize": "none", "credit": "discounted", "gamma": 1.0, "token_baseline": True},
     ],
 )
 def test_nothing_is_skipped_where_a_sample_without_advantage_adds_something(choices):

@@ -159,6 +159,34 @@ class _Table:
         return found_T
 
 
+def optimal_token_baseline(
+    returns_T: Tensor,
+    squares_T: Tensor,
+    samples: Segments,
+    group_N: Tensor,
+    longest_G: Tensor,
+    total: Callable[[Tensor], Tensor],
+    eps: float = 1e-8,
+) -> Tensor:
+    """[T] Σ W_t G_t / Σ W_t over the responses of a group that have a token t, with W_t the `squares_T` up to t: 2602.07078.
+
+    0 where a response is the only one with such a token, as in verl (core_algos.py). `group_N` are the groups of these
+    samples, `longest_G` the longest response of each group of the step; `total` sums over replicas.
+    """
+    table = _Table(samples)
+    present_NL = table.present_NL
+    weights_NL = table.rows(squares_T).cumsum(1)
+    begin_G = longest_G.cumsum(0) - longest_G
+    place_NL = begin_G[group_N][:, None] + torch.arange(present_NL.shape[1])
+    place_S, weights_S = place_NL[present_NL], weights_NL[present_NL]
+    values = torch.stack([weights_S * table.rows(returns_T)[present_NL], weights_S, torch.ones_like(weights_S)])
+    sums = torch.zeros(3, int(longest_G.sum()), dtype=torch.float64).index_add(1, place_S, values)
+    weighted, weight, count = total(sums)
+    baseline_NL = torch.zeros(present_NL.shape, dtype=torch.float64)
+    baseline_NL[present_NL] = torch.where(count > 1, weighted / (weight + eps), 0.0)[place_S]
+    return table.flat(baseline_NL)
+
+
 def whiten(
     values_T: Tensor,
     mask_T: Tensor,

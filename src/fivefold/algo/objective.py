@@ -14,7 +14,7 @@ from fivefold.algo import kl
 from fivefold.algo.advantages import Advantage, AdvantageInputs, make_advantage
 from fivefold.algo.aggregate import AGGREGATES, Aggregate
 from fivefold.algo.correction import Correction
-from fivefold.algo.credit import Credit, UserCredit, make_credit, whiten
+from fivefold.algo.credit import Credit, UserCredit, make_credit, optimal_token_baseline, whiten
 from fivefold.algo.imitation import Imitation
 from fivefold.algo.importance_sampling import RATIOS, Ratio
 from fivefold.algo.reward_shaping import overlong_penalty
@@ -67,6 +67,7 @@ class Objective:
     """Of a second penalty, in the reward beside the one in the loss."""
     kl_reward_estimator: kl.Estimator = kl.ESTIMATORS["k1"]
     entropy_coef: float = 0.0
+    token_baseline: bool = False
     whiten: bool = False
     whiten_by: Literal["step", "domain", "group"] = "step"
     advantage_clip: float | None = None
@@ -143,7 +144,7 @@ class Objective:
 
     def needs_old_logprobs(self, updates: int) -> bool:
         """Whether the log-probs before the first update are wanted; one update on fresh samples has them itself."""
-        if self.reward_penalty is not None:
+        if self.reward_penalty is not None or self.token_baseline:
             return True
         if self.token_selector is not None and self.old_logprobs_from != "engine":
             return True
@@ -156,6 +157,7 @@ class Objective:
         """Fields of a batch that must be filled in before `updates` optimizer steps on it."""
         wanted = {
             "old_logprobs_T": self.needs_old_logprobs(updates),
+            "half_temperature_logprobs_T": self.token_baseline,
             "ref_logprobs_T": self.needs_reference,
             "values_T": self.needs_critic,
             "interpolation_T": self.old_logprobs_from == "loglinear",
@@ -181,6 +183,8 @@ class Objective:
         if self.whiten_by != "step":
             part_N = stats.domain_N if self.whiten_by == "domain" else stats.group_N
         batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, kept_N, part_N)
+        # Nothing behind this asks for it.
+        batch.half_temperature_logprobs_T = None
 
     def _inputs(self, stats: RolloutStats) -> AdvantageInputs:
         limit, greedy_N = stats.max_response_tokens, stats.greedy_rewards_N
@@ -227,7 +231,8 @@ class Objective:
             return None
         kept_N = self.kept(stats)
         skipped_N = torch.zeros(len(stats), dtype=torch.bool) if kept_N is None else ~kept_N
-        if not self.kl_coef and not self.entropy_coef and not self.whiten and self.credit.keeps_zero:
+        compares = self.whiten or self.token_baseline
+        if not self.kl_coef and not self.entropy_coef and not compares and self.credit.keeps_zero:
             skipped_N = skipped_N | (self._compared(self._inputs(stats)) == 0)
         return skipped_N
 
@@ -259,6 +264,13 @@ class Objective:
                 inputs = replace(inputs, rewards_N=inputs.rewards_N - replicas.all_reduce_sum(penalties_N))
         advantages_N = self._compared(inputs)[own_N]
         advantages_T, returns_T = self.credit(advantages_N, penalties_T, batch.values_T, finished_N[own_N], segments)
+        if self.token_baseline:
+            longest_G = torch.zeros(int(inputs.group_N.max()) + 1 if len(inputs.group_N) else 0, dtype=torch.long)
+            longest_G = longest_G.scatter_reduce(0, inputs.group_N, inputs.lengths_N.long(), "amax")
+            squares_T, group_N = self._squared_scores(batch, segments), inputs.group_N[own_N]
+            advantages_T = advantages_T - optimal_token_baseline(
+                returns_T, squares_T, segments, group_N, longest_G, replicas.all_reduce_sum
+            )
         if self.whiten:
             counted_T = batch.loss_mask_T
             if kept_N is not None:
@@ -269,6 +281,18 @@ class Objective:
         if self.advantage_clip is not None:
             advantages_T = advantages_T.clamp(-self.advantage_clip, self.advantage_clip)
         return advantages_T, returns_T
+
+    def _squared_scores(self, batch: TokenBatch, samples: Segments) -> Tensor:
+        """[T] |e - π|² = 1 - 2π + Σπ² of each token by the old policy: its gradient with regard to the logits, squared; times
+        the square of what weighs the token."""
+        old_T, half_T = batch.old_logprobs_T, batch.half_temperature_logprobs_T
+        assert old_T is not None and half_T is not None
+        # With Z(τ) = Σ e^(z/τ), 2 log π(τ) - log π(τ/2) of a token is log Z(τ/2) - 2 log Z(τ), which is log Σ π(τ)².
+        squares_T = (1 - 2 * old_T.exp() + (2 * old_T - half_T).exp()).clamp(min=0)
+        if batch.rollout_logprobs_T is not None and self.rollout_correction.is_active:
+            weight_T, _ = self.rollout_correction((old_T - batch.rollout_logprobs_T) * batch.loss_mask_T, samples)
+            squares_T = squares_T * weight_T.square()
+        return squares_T
 
     def loss_weights(
         self,

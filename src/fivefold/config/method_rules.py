@@ -134,6 +134,16 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
     if low is not None and high is not None:
         message = f"must satisfy difficulty_low < difficulty_high: got {low:g} and {high:g}"
         findings.require(low < high, "difficulty_low and difficulty_high", message)
+    if chosen.token_baseline:
+        correction = chosen.rollout_correction
+        usable = advantage == "reward" and chosen.credit == "discounted"
+        message = f"needs advantage: reward and credit: discounted, the return from each token on: got {advantage} and "
+        findings.require(usable, "token_baseline", message + str(chosen.credit))
+        message = "needs a group_size of at least 2: one response has none to be compared with"
+        findings.require(group_size > 1, "token_baseline", message)
+        plain = correction.old_logprobs_from == "trainer" and correction.reject == "none" and not correction.reject_divergence
+        message = "weighs responses by the trainer's log-probs of all their tokens: leave rollout_correction.reject, "
+        findings.require(plain, "token_baseline", message + "reject_divergence and old_logprobs_from: engine out")
     if chosen.credit == "response":
         findings.require(overrides.gamma is None, "gamma", "belongs to credit: discounted or gae")
     findings.require(overrides.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
@@ -154,7 +164,7 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     method = METHODS[name]
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (
-        "advantage", "credit", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
+        "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
         "overlong_filter", "dynamic_sampling", "dynamic_sampling_by", "difficulty_low", "difficulty_high",
         "difficulty_by",
     ):  # fmt: skip

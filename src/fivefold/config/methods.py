@@ -109,6 +109,8 @@ class Choices:
     """Discount of a token (discounted, gae)."""
     lam: Annotated[float, within("[0, 1]")] | None = None
     """λ of GAE: 1 trusts returns only, 0 values only."""
+    token_baseline: bool | None = None
+    """Take off each token's return the one of least variance over the responses to the prompt that have such a token."""
     whiten: bool | None = None
     """Shift and scale advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_by: Literal["step", "domain", "group"] | None = None
@@ -414,6 +416,7 @@ USUAL = Choices(
     advantage="group",
     normalize="none",
     credit="response",
+    token_baseline=False,
     whiten=False,
     whiten_by="step",
     importance_sampling_level="token",
@@ -536,6 +539,17 @@ METHODS: dict[str, Method] = {
         advantage="greedy_baseline",
         surrogate="log_likelihood",
         aggregate="seq-mean-token-sum",
+    ),
+    "otb": Method(
+        about=(
+            "2602.07078: return from each token on, against the baseline of least variance: the mean of the returns of the "
+            "responses to the prompt, weighted by the squared norm of their scores so far, Σ (1 - 2π + Σπ²). Where a response "
+            "is the only one that is so long there is none, as in verl. Σπ² costs one more forward pass of the policy."
+        ),
+        advantage="reward",
+        credit="discounted",
+        gamma=1.0,
+        token_baseline=True,
     ),
     "opo": Method(
         about="2505.23585: the baseline of least variance, weighted by length; exact on-policy, so one update per step.",

@@ -66,6 +66,7 @@ class Models:
         everything = list(range(len(batch.lengths_N)))
         wanted = {
             "old_logprobs_T": ("policy", self.policy, trained),
+            "half_temperature_logprobs_T": ("policy", self.policy, trained),
             "ref_logprobs_T": ("policy" if self.reference_is_base else "reference", self.reference, trained),
             "values_T": ("critic", self.critic, everything),
         }
@@ -73,7 +74,9 @@ class Models:
         for name, (role, model, samples) in wanted.items():
             if name in needs:
                 assert model is not None
-                passes.append((name, role, samples, begin_forward(model, batch.select(samples))))
+                temperature = batch.temperature / (2 if name == "half_temperature_logprobs_T" else 1)
+                part = replace(batch.select(samples), temperature=temperature)
+                passes.append((name, role, samples, begin_forward(model, part)))
         for _, role, _, one in passes:
             with self.on_device(role):
                 one.compute()
