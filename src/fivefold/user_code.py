@@ -45,11 +45,15 @@ def parameters_of(name: str) -> list[str]:
 
 
 def load_user_code(name: str) -> Any:
-    """The function of `path/to/file.py:function`; the file can import those next to it."""
+    """The function of `path/to/file.py:function`; the file can import those next to it, a package's `__init__.py` its parts."""
     check_user_code(name)
     path, _, function = name.rpartition(":")
     own = Path(path).resolve()
-    spec = importlib.util.spec_from_file_location(f"fivefold_user_{own.stem}_{zlib.crc32(bytes(own)):08x}", own)
+    spec = importlib.util.spec_from_file_location(
+        f"fivefold_user_{own.stem}_{zlib.crc32(bytes(own)):08x}",
+        own,
+        submodule_search_locations=[str(own.parent)] if own.name == "__init__.py" else None,
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up, and pickle too.
