@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.config.dialects.source import flatten
 from fivefold.config.dialects.trinity import join
 from fivefold.config.packages import TRACKERS, missing_packages
 from fivefold.data.tokenizer import train_tokenizer
@@ -36,6 +37,10 @@ from fivefold.plan.check import check
 from fivefold.plan.data_files import ROWS
 
 OTHER_KINDS = ("vlm", "agentic", "distill")
+DENOISING = ("num_inference_steps", "sampling_steps")
+"""Settings that models of images and videos have, which draw by denoising: by the end of their name."""
+AGENTS = ("rllm.", "rllm/")
+"""Settings of frameworks whose programs are agents, Python of the user's that samples as it likes: by their beginning."""
 QWEN3 = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
     "intermediate_size": 16384, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64,
@@ -48,14 +53,17 @@ EXPERTS = {
 
 
 def is_left_out(record: dict[str, Any]) -> bool:
-    """It is not of a language model without tools: by its kind; or a Trinity run whose workflow is a class of the user's (a
-    dotted path), a program whose turns, tools and rewards its code alone says, or asks models beside the policy."""
+    """It is not of a language model without tools: by its kind, or by settings that only models of images or agents have; or
+    a Trinity run whose workflow is a class of the user's (a dotted path), a program whose turns, tools and rewards its code
+    alone says, or asks models beside the policy."""
     tree = record.get("tree") or {}
+    keys = [*dict(flatten(tree or record.get("config_tree") or {})), *(record.get("settings") or {})]
+    is_other = any(key.rpartition(".")[2] in DENOISING or key.startswith(AGENTS) for key in keys)
     tasks = (tree.get("buffer") or {}).get("explorer_input") or {}
     workflows = [str(place.get("default_workflow_type") or "") for place in (tasks, tasks.get("taskset") or {})]
     asks_others = bool((tree.get("explorer") or {}).get("auxiliary_models"))
     is_program = record["system"] == "trinity" and (asks_others or any("." in name for name in workflows))
-    return record["kind"] in OTHER_KINDS or is_program
+    return record["kind"] in OTHER_KINDS or is_other or is_program
 
 
 class _Standing(dict):  # type: ignore[type-arg]

@@ -410,6 +410,17 @@ FULLY_ASYNC = [
     "async_training.partial_rollout=True", "actor_rollout_ref.actor.optim.lr_warmup_steps=60",
 ]  # fmt: skip
 
+# Updates of 64 prompts each, four of them between two syncs.
+SEPARATE = [
+    *GRPO_VERL, "trainer.use_v1=True", "trainer.v1.trainer_mode=separate_async", "trainer.n_gpus_per_node=6",
+    "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "trainer.v1.separate_async.parameter_sync_step=4", "trainer.v1.separate_async.num_warmup_batches=2",
+]  # fmt: skip
+SFT_VERL = ["model.path=m", "data.train_files=d.parquet", "data.train_batch_size=64", "optim.lr=1e-5", "trainer.logger=console"]
+OVERLONG = [
+    f"reward_model.reward_kwargs.overlong_buffer_cfg.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")
+]
+
 ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
     # The rate moves once in two updates: the last of step 10 is in the 40th of the trainer's batches, with 39/60.
     "verl fully asynchronous": (
@@ -556,6 +567,11 @@ def pg_variant(name: str) -> str:
 
 _REINFORCE = {"credit": "response", "whiten": False, "aggregate": "token-mean"}
 CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
+    # Returns are not discounted there, whatever gamma says.
+    "verl otb": (
+        ["verl", *GRPO_VERL, "algorithm.adv_estimator=optimal_token_baseline", "algorithm.gamma=0.9"],
+        {"advantage": "reward", "credit": "discounted", "gamma": 1.0, "token_baseline": True, "whiten": False, "surrogate": "ppo_clip"},
+    ),
     # core_algos.py: (r - mean) · samples / samples whose reward is not 0, and the clipped ratio, as loss_mode is vanilla.
     "verl gpg": (["verl", *GRPO_VERL, "algorithm.adv_estimator=gpg"], {"advantage": "nonzero_scaled", "surrogate": "ppo_clip", "dual_clip": 3.0}),
     "verl gpg's loss": (
@@ -905,7 +921,7 @@ def test_details_of_those_runs():
 
 
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
-    ("verl", [*GRPO_VERL, "algorithm.adv_estimator=optimal_token_baseline"], "", "the advantage optimal_token_baseline"),
+    ("verl", [*GRPO_VERL, "algorithm.adv_estimator=gdpo"], "", "the advantage gdpo"),
     ("verl", [*GRPO_VERL, "algorithm.rollout_correction.rollout_rs='token_k1,seq_sum_k1'", "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0,0.5_2.0'"], "", "and one of token_k1"),
     ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo"], "", "another program than verl.trainer.main_ppo"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
@@ -935,7 +951,12 @@ def test_details_of_those_runs():
     ("trinity", [], of_type("reinforceplusplus").replace("sync_interval: 1", "sync_interval: 8"), "advantages over the samples of each"),
     ("trinity", [], GSM8K_TRINITY.replace("batch_size: 96", "batch_size: 96\n  total_steps: 100").replace("sync_interval: 1", "sync_interval: 8"), "ends between two syncs"),
     ("roll", [], GSM8K_ROLL + "async_generation_ratio: 1.5\n", "a part of a step that is sampled ahead"),
-    ("verl", [*GRPO_VERL, "-m=recipe.reward_queue.main", "async_training.staleness_threshold=0.5"], "", "another program than"),
+    ("verl", [*GRPO_VERL, "-m=verl.trainer.main_ppo_pipeline"], "", "updates by mini-batches as they are sampled"),
+    ("verl", [*SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"], "", "GPUs that move between"),
+    ("verl", [*SEPARATE, "algorithm.adv_estimator=reinforce_plus_plus"], "", "advantages over the samples of each"),
+    ("verl", [*SEPARATE, "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"], "", "a schedule over the whole run"),
+    ("verl", [*GRPO_VERL, "trainer.v1.trainer_mode=own"], "", "known here are sync, colocate_async and separate_async"),
+    ("verl", [*GRPO_VERL, *OVERLONG, "reward_model.reward_kwargs.max_resp_len=1024"], "", "a penalty that ends at another length"),
     ("verl", [*FULLY_ASYNC, "algorithm.adv_estimator=gae"], "", "values that are computed anew for batches of several updates"),
     ("verl", [*FULLY_ASYNC, "algorithm.adv_estimator=reinforce_plus_plus"], "", "advantages over the samples of each"),
     ("verl", [*FULLY_ASYNC, "actor_rollout_ref.actor.ppo_epochs=2"], "", "batches that are each gone through several times"),
@@ -1033,6 +1054,33 @@ def test_groups_are_compared_by_the_metric_that_verl_names(metric, by):
     penalty = [f"{buffer}enable=True", f"{buffer}len=256", f"{buffer}penalty_factor=1.0"]
     assert config("verl", *GRPO_VERL, *dapo, *penalty).algorithm.resolved.dynamic_sampling_by == by
     assert config("verl", *GRPO_VERL, *dapo).algorithm.resolved.dynamic_sampling_by == "reward", "nothing else is in it"
+
+
+@pytest.mark.parametrize(("longest", "buffer"), [("1536", 512), ("null", 512), ("2048", 0), ("4096", 0)])
+def test_verls_penalty_is_none_where_no_response_reaches_its_buffer(longest, buffer):
+    """Over 512 tokens up to max_resp_len, of responses of 1536 at most."""
+    found = config("verl", *GRPO_VERL, *OVERLONG, f"reward_model.reward_kwargs.max_resp_len={longest}")
+    assert found.algorithm.resolved.overlong_buffer == buffer
+
+
+def test_a_program_of_verls_with_rewards_of_its_own_takes_them_from_its_files():
+    entropy = [*GRPO_VERL, "-m=recipe.entropy.main_entropy"]
+    own = "recipe/entropy/reward_score/__init__.py:_default_compute_score"
+    assert config("verl", *entropy).reward.functions == {own: 1.0}
+    assert config("verl", *entropy, "custom_reward_function.path=f.py").reward.functions == {"f.py:compute_score": 1.0}
+    assert config("verl", *GRPO_VERL).reward.functions == {}
+
+
+@pytest.mark.parametrize(("words", "begin"), [
+    ([*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_init=2e-7"], 2e-7),
+    ([*SFT_VERL, "optim.lr_warmup_init=1e-6"], 1e-6),
+    ([*SFT_VERL, "optim.init_lr_ratio=0.2"], 2e-6),
+    # Automodel's default is a tenth.
+    ([*SFT_VERL, "engine=automodel"], 1e-6),
+    (SFT_VERL, 0.0),
+])  # fmt: skip
+def test_a_warm_up_of_verls_rises_from_the_rate_that_it_names(words, begin):
+    assert config("verl", *words).policy.optimizer.warmup_init_lr == pytest.approx(begin)
 
 
 def test_groups_compared_with_their_kl_are_refused():
@@ -1418,6 +1466,27 @@ AHEAD = {
         ["trinity", GSM8K_TRINITY.replace("sync_interval: 1", "sync_offset: 1")],
         (1, "finish", "wait"), ("megatron:d4t1p1", "vllm:d4t1p1", "apart", 256), (96, 1, "engine"),
     ),
+    "verl, on GPUs of its own": (
+        ["verl", *SEPARATE], (2, "continue", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
+    ),
+    # What is in flight goes on while the policy trains.
+    "verl, on shared GPUs": (
+        ["verl", *GRPO_VERL, "trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.free_cache_engine=True"],
+        (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
+    ),
+    "verl's partial rollouts": (
+        ["verl", *GRPO_VERL, "-m=recipe.partial_rollout.main_ppo"],
+        (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
+    ),
+    "verl, scored while others are sampled": (
+        ["verl", *FULLY_ASYNC, "-m=recipe.reward_queue.main", "async_training.enable_reward_queue=True"],
+        (0.5, "continue", "carry"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 80), (512, 8, "engine"),
+    ),
+    "rllm": (
+        ["verl", *GRPO_VERL, "-m=verl.trainer.main_ppo_async", "trainer.n_training_gpus_per_node=6",
+         "actor_rollout_ref.rollout.enable_log_prob=True"],
+        (1, "finish", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "engine"),
+    ),
     "verl until 2025-11": (
         ["verl", *ONE_STEP_OFF, "-m=recipe.one_step_off_policy.main_ppo"],
         (1, "finish", "wait"), ("megatron:d6t1p1", "vllm:d2t1p1", "apart", 256), (256, 4, "trainer"),
@@ -1728,6 +1797,7 @@ def test_a_critic_computes_values_anew_where_several_steps_of_another_trainer_ar
     assert (found.critic.optimizer.schedule_per, found.policy.optimizer.schedule_per) == ("update", "update")
     words = ["algorithm.adv_estimator=gae", "critic.model.path=c", "async_training.require_batches=1"]
     assert config("verl", *FULLY_ASYNC, *words).algorithm.values_per == "update"
+    assert config("verl", *SEPARATE, *words[:2]).algorithm.values_per == "update"
     assert (
         config("trinity", tree=GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8")).algorithm.values_per == "step"
     )

@@ -94,6 +94,12 @@ def interval(source: Source, key: str) -> int | None:
     return max(0, source.whole(key) or 0)
 
 
+def validation_rows(source: Source, key: str) -> dict[str, int]:
+    """`eval.max_prompts` where the key names a number of rows."""
+    count = (source.whole(key) if source.has(key) else None) or 0
+    return {"eval.max_prompts": count} if count > 0 else {}
+
+
 def top_k(source: Source, key: str) -> int | None:
     """-1 turns it off there, 0 here."""
     return max(0, source.whole(key) or 0)

@@ -27,6 +27,9 @@ PROGRAMS = (
     "recipe.dapo.main_dapo",
     "recipe.dapo.src.main_dapo",
     "verl.trainer.main_ppo_sync",
+    "recipe.transfer_queue.main_ppo",
+    "verl.experimental.transfer_queue.main_ppo",
+    "recipe.entropy.main_entropy",
     "siirl.main_dag",
     "siirl.client.main_dag",
 )
@@ -34,10 +37,12 @@ PROGRAMS = (
 
 
 OTHER_PROGRAMS = {
-    "recipe.entropy.main_entropy": "rewards of the recipe's own, which no key names (recipe/entropy/reward.py): its losses "
-    "clip_cov and kl_cov are those of verl.trainer.main_ppo, with custom_reward_function",
+    "verl.trainer.main_ppo_pipeline": "rLLM's updates by mini-batches as they are sampled, the longest responses first, one "
+    "of which is left for the next step",
 }
 """Programs that are refused, with what they do besides their keys."""
+OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
+"""Programs with a reward function of their own for all data, and its place beside verl."""
 
 
 def is_megatron(source: Source) -> bool:
@@ -50,7 +55,9 @@ def is_megatron(source: Source) -> bool:
 
 
 def gpus(source: Source) -> int:
-    return source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
+    """Of the trainer."""
+    of_node = "n_training_gpus_per_node" if verl_async.is_rllm(source) else "n_gpus_per_node"
+    return source.count("trainer.nnodes") * source.count(f"trainer.{of_node}")
 
 
 def program(source: Source) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def program(source: Source) -> dict[str, Any]:
         usual = "another program than verl.trainer.main_ppo: it may do what no key says"
         source.lacks("-m", OTHER_PROGRAMS.get(name, usual))
     elsewhere = "GPUs of their own for sampling, of another program than one_step_off_policy and fully_async_policy"
-    if source.has(_R + "nnodes") and source.whole(_R + "nnodes"):
+    if not verl_async.is_separate(source) and source.has(_R + "nnodes") and source.whole(_R + "nnodes"):
         source.lacks(_R + "nnodes", elsewhere)
     if not verl_async.is_apart(source) and source.has("rollout.nnodes") and source.whole("rollout.nnodes"):
         source.lacks("rollout.nnodes", elsewhere)
@@ -148,7 +155,8 @@ def batch(source: Source) -> dict[str, Any]:
         source.lacks(
             _A + "ppo_mini_batch_size", f"updates of unequal size: data.train_batch_size = {prompts} is no multiple of it"
         )
-    return {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates}
+    found = {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates}
+    return verl_async.separate_batch(source, found) if verl_async.is_separate(source) else found
 
 
 def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") -> dict[str, Any]:
@@ -164,6 +172,7 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
         found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
         found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
+        found["warmup_init_lr"] = said.number("lr_warmup_init") or None
     style = (
         said.text("lr_decay_style") if uses_megatron else said.text("warmup_style") or said.text("lr_scheduler_type")
     ) or "constant"
@@ -182,7 +191,7 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
         found["warmup_steps"] = said.number("lr_warmup_steps_ratio") or 0
     else:
         found["warmup_steps"] = steps
-    if verl_async.is_fully_async(source):
+    if verl_async.is_fully_async(source) or verl_async.is_separate(source):
         found |= verl_async.schedule(source, style, found["warmup_steps"])
     return {f"{ours}.{key}": value for key, value in found.items()}
 
@@ -266,7 +275,7 @@ def engine(source: Source) -> dict[str, Any]:
     tp, ep = said.whole("tensor_model_parallel_size") or 1, said.whole("expert_parallel_size") or 1
     ep, is_apart, world = ep if ep == tp else 1, verl_async.is_apart(source), gpus(source)
     if is_apart:
-        world = source.count("rollout.nnodes") * source.count("rollout.n_gpus_per_node")
+        world = verl_async.engine_gpus(source)
         placed = shared.engine_apart(world, tp, ep)
     else:
         placed = {"engine.backend": shared.engine_layout(world, tp, ep)}
@@ -282,7 +291,10 @@ def engine(source: Source) -> dict[str, Any]:
         found["engine.vllm.quantization"] = "fp8_per_block"
     if (length := said.whole("max_model_len")) is not None:
         found["engine.max_model_len"] = max(length, longest(source))
-    if said.has("free_cache_engine") and not is_apart:
+    if verl_async.is_colocated(source):
+        # Responses go on while the policy trains, so the engine stays.
+        found |= {"engine.mode": "server", "engine.sleep": False}
+    elif said.has("free_cache_engine") and not is_apart:
         found["engine.sleep"] = said.flag("free_cache_engine")
     if name == "vllm":
         options: dict[str, Any] = {"enforce_eager": said.flag("enforce_eager") or None}
@@ -325,6 +337,8 @@ def rewards(source: Source) -> dict[str, Any]:
     for start in ("reward.custom_reward_function.", "custom_reward_function."):
         if (file := source.text(start + "path")) is not None:
             found["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
+    if "reward.functions" not in found and (own := OWN_REWARDS.get(source.text("-m") or "")) is not None:
+        found["reward.functions"] = {own: 1.0}
     for enabled, model in (
         ("reward_model.enable", "reward_model.model.path"),
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
@@ -381,7 +395,8 @@ def evaluation_interval(source: Source) -> dict[str, Any]:
     if source.text(key := verl_async.evaluation_key(source)) == "after_each_epoch":
         source.lacks(key, "evaluation after each epoch: say a number of steps", changes_result=False)
         return {}
-    return {"trainer.eval_every": shared.interval(source, key) if source.items("data.val_files") else 0}
+    found = {"trainer.eval_every": shared.interval(source, key) if source.items("data.val_files") else 0}
+    return found | shared.validation_rows(source, "data.val_max_samples")
 
 
 def profiler(source: Source) -> dict[str, Any]:

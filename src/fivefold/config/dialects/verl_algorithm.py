@@ -10,6 +10,10 @@ from fivefold.config.dialects.verl_async import bypasses
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
+_OTB: dict[str, Any] = {
+    "name": "otb", "advantage": "reward", "credit": "discounted", "gamma": 1.0, "token_baseline": True, "normalize": "none",
+}  # fmt: skip
+
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "gae": shared.PPO,
     "grpo": {"name": "grpo", "advantage": "group"},
@@ -27,6 +31,9 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "remax": {"name": "remax", "advantage": "greedy_baseline", "normalize": "none"},
     "opo": {"name": "opo", "advantage": "length_weighted", "normalize": "none"},
     "gpg": {"name": "gpg", "advantage": "nonzero_scaled", "normalize": "none"},
+    "optimal_token_baseline": _OTB,
+    # Turn after turn; of one turn it is the same.
+    "tir_optimal_token_baseline": _OTB,
 }
 """algorithm.adv_estimator -> a method and its choices."""
 LOSSES: dict[str, dict[str, Any]] = {
@@ -57,7 +64,9 @@ def advantage(source: Source) -> dict[str, Any]:
     if found["advantage"] in ("group", "leave_one_out", "length_weighted") and group == 1:
         # A group of one has mean 0 and deviation 1 there: the advantage is the reward.
         found |= {"advantage": "reward", "normalize": "none"}
-    if found.get("credit") in ("gae", "discounted"):
+    if found.get("token_baseline") and group == 1:
+        found["token_baseline"] = False
+    if found.get("credit") in ("gae", "discounted") and "gamma" not in found:
         found["gamma"] = source.number("algorithm.gamma")
     if found.get("credit") == "gae":
         found["lam"] = source.number("algorithm.lam")
@@ -226,7 +235,15 @@ def overlong(source: Source) -> dict[str, Any]:
     ):
         said = source.under(start)
         if said.flag("enable"):
-            buffer, penalty = said.whole("len"), said.number("penalty_factor")
+            buffer, penalty = said.count("len"), said.number("penalty_factor")
+            longest = source.count("data.max_response_length")
+            counted_from = start.replace("overlong_buffer_cfg.", "max_resp_len")
+            end = (source.whole(counted_from) if source.has(counted_from) else None) or longest
+            if end - buffer >= longest:
+                # It would begin behind the longest response.
+                break
+            if end != longest:
+                source.lacks(counted_from, "a penalty that ends at another length than data.max_response_length")
             return {"algorithm.overlong_buffer": buffer, "algorithm.overlong_penalty": 1.0 if penalty is None else penalty}
     return {"algorithm.overlong_buffer": 0}
 

@@ -1,10 +1,14 @@
-"""verl's programs that sample ahead of the trainer: one_step_off_policy and fully_async_policy.
+"""verl's programs that sample ahead of the trainer: one_step_off_policy and fully_async_policy, and trainer.v1's modes.
 
 Of fully_async_policy, S = trigger_parameter_sync_step, R = require_batches, M = ppo_mini_batch_size and θ =
 staleness_threshold. The trainer takes R x M prompts as they are complete, for R updates, and after S such batches gives its
 weights to the engine: that is one step here, of S x R x M prompts and S x R updates, whose old log-probs are those of the
 weights of its beginning. At a sync int((1 + θ) x S x R x M) prompts are given out and not used (fully_async_rollouter.py,
 set_max_required_samples): rollout.max_staleness: θ. Read in verl b178a3cd (2026-01) and d23b2829 (2026-08).
+
+The modes of trainer.v1 (trainer_colocate_async.py, trainer_separate_async.py) give out num_warmup_batches of
+data.train_batch_size prompts before the first step, and one more before each: rollout.max_staleness is that number. A step
+takes the oldest groups that are complete. Read in verl 1dda039b (2026-11), as partial_rollout in verl-recipe 48ea0a79.
 """
 
 from __future__ import annotations
@@ -20,8 +24,15 @@ ONE_STEP_OFF = ("recipe.one_step_off_policy.main_ppo", "verl.experimental.one_st
 FULLY_ASYNC = (
     "recipe.fully_async_policy.fully_async_main",
     "verl.experimental.fully_async_policy.fully_async_main",
+    "recipe.reward_queue.main",
 )
 """They sample a part of a step ahead, on GPUs of their own."""
+RLLM_ASYNC = "verl.trainer.main_ppo_async"
+"""Of rLLM's verl of 2025-05: a step ahead, on the node's GPUs that do not train (ray_trainer_async.py)."""
+PARTIAL_ROLLOUT = "recipe.partial_rollout.main_ppo"
+"""A batch more is given out than a step takes, on the policy's GPUs (prompt_manager.py, _PREFETCH_FACTOR)."""
+_V1 = "trainer.v1."
+_MODE = _V1 + "trainer_mode"
 _APART = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
 _BYPASS = {"algorithm.rollout_correction.bypass_mode": True}
 _PARTS = {
@@ -37,21 +48,56 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     # The older one computes old log-probs (until 2025-11), the newer one takes the engine's.
     **{name: _APART | (_BYPASS if name.startswith("verl.") else {}) for name in ONE_STEP_OFF},
     **dict.fromkeys(FULLY_ASYNC, _APART | _BYPASS | _PARTS),
+    RLLM_ASYNC: {},
+    PARTIAL_ROLLOUT: {},
 }
 """Program -> what it takes for keys that a configuration leaves out, where that is not main_ppo's."""
 
 
+def is_separate(source: Source) -> bool:
+    return source.text(_MODE) == "separate_async"
+
+
+def is_colocated(source: Source) -> bool:
+    """Responses are in flight on the policy's GPUs while it trains."""
+    return source.text(_MODE) == "colocate_async" or source.text("-m") == PARTIAL_ROLLOUT
+
+
+def is_rllm(source: Source) -> bool:
+    return source.text("-m") == RLLM_ASYNC
+
+
 def is_apart(source: Source) -> bool:
-    return source.text("-m") in DEFAULTS
+    return source.text("-m") in {*DEFAULTS} - {PARTIAL_ROLLOUT} or is_separate(source)
 
 
 def is_fully_async(source: Source) -> bool:
     return source.text("-m") in FULLY_ASYNC
 
 
+def engine_gpus(source: Source) -> int:
+    """Of an engine with GPUs of its own."""
+    if is_rllm(source):
+        return source.count("trainer.nnodes") * (
+            source.count("trainer.n_gpus_per_node") - source.count("trainer.n_training_gpus_per_node")
+        )
+    start = _R if is_separate(source) else "rollout."
+    return source.count(start + "nnodes") * source.count(start + "n_gpus_per_node")
+
+
 def ahead(source: Source) -> dict[str, Any]:
-    if source.text("-m") in ONE_STEP_OFF:
+    if source.text("-m") in (*ONE_STEP_OFF, RLLM_ASYNC):
         return shared.ahead(1, "finish")
+    if source.text("-m") == PARTIAL_ROLLOUT:
+        return shared.ahead(1, "continue", "carry")
+    mode = source.text(_MODE) or "sync"
+    if mode in ("colocate_async", "separate_async"):
+        said = source.under(f"{_V1}{mode}.")
+        if said.has("hybrid_rollout.enable_switch") and said.flag("hybrid_rollout.enable_switch"):
+            said.lacks("hybrid_rollout.enable_switch", "GPUs that move between trainer and engines")
+        return shared.ahead(said.count("num_warmup_batches"), "continue", "carry")
+    if mode != "sync":
+        source.lacks(_MODE, f"{mode}: known here are sync, colocate_async and separate_async")
     if not is_fully_async(source):
         return {}
     said = source.under(_S)
@@ -71,28 +117,45 @@ def batch(source: Source) -> dict[str, Any]:
         )
     if said.flag("use_dynamic_resource_scheduling"):
         said.lacks("use_dynamic_resource_scheduling", "GPUs that move between trainer and engines")
-    if said.has("enable_reward_queue") and said.flag("enable_reward_queue"):
-        said.lacks("enable_reward_queue", "another recipe's queue of rewards")
     if source.flag("algorithm.filter_groups.enable"):
         source.lacks("algorithm.filter_groups.enable", "dynamic sampling, which this program leaves out: say false")
-    name = source.text("algorithm.adv_estimator") or "gae"
-    if syncs > 1:
-        repeated = (source.whole(_A + "ppo_epochs") or 1) > 1
-        whitened = name.startswith("reinforce_plus_plus")
-        moves = source.flag("algorithm.use_kl_in_reward") and source.text("algorithm.kl_ctrl.type") == "adaptive"
-        for is_asked, reason in (
-            (repeated, "batches that are each gone through several times"),
-            (name == "gae" and batches > 1, "values that are computed anew for batches of several updates"),
-            (whitened, "advantages over the samples of each of the trainer's batches"),
-            (moves, "a KL coefficient that moves with each of the trainer's batches"),
-        ):
-            if is_asked:
-                said.lacks("trigger_parameter_sync_step", f"{reason}, where {syncs} of them are one step here: say 1")
+    _check_batches(source, _S + "trigger_parameter_sync_step", syncs, batches)
     return {
         "data.prompts_per_step": syncs * batches * mini,
         "algorithm.updates_per_step": syncs * batches,
-        "algorithm.values_per": "update" if syncs > 1 and name == "gae" else None,
+        **_values(source, syncs),
     }
+
+
+def separate_batch(source: Source, batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` of main_ppo, whose updates are batches of the trainer, each with a pass of its own."""
+    count = int(batch["algorithm.updates_per_step"])
+    _check_batches(source, f"{_V1}separate_async.parameter_sync_step", count, 1)
+    return batch | _values(source, count)
+
+
+def _check_batches(source: Source, key: str, count: int, updates: int) -> None:
+    """Refuse what is of each of the trainer's batches, of so many updates, where `count` of them are one step here."""
+    if count < 2:
+        return
+    name = source.text("algorithm.adv_estimator") or "gae"
+    repeated = (source.whole(_A + "ppo_epochs") or 1) > 1
+    whitened = name.startswith("reinforce_plus_plus")
+    moves = source.flag("algorithm.use_kl_in_reward") and source.text("algorithm.kl_ctrl.type") == "adaptive"
+    for is_asked, reason in (
+        (repeated, "batches that are each gone through several times"),
+        (name == "gae" and updates > 1, "values that are computed anew for batches of several updates"),
+        (whitened, "advantages over the samples of each of the trainer's batches"),
+        (moves, "a KL coefficient that moves with each of the trainer's batches"),
+    ):
+        if is_asked:
+            source.lacks(key, f"{reason}, where {count} of them are one step here: say 1")
+
+
+def _values(source: Source, count: int) -> dict[str, Any]:
+    """Of the trainer's batches each has values by the critic that the one before has left."""
+    is_critic = (source.text("algorithm.adv_estimator") or "gae") == "gae"
+    return {"algorithm.values_per": "update" if count > 1 and is_critic else None}
 
 
 def schedule(source: Source, style: str, warmup: float) -> dict[str, Any]:
@@ -102,12 +165,15 @@ def schedule(source: Source, style: str, warmup: float) -> dict[str, Any]:
         source.lacks(
             f"{_A}optim.{key}", "a schedule over the whole run, whose length this program does not tell its optimizer"
         )
-    return {"schedule_per": source.count(_S + "require_batches") * (source.whole(_A + "ppo_epochs") or 1)}
+    batches = source.count(_S + "require_batches") if is_fully_async(source) else 1
+    return {"schedule_per": batches * (source.whole(_A + "ppo_epochs") or 1)}
 
 
 def bypasses(source: Source) -> bool:
     """Old log-probs are the engine's."""
     said = source.under(_S)
+    if is_rllm(source):
+        return source.flag(_R + "enable_log_prob")
     if not is_fully_async(source) or not (said.has("use_rollout_log_probs") or said.has("compute_prox_log_prob")):
         return source.flag("algorithm.rollout_correction.bypass_mode")
     # Until 2026-02: recomputed by the weights of the last sync, or, without the engine's, by those of each batch.

@@ -17,10 +17,12 @@ _ASYNC = (
     "sampling while the policy learns (asynchronous training), of another program than one_step_off_policy and "
     "fully_async_policy"
 )
+_STORE = "how rollouts are stored between sampling and training"
 MTP_TRAINED = (
     "layers that predict further tokens and are trained: with detach_encoder their loss leaves the model's gradient as it "
     "is, but not the norm that clipping divides by"
 )
+VALIDATION_ROWS = "The first rows of each file; verl draws them at random where data.shuffle is set, over all files."
 MTP_THERE = "layers that predict further tokens are not loaded: without enable_train the model's own numbers do not see them"
 _NOT_TEXT = "images, videos and audio"
 _TOOLS = "tools and several turns"
@@ -30,9 +32,11 @@ SECTIONS = (
         "Algorithm",
         used(
             "algorithm.adv_estimator",
-            "algorithm.name algorithm.advantage algorithm.credit",
-            "gae when left out. gpg is refused: verl scales by the samples with a reward that is not 0 "
-            "(core_algos.py:657), the paper by groups with variance.",
+            "algorithm.name algorithm.advantage algorithm.credit algorithm.token_baseline",
+            "gae when left out. gpg: verl scales by the samples with a reward that is not 0 "
+            "(core_algos.py:657), the paper by groups with variance. optimal_token_baseline is as in verl 1dda039b (2026-11): "
+            "where one response of a group is the longest there is no baseline; before (2026-01) it was the response's own "
+            "return there.",
         ),
         used("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize", "Unbiased deviation, ε 1e-6, as here."),
         used(
@@ -165,7 +169,8 @@ SECTIONS = (
             "how data are read: the same prompts come out",
         ),
         fixed("data.return_raw_chat", "the chat template is applied here"),
-        lacks("data.train_max_samples data.val_max_samples", "only the first rows of the data", [-1]),
+        lacks("data.train_max_samples", "only the first rows of the data", [-1]),
+        used("data.val_max_samples", "eval.max_prompts", VALIDATION_ROWS),
         used(
             "data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "data.chat_template_kwargs", takes_any=True
         ),
@@ -215,6 +220,7 @@ SECTIONS = (
             KERNELS,
         ),
         fixed(f"{_M}use_shm {_M}external_lib {_M}hf_config_path", "how the model's files are read"),
+        fixed(_M + "torch_dtype", "verl reads it nowhere: fsdp_config.model_dtype is what it takes"),
         used(
             _M + "enable_gradient_checkpointing",
             "policy.recompute",
@@ -321,7 +327,7 @@ SECTIONS = (
         used(_A + "optim.lr_decay_steps", "policy.optimizer.decay_steps"),
         used(f"{_A}optim.min_lr {_A}optim.min_lr_ratio", "policy.optimizer.min_lr"),
         fixed(f"{_A}optim.total_training_steps critic.optim.total_training_steps", "verl sets it itself"),
-        lacks("*optim.lr_warmup_init **.optim.lr_warmup_init", "a warm-up that starts above 0", [0, 0.0]),
+        used(_A + "optim.lr_warmup_init", "policy.optimizer.warmup_init_lr", "With Megatron."),
         lacks("**.optim.num_cycles", "a cosine of other cycles", [0.5]),
         lacks("**.optim.weight_decay_incr_style", "weight decay that changes", ["constant"]),
         fixed("**.optim.lr_wsd_decay_style **.optim.lr_wsd_decay_steps", "read with the schedule WSD only"),
@@ -505,7 +511,7 @@ SECTIONS = (
                 f"{_R}update_weights_bucket_megabytes {_R}checkpoint_engine.** {_R}multi_stage_wake_up "
                 f"{_R}over_sample_rate {_R}seed {_R}scheduling_policy {_R}enable_sleep_mode "
                 f"{_R}cudagraph_capture_sizes {_R}free_kv_cache_engine {_R}standalone_gpu_memory_utilization "
-                f"{_R}full_determinism"
+                f"{_R}full_determinism {_R}compute_reward"
             ),
             "the engine is asked for tokens and for the log-prob of each, and is given the whole weights",
         ),
@@ -543,7 +549,9 @@ SECTIONS = (
             "Of one_step_off_policy and fully_async_policy: GPUs of the engine, behind the policy's. 0 shares the "
             "policy's GPUs.",
         ),
-        fixed(_R + "n_gpus_per_node", "read with rollout.nnodes only"),
+        used(
+            _R + "n_gpus_per_node", "engine.backend engine.placement", "With trainer.v1.trainer_mode=separate_async."
+        ),
         used(
             "async_training.staleness_threshold async_training.trigger_parameter_sync_step async_training.require_batches "
             "async_training.partial_rollout rollout.total_rollout_steps rollout.test_freq",
@@ -566,13 +574,22 @@ SECTIONS = (
         ),
         used("async_training.concurrent_samples_per_replica", "engine.max_num_seqs", "Prompts in flight in each engine."),
         lacks("async_training.use_dynamic_resource_scheduling", "GPUs that move between trainer and engines", [False]),
-        lacks("async_training.enable_reward_queue", "another recipe's queue of rewards", [False]),
+        fixed(
+            "async_training.enable_reward_queue async_training.reward_queue_size",
+            "responses are scored as they finish, while others are sampled",
+        ),
         fixed("async_training.**", "how weights are sent, and who evaluates"),
         fixed(
             f"rollout.n rollout.total_epochs {_A}use_rollout_log_probs",
             "actor_rollout_ref.rollout.n, trainer.total_epochs and async_training say it",
         ),
-        lacks("rollout.** trainer.n_training_gpus_per_node trainer.num_*", _ASYNC),
+        used(
+            "trainer.n_training_gpus_per_node",
+            "policy.backend engine.backend engine.placement",
+            "Of rLLM's main_ppo_async: the node's other GPUs sample.",
+        ),
+        fixed("trainer.num_global_batch trainer.num_data_storage_units trainer.num_data_controllers", _STORE),
+        lacks("rollout.**", _ASYNC),
     ),
     Section.of(
         "Reward",
@@ -597,19 +614,17 @@ SECTIONS = (
                 "reward_model.reward_kwargs.overlong_buffer_cfg.len "
                 "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor "
                 "reward.reward_kwargs.overlong_buffer_cfg.enable reward.reward_kwargs.overlong_buffer_cfg.len "
-                "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor"
+                "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor "
+                "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len"
             ),
             "algorithm.overlong_buffer algorithm.overlong_penalty",
-            "The formula is the same (workers/reward_manager/dapo.py:112).",
+            "The formula is the same (workers/reward_manager/dapo.py:112), where max_resp_len is data.max_response_length; so "
+            "much above it that no response reaches the buffer, there is no penalty.",
         ),
         fixed(
             "reward_model.overlong_buffer.log reward_model.reward_kwargs.overlong_buffer_cfg "
             "reward_model.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.overlong_buffer_cfg.log",
             SHOWN,
-        ),
-        fixed(
-            "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len",
-            "data.max_response_length says it",
         ),
         lacks("reward_model.reward_kwargs.** reward.reward_kwargs.**", "arguments of a reward manager"),
         used(
@@ -685,7 +700,15 @@ SECTIONS = (
             ),
             "how the run is started and saved",
         ),
-        lacks("trainer.v1.trainer_mode", _ASYNC, ["sync"]),
+        used(
+            "trainer.v1.trainer_mode trainer.v1.colocate_async.num_warmup_batches "
+            "trainer.v1.separate_async.num_warmup_batches trainer.v1.separate_async.hybrid_rollout.enable_switch",
+            "rollout engine.mode engine.sleep engine.placement",
+            "num_warmup_batches is rollout.max_staleness, with interrupt: continue and tail: carry. verl drops what spans more "
+            "than sampler.max_off_policy_threshold versions; here nothing gets older than num_warmup_batches. colocate_async "
+            "stops its engines while the policy trains; servers on the policy's GPUs go on sampling here (engine.sleep: "
+            "false), for which there must be memory.",
+        ),
         fixed("trainer.v1.**", "read by other modes of the trainer only"),
         used(
             "global_profiler.tool global_profiler.steps actor_rollout_ref.*.profiler.enable",
@@ -705,8 +728,7 @@ SECTIONS = (
             "how processes are started",
             takes_any=True,
         ),
-        fixed("transfer_queue.**", "how processes are started"),
-        lacks("transfer_queue.enable", "rollouts in a store of their own", [False], changes_result=False),
+        fixed("transfer_queue.enable transfer_queue.num_* transfer_queue.**", _STORE),
         lacks("distillation.enabled", "learning from a teacher", [False]),
         fixed("distillation.**", "read with distillation.enabled only"),
         fixed("skip.**", "rollouts are always sampled anew"),
@@ -717,7 +739,10 @@ SECTIONS = (
             "main_ppo, DAPO's main_dapo, fully_async_policy. one_step_off_policy is rollout.max_staleness: 1 with "
             "interrupt: finish: a step's prompts are sampled by the weights before the last update, whole "
             "(ray_trainer.py:509). Under recipe (until 2025-11) it computes old log-probs when bypass_mode is left out, "
-            "under verl.experimental they are the engine's.",
+            "under verl.experimental they are the engine's. rLLM's main_ppo_async is the same with enable_log_prob for "
+            "bypass_mode; partial_rollout is rollout.max_staleness: 1 with interrupt: continue and tail: carry; reward_queue is "
+            "fully_async_policy. entropy has a reward function of its own, recipe/entropy/reward_score, which is read from "
+            "there.",
         ),
     ),
 )

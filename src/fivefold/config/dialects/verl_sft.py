@@ -11,7 +11,7 @@ from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
-from fivefold.config.dialects.verl_rows import MTP_THERE, MTP_TRAINED
+from fivefold.config.dialects.verl_rows import MTP_THERE, MTP_TRAINED, VALIDATION_ROWS
 
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 256,
@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "optim.lr_warmup_steps": -1,
     "optim.min_lr_ratio": 0.0,
     "optim.min_lr": 0.0,
+    "optim.lr_warmup_init": 0.0,
     "engine.tensor_model_parallel_size": 1,
     "engine.pipeline_model_parallel_size": 1,
     "engine.context_parallel_size": 1,
@@ -96,7 +97,9 @@ def layout(source: Source) -> dict[str, Any]:
 def memory(source: Source) -> dict[str, Any]:
     if is_megatron(source):
         return shared.recompute(source, "engine.override_transformer_config", "policy")
-    return {"policy.recompute": "full"} if source.flag("model.enable_gradient_checkpointing") else {}
+    key = "engine.activation_checkpointing"
+    key = key if source.text("engine") == "automodel" else "model.enable_gradient_checkpointing"
+    return {"policy.recompute": "full"} if source.flag(key) else {}
 
 
 def micro_batch(source: Source) -> dict[str, Any]:
@@ -119,8 +122,9 @@ def optimizer(source: Source) -> dict[str, Any]:
         "clip_grad": said.number("clip_grad"),
         "betas": [float(beta) for beta in said.items("betas")],
     }
-    # The older trainer falls by a cosine when nothing is said.
-    older = source.has("model.partial_pretrain")
+    # The older trainer falls by a cosine when nothing is said, and so does Automodel's (optim/automodel.yaml).
+    automodel = source.text("engine") == "automodel"
+    older = automodel or source.has("model.partial_pretrain")
     style = (
         said.text("warmup_style")
         or said.text("lr_decay_style")
@@ -133,11 +137,14 @@ def optimizer(source: Source) -> dict[str, Any]:
         style = "constant"
     found["schedule"] = style
     if style != "constant":
-        lowest = said.number("min_lr") or (said.number("min_lr_ratio") or 0.0) * (found["lr"] or 0.0)
+        share = said.number("min_lr_ratio") if said.has("min_lr_ratio") or not automodel else 0.01
+        lowest = said.number("min_lr") or (share or 0.0) * (found["lr"] or 0.0)
         found["min_lr"] = lowest or said.number("lr_min")
         found["decay_steps"] = said.whole("lr_decay_steps")
     steps = said.whole("lr_warmup_steps")
     found["warmup_from"] = 0
+    begin = said.number("init_lr_ratio") if said.has("init_lr_ratio") else 0.1 if automodel else None
+    found["warmup_init_lr"] = (said.number("lr_warmup_init") if begin is None else begin * (found["lr"] or 0.0)) or None
     found["warmup_steps"] = steps if steps is not None and steps >= 0 else said.number("lr_warmup_steps_ratio")
     return {f"policy.optimizer.{key}": value for key, value in found.items()}
 
@@ -174,7 +181,7 @@ def intervals(source: Source) -> dict[str, Any]:
             found[f"trainer.{ours}"] = shared.interval(source, f"trainer.{key}")
     if not source.items("data.val_files"):
         found["trainer.eval_every"] = 0
-    return found
+    return found | shared.validation_rows(source, "data.val_max_samples")
 
 
 def run(source: Source) -> dict[str, Any]:
@@ -219,7 +226,8 @@ TABLE = Table(
                 ),
                 "sequences are always packed",
             ),
-            lacks("data.train_max_samples data.val_max_samples", "only the first rows of the data", [-1]),
+            lacks("data.train_max_samples", "only the first rows of the data", [-1]),
+            used("data.val_max_samples", "eval.max_prompts", VALIDATION_ROWS),
             lacks(
                 "data.custom_cls.path data.apply_chat_template_kwargs data.chat_template",
                 "a data set of one's own code",
@@ -229,12 +237,12 @@ TABLE = Table(
                 (
                     "optim.lr optim.betas optim.weight_decay optim.clip_grad optim.lr_warmup_steps "
                     "optim.lr_warmup_steps_ratio optim.lr_scheduler_type optim.lr_scheduler optim.lr_decay_style "
-                    "optim.min_lr optim.min_lr_ratio optim.lr_min optim.warmup_steps_ratio"
+                    "optim.min_lr optim.min_lr_ratio optim.lr_min optim.warmup_steps_ratio optim.lr_warmup_init "
+                    "optim.init_lr_ratio"
                 ),
                 "policy.optimizer",
                 "A share of the run stays one.",
             ),
-            lacks("optim.lr_warmup_init optim.init_lr_ratio", "a warm-up that starts above 0", [0, 0.0]),
             lacks("optim.optimizer", "another optimizer than AdamW", ["AdamW", "adam", "FusedAdam"]),
             lacks("optim.num_cycles", "a cosine of other cycles", [0.5]),
             fixed(
@@ -257,7 +265,7 @@ TABLE = Table(
                 "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
             ),
             used("engine.override_transformer_config.*", "policy.megatron.transformer policy.recompute", takes_any=True),
-            used("model.enable_gradient_checkpointing", "policy.recompute"),
+            used("model.enable_gradient_checkpointing engine.activation_checkpointing", "policy.recompute"),
             slower(
                 (
                     "engine.cp_size engine.pp_size engine.tp_size engine.ep_size engine.ulysses_parallel_size "
@@ -266,6 +274,7 @@ TABLE = Table(
                 "another engine's layout: data parallelism instead",
                 [1],
             ),
+            fixed("engine.backend_config.**", KERNELS, takes_any=True),
             fixed("engine.distributed_strategy engine.**", SPREAD),
             rows_of_verl("model.", "policy"),
             fixed(
