@@ -567,6 +567,11 @@ def pg_variant(name: str) -> str:
 
 _REINFORCE = {"credit": "response", "whiten": False, "aggregate": "token-mean"}
 CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
+    "rllm": (
+        ["verl", *GRPO_VERL, "algorithm.mask_truncated_samples=True", "algorithm.clip_advantages=True", "actor_rollout_ref.rollout.compute_reward=True"],
+        {"advantage": "group", "overlong_zero": True, "overlong_filter": False, "advantage_clip": 1.0},
+    ),
+    "rllm loop": (["verl", *GRPO_VERL, "algorithm.adv_estimator=loop"], {"advantage": "leave_one_out", "normalize": "none", "surrogate": "ppo_clip"}),
     # Returns are not discounted there, whatever gamma says.
     "verl otb": (
         ["verl", *GRPO_VERL, "algorithm.adv_estimator=optimal_token_baseline", "algorithm.gamma=0.9"],

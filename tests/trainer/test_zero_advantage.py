@@ -186,6 +186,18 @@ def test_groups_of_equal_rewards_are_skipped(name):
     assert make_objective(name, kl=OFF).skipped(rows()).tolist() == EQUAL
 
 
+def test_a_response_of_the_longest_length_without_reward_has_no_advantage_and_still_counts():
+    """Groups of three, of which the second differs: rewards 0, 0.25, 1 of mean 5/12, and 9 tokens at most."""
+    lengths, rewards = [9, 9, 9, 9, 3, 4, 2, 9, 9], [1.0] * 3 + [0.0, 0.25, 1.0] + [0.0] * 3
+    stats = rows(response_lengths_N=torch.tensor(lengths), rewards_N=torch.tensor(rewards, dtype=torch.float64))
+    objective = make_objective("dr_grpo", overlong_zero=True)
+    found = objective._compared(objective._inputs(stats)).tolist()
+    assert found == pytest.approx([0, 0, 0, 0, 0.25 - 5 / 12, 1 - 5 / 12, 0, 0, 0])
+    assert objective.skipped(stats).tolist() == [True] * 4 + [False] * 2 + [True] * 3
+    plain = make_objective("dr_grpo")
+    assert plain._compared(plain._inputs(stats)).tolist()[3] == pytest.approx(-5 / 12)
+
+
 def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
     assert make_objective("dr_grpo", overlong_filter=True).skipped(rows()).tolist() == [*EQUAL[:5], True, *EQUAL[6:]]
     # With a penalty in the loss only those: they have no weight in it either.

@@ -20,6 +20,8 @@ class AdvantageInputs:
     """Tokens of the responses."""
     greedy_rewards_N: Tensor | None = None
     """Reward of the most likely response to the same prompt, where the advantage needs it."""
+    longest_N: Tensor | None = None
+    """Whether a response has as many tokens as one may have."""
     expert_N: Tensor | None = None
     """An expert's response, which is compared with none."""
 

@@ -75,6 +75,7 @@ class Objective:
     overlong_buffer: float = 0.0
     overlong_penalty: float = 1.0
     overlong_filter: bool = False
+    overlong_zero: bool = False
     difficulty_low: float | None = None
     difficulty_high: float | None = None
     difficulty_by: Literal["reward", "correct"] = "reward"
@@ -192,16 +193,22 @@ class Objective:
             rewards_N=self.shape_rewards(stats.rewards_N, stats.response_lengths_N, limit),
             group_N=stats.group_N,
             lengths_N=stats.response_lengths_N,
+            longest_N=stats.response_lengths_N >= limit,
             greedy_rewards_N=None if greedy_N is None else self.shape_rewards(greedy_N, stats.greedy_lengths_N, limit),
             expert_N=stats.expert_N,
         )
 
     def _compared(self, inputs: AdvantageInputs) -> Tensor:
         """[N] advantages of what was sampled, compared among itself; an expert's response has 1."""
-        if inputs.expert_N is None:
-            return self.advantage(inputs)
-        found_N = torch.ones(len(inputs.expert_N), dtype=torch.float64)
-        found_N[~inputs.expert_N] = self.advantage(inputs.select(~inputs.expert_N)).double()
+        if (expert_N := inputs.expert_N) is not None:
+            found_N = torch.ones(len(expert_N), dtype=torch.float64)
+            found_N[~expert_N] = self.advantage(inputs.select(~expert_N)).double()
+        else:
+            found_N = self.advantage(inputs)
+        if self.overlong_zero:
+            assert inputs.longest_N is not None
+            without_N = inputs.longest_N & (inputs.rewards_N == 0)
+            found_N = torch.where(without_N if expert_N is None else without_N & ~expert_N, 0.0, found_N)
         return found_N
 
     def kept(self, stats: RolloutStats) -> Tensor | None:

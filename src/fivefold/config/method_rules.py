@@ -165,7 +165,7 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (
         "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
-        "overlong_filter", "dynamic_sampling", "dynamic_sampling_by", "difficulty_low", "difficulty_high",
+        "overlong_filter", "overlong_zero", "dynamic_sampling", "dynamic_sampling_by", "difficulty_low", "difficulty_high",
         "difficulty_by",
     ):  # fmt: skip
         findings.require(getattr(overrides, key) in (None, False), key, nothing)

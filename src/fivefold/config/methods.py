@@ -178,6 +178,8 @@ class Choices:
     """The penalty of a response of the longest length."""
     overlong_filter: bool | None = None
     """Responses that were cut off carry no loss and do not count in its denominators."""
+    overlong_zero: bool | None = None
+    """Responses of the longest length whose reward is 0 have advantage 0; they still count in means and denominators."""
     difficulty_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
     difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
     """Responses to prompts whose mean reward is not above the one and below the other carry no loss and do not count in its
@@ -434,6 +436,7 @@ USUAL = Choices(
     overlong_buffer=0.0,
     overlong_penalty=1.0,
     overlong_filter=False,
+    overlong_zero=False,
     difficulty_by="reward",
     dynamic_sampling=False,
     dynamic_sampling_by="reward",

@@ -21,6 +21,8 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo_passk": {"name": "grpo", "advantage": "pass_at_k"},
     "rloo": shared.RLOO,
     "rloo_vectorized": shared.RLOO,
+    # rLLM's verl: the same formula.
+    "loop": shared.RLOO,
     "reinforce_plus_plus": shared.REINFORCE_PLUS_PLUS,
     "reinforce_plus_plus_baseline": {
         "name": "reinforce_plus_plus_baseline",
@@ -70,6 +72,10 @@ def advantage(source: Source) -> dict[str, Any]:
         found["gamma"] = source.number("algorithm.gamma")
     if found.get("credit") == "gae":
         found["lam"] = source.number("algorithm.lam")
+    if source.flag("algorithm.mask_truncated_samples") and name == "grpo":
+        found["overlong_zero"] = True
+    if source.flag("algorithm.clip_advantages"):
+        found["advantage_clip"] = 1.0
     found.setdefault("whiten", False)
     found.setdefault("credit", "response")
     return {f"algorithm.{key}": value for key, value in found.items()}

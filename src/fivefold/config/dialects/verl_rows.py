@@ -132,7 +132,12 @@ SECTIONS = (
         ),
         lacks("algorithm.use_pf_ppo", "samples drawn again by their reward", [False]),
         fixed("algorithm.pf_ppo.*", "read with use_pf_ppo only"),
-        lacks("algorithm.mask_truncated_samples", "a recipe's own key: algorithm.overlong_filter here", [False]),
+        used(
+            "algorithm.mask_truncated_samples algorithm.clip_advantages",
+            "algorithm.overlong_zero algorithm.advantage_clip",
+            "Of rLLM's verl: GRPO's advantage of a response of the longest length is 0 where its reward is 0; advantages are "
+            "kept within ±1.",
+        ),
         lacks(
             f"algorithm.reward_dpo_coef algorithm.reward_gt_coef algorithm.sppo_eta {_A}sppo_eta",
             "another recipe's method",
