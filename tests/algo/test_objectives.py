@@ -98,6 +98,29 @@ def test_the_log_mean_exp_baseline_lies_between_the_mean_and_the_best():
         assert found.tolist() == pytest.approx([1 - baseline, -baseline], abs=1e-4)
 
 
+def test_the_log_mean_exp_of_the_step_is_that_of_all_its_groups():
+    """τ log mean e^(r / τ) of 1, 0, 1 and 1 with τ = 1/2."""
+    baseline = 0.5 * math.log((3 * math.exp(2) + 1) / 4)
+    found = make_advantage("step_log_mean_exp", "none", baseline_temperature=0.5)(scores([1.0, 0, 1, 1], [0, 0, 1, 2]))
+    assert found.tolist() == pytest.approx([1 - baseline, -baseline, 1 - baseline, 1 - baseline], rel=1e-6)
+
+
+def test_sppo_is_the_mean_square_of_what_a_response_is_from_its_reward():
+    """Two responses of 2 and 1 tokens: log-ratios of 0.3 and -0.2, advantages 0.5 and -1 with η = 2."""
+    mask = torch.tensor([False, True, True, False, True])
+    batch = TokenBatch(torch.zeros(5, dtype=torch.long), mask, [3, 2], update_tokens=3)
+    batch.old_logprobs_T = torch.tensor([0.0, -1.0, -2.0, 0.0, -1.0])
+    objective = make_objective("sppo", eta=2.0)
+    batch.advantages_T = torch.tensor([0.0, 0.5, 0.5, 0.0, -1.0])
+    batch.loss_weights_T = batch.expand_to_tokens(objective.loss_weights(torch.tensor([2, 1]), 8))
+    now_T = torch.tensor([0.0, -0.9, -1.8, 0.0, -1.2], requires_grad=True)
+    loss = objective.loss(now_T, torch.zeros(5), batch).loss
+    assert float(loss.detach()) == pytest.approx(((0.3 - 1.0) ** 2 + (-0.2 + 2.0) ** 2) / 2, rel=1e-6)
+    loss.backward()
+    assert now_T.grad.tolist() == pytest.approx([0.0, 0.3 - 1.0, 0.3 - 1.0, 0.0, -0.2 + 2.0], rel=1e-5)
+    assert not objective.vanishes, "without an advantage a response is pulled back to the old policy"
+
+
 def test_max_rl_divides_by_the_mean_of_the_group():
     found = make_advantage("group", "mean")(scores([1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]))
     assert found.tolist() == pytest.approx([3, -1, -1, -1, 0, 0], rel=1e-5)

@@ -571,6 +571,10 @@ CHOSEN: dict[str, tuple[list[str], dict[str, object]]] = {
         ["verl", *GRPO_VERL, "algorithm.mask_truncated_samples=True", "algorithm.clip_advantages=True", "actor_rollout_ref.rollout.compute_reward=True"],
         {"advantage": "group", "overlong_zero": True, "overlong_filter": False, "advantage_clip": 1.0},
     ),
+    "verl sppo": (
+        ["verl", *GRPO_VERL, "-m=recipe.sppo.main_sppo", "algorithm.adv_estimator=null", "algorithm.sppo_eta=2.0", "actor_rollout_ref.actor.sppo_eta=3.0"],
+        {"advantage": "step_log_mean_exp", "baseline_temperature": 0.5, "surrogate": "sppo", "eta": 3.0, "aggregate": "seq-mean-token-mean", "credit": "response"},
+    ),
     "rllm loop": (["verl", *GRPO_VERL, "algorithm.adv_estimator=loop"], {"advantage": "leave_one_out", "normalize": "none", "surrogate": "ppo_clip"}),
     # Returns are not discounted there, whatever gamma says.
     "verl otb": (
@@ -928,7 +932,8 @@ def test_details_of_those_runs():
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
     ("verl", [*GRPO_VERL, "algorithm.adv_estimator=gdpo"], "", "the advantage gdpo"),
     ("verl", [*GRPO_VERL, "algorithm.rollout_correction.rollout_rs='token_k1,seq_sum_k1'", "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0,0.5_2.0'"], "", "and one of token_k1"),
-    ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo"], "", "another program than verl.trainer.main_ppo"),
+    ("verl", [*GRPO_VERL, "-m=recipe.flowrl.main_flowrl"], "", "another program than verl.trainer.main_ppo"),
+    ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], "", "with which the recipe fails"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
     ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "their scores would be summed"),
     ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),

@@ -34,6 +34,8 @@ def advantages(
             value = (r - statistics.fmean(inside)) * len(rewards) / max(sum(x != 0 for x in rewards), 1)
         elif kind == "log_mean_exp":
             value = r - tau * math.log(sum(math.exp(x / tau) for x in inside) / len(inside))
+        elif kind == "step_log_mean_exp":
+            value = r - tau * math.log(sum(math.exp(x / tau) for x in rewards) / len(rewards))
         elif kind == "greedy_baseline":
             value = r - greedy[i]
         elif kind == "pass_at_k":
@@ -95,6 +97,9 @@ def surrogate(chosen: Any, now: list, ratios: list, advantage: list[float], mark
     name = chosen.surrogate
     low = chosen.clip_low if chosen.clip_low is not None else {"cispo": 1.0, "gmpo": 0.4}.get(name, 0.2)
     high = chosen.clip_high if chosen.clip_high is not None else {"gmpo": 0.4}.get(name, 0.2)
+    if name == "sppo":
+        eta = 1.0 if chosen.eta is None else chosen.eta
+        return [-((sum(ratios) - eta * sum(advantage) / len(advantage)) ** 2)] * len(now)
     if name == "gmpo":
         logs = []
         for d, a in zip(ratios, advantage, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,8 +98,12 @@ class LogMeanExp:
     """r - τ log mean e^(r / τ) of its group: OPMD with the exact baseline (Trinity-RFT, 2505.17826). One alone gives 0."""
 
     temperature: float = 1.0
+    over_step: bool = False
+    """Of all samples of the step instead."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        if self.over_step:
+            inputs = replace(inputs, group_N=torch.zeros_like(inputs.group_N))
         # e^((r - r_max) / τ) cannot overflow.
         best_N = inputs.group_extremes("amax")
         mean_N = inputs.group_sums(((inputs.rewards_N - best_N) / self.temperature).exp()) / inputs.count_N
@@ -185,6 +189,7 @@ def make_advantage(
         "group_scaled": group_scaled,
         "greedy_baseline": greedy_baseline,
         "log_mean_exp": LogMeanExp(baseline_temperature or 1.0),
+        "step_log_mean_exp": LogMeanExp(baseline_temperature or 1.0, over_step=True),
         "nonzero_scaled": nonzero_scaled,
     }
     return kinds[name]

@@ -318,6 +318,17 @@ class DPO(_Plain):
 
 
 @dataclass(frozen=True)
+class SPPO(_Plain):
+    """-(Σ log ρ - η A)²: self-play preference optimization (2405.00675); each token holds its response's value."""
+
+    eta: float
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        distance_N = samples.sums(log_ratio_T) - self.eta * samples.means(advantages_T)
+        return -distance_N.square()[samples.sample_T]
+
+
+@dataclass(frozen=True)
 class UserSurrogate(_Plain):
     """A function of the user's: log_ratio_T, logprobs_T, advantages_T, samples -> objective_T."""
 
@@ -339,6 +350,7 @@ SURROGATES: dict[str, type[Surrogate]] = {
     "topr": TOPR,
     "rec": REC,
     "dppo": DPPO,
+    "sppo": SPPO,
     "dpo": DPO,
 }
 

@@ -126,10 +126,9 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
         takers = NORMALIZED_BY_MEAN
         message = f": mean belongs to advantages {', '.join(takers)}: got {advantage}"
         findings.require(advantage in takers, "normalize", message)
-    for key, user in (("baseline_shift", "group"), ("baseline_temperature", "log_mean_exp")):
-        findings.require(
-            getattr(overrides, key) is None or advantage == user, key, f"belongs to advantage {user}: got {advantage}"
-        )
+    for key, users in (("baseline_shift", ("group",)), ("baseline_temperature", ("log_mean_exp", "step_log_mean_exp"))):
+        message = f"belongs to advantage {' or '.join(users)}: got {advantage}"
+        findings.require(getattr(overrides, key) is None or advantage in users, key, message)
     low, high = chosen.difficulty_low, chosen.difficulty_high
     if low is not None and high is not None:
         message = f"must satisfy difficulty_low < difficulty_high: got {low:g} and {high:g}"

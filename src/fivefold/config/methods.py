@@ -101,7 +101,8 @@ class Choices:
     baseline_shift: Annotated[float, within("[-1000, 1000]")] | None = None
     """Added to the mean of the group that rewards are compared with: below 0 good responses weigh more than bad ones."""
     baseline_temperature: Annotated[float, above(0)] | None = None
-    """τ of log_mean_exp: near 0 its baseline is the best reward of the group, far above it the mean."""
+    """τ of log_mean_exp: near 0 its baseline is the best reward of the group, far above it the mean; step_log_mean_exp takes
+    the whole step instead of the group."""
     credit: str | None = None
     """How a response's advantage comes to its tokens: all the same (response), as discounted return, or by GAE with a
     critic; or `path.py:function`."""
@@ -143,6 +144,8 @@ class Choices:
     """Share of pairs that DPO takes to be labelled the wrong way round."""
     tau: float | None = None
     """τ of OPMD: the objective is divided by 1 + τ."""
+    eta: float | None = None
+    """η of sppo: the log-ratio of a response is pulled to η times its advantage."""
     clip_mode: str | None = None
     """Which tokens rec leaves out: none; one_sided, those whose ratio has gone beyond the bound to which their advantage
     pulls; two_sided, those outside of either bound; ring, as two_sided but those far on the other side stay."""
@@ -246,6 +249,7 @@ ADVANTAGES: dict[str, bool] = {
     "greedy_baseline": False,
     "log_mean_exp": True,
     "nonzero_scaled": True,
+    "step_log_mean_exp": False,
 }
 """Advantage -> whether it compares the samples of a group."""
 
@@ -360,6 +364,7 @@ SURROGATES: dict[str, SurrogateRow] = {
         levels=("token",),
         vanishes=True,
     ),
+    "sppo": SurrogateRow({"eta": Parameter(1.0, above(0))}, levels=("token",)),
     "dpo": SurrogateRow(
         {"beta": Parameter(0.1, above(0)), "label_smoothing": Parameter(0.0, within("[0, 0.5)"))},
         ratio_reference="reference",
@@ -636,6 +641,15 @@ METHODS: dict[str, Method] = {
             "of the squared distance is below 0.04."
         ),
         rollout_correction=CorrectionConfig(reject_divergence={SECOND_MOMENT: 0.04}),
+    ),
+    "sppo": Method(
+        about=(
+            "2405.00675, as in verl's recipe: the log-ratio of a response is pulled to η times its reward less "
+            "log mean e^r of the step's, the mean over responses."
+        ),
+        advantage="step_log_mean_exp",
+        surrogate="sppo",
+        aggregate="seq-mean-token-mean",
     ),
     "chord": replace(
         _GROUP,

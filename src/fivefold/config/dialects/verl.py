@@ -16,7 +16,16 @@ from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import dialect
-from fivefold.config.dialects.verl_algorithm import advantage, correction, dynamic_sampling, kl, loss, overlong
+from fivefold.config.dialects.verl_algorithm import (
+    SPPO,
+    advantage,
+    correction,
+    dynamic_sampling,
+    estimator,
+    kl,
+    loss,
+    overlong,
+)
 from fivefold.config.dialects.verl_defaults import DEFAULTS
 from fivefold.config.dialects.verl_rows import SECTIONS
 
@@ -30,6 +39,7 @@ PROGRAMS = (
     "recipe.transfer_queue.main_ppo",
     "verl.experimental.transfer_queue.main_ppo",
     "recipe.entropy.main_entropy",
+    SPPO,
     "siirl.main_dag",
     "siirl.client.main_dag",
 )
@@ -206,7 +216,7 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
     roles = [
         ("model.path", _A, _M + "path", True),
         ("reference.path", "actor_rollout_ref.ref.", _M + "path", has_reference),
-        ("critic.path", _C, _C + "model.path", (source.text("algorithm.adv_estimator") or "gae") == "gae"),
+        ("critic.path", _C, _C + "model.path", estimator(source) == "gae"),
         ("reward.model.path", "reward_model.", "reward_model.model.path", source.flag("reward_model.enable")),
     ]
     for ours, role, describing, is_there in roles:
@@ -230,7 +240,7 @@ def low_rank(source: Source) -> dict[str, Any]:
 
 
 def critic(source: Source) -> dict[str, Any]:
-    if (source.text("algorithm.adv_estimator") or "gae") != "gae":
+    if estimator(source) != "gae":
         return {}
     said = source.under(_C)
     found: dict[str, Any] = {

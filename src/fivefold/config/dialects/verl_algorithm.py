@@ -53,8 +53,36 @@ LOSSES: dict[str, dict[str, Any]] = {
 """actor.policy_loss.loss_mode -> a surrogate and what it is fixed with."""
 
 
+SPPO = "recipe.sppo.main_sppo"
+
+
+def estimator(source: Source) -> str:
+    """Of advantages; the recipe of SPPO has its own."""
+    # Of another program it says nothing.
+    if source.settings.get("-m") == SPPO == source.text("-m"):
+        return "sppo"
+    return source.text("algorithm.adv_estimator") or "gae"
+
+
+def sppo(source: Source) -> dict[str, Any]:
+    """Rewards less their log mean exp over the step (sppo_ray_trainer.py), and a squared distance (dp_actor.py)."""
+    actor, eta = source.under(_A), source.number("algorithm.sppo_eta")
+    if not eta or eta < 0:
+        source.lacks("algorithm.sppo_eta", "rewards less their mean over the step, or a log mean exp that turns round")
+        eta = 1.0
+    if (actor.text("loss_agg_mode") or "token-mean") != "token-mean":
+        actor.lacks("loss_agg_mode", "another mean than token-mean, with which the recipe fails")
+    found = {"name": "sppo", "advantage": "step_log_mean_exp", "baseline_temperature": 1 / eta, "normalize": "none"}
+    found |= {"surrogate": "sppo", "eta": actor.number("sppo_eta"), "aggregate": "seq-mean-token-mean"}
+    if (actor.flag("use_kl_loss") and actor.number("kl_loss_coef")) or actor.number("entropy_coeff"):
+        found["penalty_aggregate"] = "token-mean"
+    return {f"algorithm.{key}": value for key, value in (found | {"whiten": False, "credit": "response"}).items()}
+
+
 def advantage(source: Source) -> dict[str, Any]:
-    name, group = source.text("algorithm.adv_estimator") or "gae", source.count(_R + "n")
+    name, group = estimator(source), source.count(_R + "n")
+    if name == "sppo":
+        return sppo(source)
     if name not in ESTIMATORS:
         source.lacks("algorithm.adv_estimator", f"the advantage {name}: known here are {', '.join(ESTIMATORS)}")
         return {}
@@ -82,6 +110,8 @@ def advantage(source: Source) -> dict[str, Any]:
 
 
 def loss(source: Source) -> dict[str, Any]:
+    if estimator(source) == "sppo":
+        return {}
     mode, actor = source.text(_A + "policy_loss.loss_mode") or "vanilla", source.under(_A)
     if mode not in LOSSES:
         source.lacks(_A + "policy_loss.loss_mode", f"the loss {mode}: known here are {', '.join(LOSSES)}")

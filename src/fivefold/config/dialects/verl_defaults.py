@@ -99,6 +99,8 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.use_kl_in_reward": False,
     "algorithm.kl_penalty": "kl",
+    "algorithm.sppo_eta": 1.0,
+    _A + "sppo_eta": 1.0,
     "algorithm.kl_ctrl.type": "fixed",
     "algorithm.kl_ctrl.kl_coef": 0.001,
     "algorithm.kl_ctrl.target_kl": 0.1,

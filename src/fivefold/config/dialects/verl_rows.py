@@ -138,10 +138,13 @@ SECTIONS = (
             "Of rLLM's verl: GRPO's advantage of a response of the longest length is 0 where its reward is 0; advantages are "
             "kept within ±1.",
         ),
-        lacks(
-            f"algorithm.reward_dpo_coef algorithm.reward_gt_coef algorithm.sppo_eta {_A}sppo_eta",
-            "another recipe's method",
+        used(
+            f"algorithm.sppo_eta {_A}sppo_eta",
+            "algorithm.baseline_temperature algorithm.eta",
+            "Of the recipe sppo: 1 / the temperature of the log mean exp that rewards are compared with, and what the squared "
+            "distance multiplies them with.",
         ),
+        lacks("algorithm.reward_dpo_coef algorithm.reward_gt_coef", "another recipe's method"),
     ),
     Section.of(
         "Data",
