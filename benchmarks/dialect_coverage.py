@@ -4,7 +4,7 @@ DIRECTORY has `SYSTEM.jsonl` and `older-SYSTEM.jsonl`, one configuration a line:
 `options`, `entry`, `config_name`, `kind`. Of those that train a language model without tools: the share of key occurrences
 that are translated, fixed, refused by name, unknown; and the share of configurations that convert to a run which
 `fivefold check` accepts. Models, data and variables that stand open are replaced by stand-ins that fit the layout, and the
-machine by one with enough GPUs and vLLM: what is left are the configuration's own faults and what is not supported.
+machine by one with enough GPUs, vLLM and SGLang: what is left are the configuration's own faults and what is not supported.
 
 Example: `python benchmarks/dialect_coverage.py configs verl --show 20` lists the most frequent reasons too.
 """
@@ -259,7 +259,9 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         patch.multiple("fivefold.plan.fit", **any_size),
         patch.multiple("fivefold.plan.check", check_tensor_files=nothing, tensor_places=lambda path: VALUE_HEAD.hf, **many),
         patch.multiple("fivefold.plan.check", missing_packages=missing_but_trackers),
-        patch.multiple("fivefold.plan.engine_checks", check_vllm=nothing, check_servers=nothing, **any_size),
+        patch.multiple(
+            "fivefold.plan.engine_checks", check_vllm=nothing, check_sglang=nothing, check_servers=nothing, **any_size
+        ),
     ):
         return check(config).errors
 

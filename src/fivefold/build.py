@@ -128,7 +128,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     judges: list[ServerProcess] = []
     if config.reward.judge_layout is not None and config.may_generate:
         judges, urls = start_judges(config, directories[str(config.reward.judge.model)], ranks, device)
-        pool.ask_judges_at(urls)
+        pool.ask_judges_at(urls, directories[str(config.reward.judge.model)])
     start_reward_pool(pool, first_prompts, logger.log)
     models = build_models(config, directories, meshes, objective, steps, logger)
     engine = generator = reward_model = None

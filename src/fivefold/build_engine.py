@@ -23,6 +23,7 @@ from fivefold.engines.transformers import TransformersEngine, stop_token_ids
 from fivefold.interfaces import Engine, EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
+from fivefold.models.config_json import read_config
 from fivefold.models.families import load_spec
 from fivefold.plan.engine_checks import engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
@@ -152,23 +153,37 @@ def start_judges(
 ) -> tuple[list[ServerProcess], list[str]]:
     """(the judge's servers that this rank has started, the addresses of all), on GPUs that nobody else has; raises
     ValueError where there are none, RuntimeError where one does not start. Collective."""
-    from fivefold.engines.vllm.probe import answers
-    from fivefold.engines.vllm.serve import server_process
-
     judge, layout, machines = config.reward.judge, config.reward.judge_layout, _machines(ranks, device)
     assert layout is not None
     if config.engine.is_apart and config.engine.layout is not None:
         machines = behind(machines, config.engine.layout)
     meeting = f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if len(machines) > 1 else "unix:"
-    arguments: dict[str, Any] = {
-        "model": str(directory),
-        "served_model_name": judge.model,
-        "tensor_parallel_size": layout.tp,
-        "seed": config.trainer.seed,
-        **({"max_model_len": judge.max_model_len} if judge.max_model_len else {}),
-    }
-    is_cpu = device.type == "cpu"
-    arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": judge.memory_fraction}
+    arguments: dict[str, Any]
+    if layout.backend == "sglang":
+        from fivefold.engines.sglang.probe import answers
+        from fivefold.engines.sglang.serve import server_process
+
+        longest = judge.max_model_len or read_config(directory)["max_position_embeddings"]
+        arguments = {
+            "model_path": str(directory),
+            "tp_size": layout.tp,
+            "random_seed": config.trainer.seed,
+            "context_length": longest,
+            "mem_fraction_static": judge.memory_fraction,
+        }
+    else:
+        from fivefold.engines.vllm.probe import answers
+        from fivefold.engines.vllm.serve import server_process
+
+        arguments = {
+            "model": str(directory),
+            "served_model_name": judge.model,
+            "tensor_parallel_size": layout.tp,
+            "seed": config.trainer.seed,
+            **({"max_model_len": judge.max_model_len} if judge.max_model_len else {}),
+        }
+        is_cpu = device.type == "cpu"
+        arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": judge.memory_fraction}
     started = []
     for place in place_servers(layout, machines):
         if place.rank == ranks.rank:

@@ -417,6 +417,11 @@ SEPARATE = [
     "trainer.v1.separate_async.parameter_sync_step=4", "trainer.v1.separate_async.num_warmup_batches=2",
 ]  # fmt: skip
 SFT_VERL = ["model.path=m", "data.train_files=d.parquet", "data.train_batch_size=64", "optim.lr=1e-5", "trainer.logger=console"]
+ASKED_MODEL = [
+    *GRPO_VERL, "reward.reward_model.enable=True", "reward.reward_model.model_path=j", "custom_reward_function.path=f.py",
+    "reward.reward_model.enable_resource_pool=True", "reward.reward_model.nnodes=2", "reward.reward_model.n_gpus_per_node=8",
+    "reward.reward_model.rollout.gpu_memory_utilization=0.95",
+]  # fmt: skip
 OVERLONG = [
     f"reward_model.reward_kwargs.overlong_buffer_cfg.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")
 ]
@@ -935,7 +940,8 @@ def test_details_of_those_runs():
     ("verl", [*GRPO_VERL, "-m=recipe.flowrl.main_flowrl"], "", "another program than verl.trainer.main_ppo"),
     ("verl", [*GRPO_VERL, "-m=recipe.sppo.main_sppo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], "", "with which the recipe fails"),
     ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.ppo_mini_batch_size=100"], "", "updates of unequal size"),
-    ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "their scores would be summed"),
+    ("verl", [*GRPO_VERL, "reward_model.enable=True", "reward_model.model.path=j", "custom_reward_function.path=f.py"], "", "on the policy's GPUs: say"),
+    ("verl", [*ASKED_MODEL, "reward.reward_model.rollout.name=trtllm"], "", "servers of trtllm that a reward function asks"),
     ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
     ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),
@@ -1079,6 +1085,14 @@ def test_a_program_of_verls_with_rewards_of_its_own_takes_them_from_its_files():
     assert config("verl", *entropy).reward.functions == {own: 1.0}
     assert config("verl", *entropy, "custom_reward_function.path=f.py").reward.functions == {"f.py:compute_score": 1.0}
     assert config("verl", *GRPO_VERL).reward.functions == {}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_model_that_verls_reward_function_asks_is_served_and_adds_nothing_itself(engine):
+    reward = config("verl", *ASKED_MODEL, f"reward.reward_model.rollout.name={engine}").reward
+    assert (reward.functions, reward.model.path) == ({"f.py:compute_score": 1.0}, None)
+    judge = reward.judge
+    assert (judge.model, judge.backend, judge.functions_ask, judge.memory_fraction) == ("j", f"{engine}:d8t2", True, 0.95)
 
 
 @pytest.mark.parametrize(("words", "begin"), [

@@ -15,6 +15,7 @@ import pytest
 from fivefold.config import ConfigError, dump_yaml, make_config
 from fivefold.config.findings import Findings
 from fivefold.config.schema import JudgeConfig, RewardConfig
+from fivefold.data.tokenizer import train_tokenizer
 from fivefold.reward.choose import check_rewards
 from fivefold.reward.judge import JudgeError, read_verdict
 from fivefold.reward.pool import RewardPool, clean_environment
@@ -174,6 +175,44 @@ def test_servers_are_asked_in_turn_and_one_that_is_gone_costs_an_attempt_only(se
     reward = replace(reward, judge=replace(reward.judge, url=["http://127.0.0.1:9/v1", server]))
     found, error = scored(reward, *(f"right {n}" for n in range(6)))
     assert error is None and [sample.reward for sample in found] == [2.0] * 6
+
+
+ASKING = """
+import asyncio, json, urllib.request
+
+async def ask(solution_str, reward_router_address, reward_model_tokenizer):
+    ids = reward_model_tokenizer.encode(solution_str, add_special_tokens=False)
+    body = json.dumps({"messages": [{"content": f"{len(ids)} score"}]}).encode()
+    request = urllib.request.Request(f"http://{reward_router_address}/v1/chat/completions", body)
+    answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))
+    return {"score": len(ids) + float(answer["choices"][0]["message"]["content"].rpartition(" ")[2])}
+"""
+
+
+def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
+    """An asynchronous one, as verl's: the servers in turn, and the tokenizer of their model."""
+    path = tmp_path / "asking.py"
+    path.write_text(ASKING)
+    train_tokenizer("char", ["1+=user"], tmp_path / "judge")
+    judge = JudgeConfig(url=[server, server.replace("127.0.0.1", "localhost")], model=str(tmp_path / "judge"), functions_ask=True)
+    found, error = scored(RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, judge=judge), "1+1=", "11")
+    assert error is None and [sample.reward for sample in found] == [4 + 7.5, 2 + 7.5]
+    asked = [each["messages"][0]["content"] for each in state(server)["requests"]]
+    assert asked == ["4 score", "2 score"]
+
+
+def test_a_judge_of_functions_alone_is_asked_as_they_like():
+    for judge, says in (({"backend": "sglang:d2t1"}, None), ({"backend": "megatron:d2"}, "layout of vllm or sglang with d and t")):
+        findings = Findings()
+        config = RewardConfig(functions={"tests/reward/test_judge.py:scored": 1.0}, judge=JudgeConfig(model="m", functions_ask=True, scale=5, **judge))
+        check_rewards(findings, config)
+        assert [each for each in findings.errors if says is None or says not in each] == []
+        assert bool(findings.errors) == (says is not None)
+        assert ("judge.scale", "functions ask by themselves") in findings.ignored
+        assert config.judge_layout is not None
+    findings = Findings()
+    check_rewards(findings, RewardConfig(functions={"math": 1.0}, judge=JudgeConfig(url=["http://h/v1"], model="m", functions_ask=True)))
+    assert any("judge.functions_ask needs a function of yours" in each for each in findings.errors)
 
 
 def test_the_key_reaches_the_judge_alone(server, monkeypatch, capfd):

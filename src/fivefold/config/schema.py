@@ -512,7 +512,7 @@ Is the response right? Answer with one word, YES or NO.
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """A model that the reward `judge` asks, over OpenAI's HTTP API."""
+    """A model that the reward `judge` asks, over OpenAI's HTTP API, or functions of the user's by themselves."""
 
     url: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Servers that are there, as `http://host:8000/v1`; requests go to them in turn."""
@@ -520,7 +520,10 @@ class JudgeConfig:
     """The model's name, as those servers know it; with `backend` its Hugging Face directory or hub id."""
     backend: Annotated[str | None, HARMLESS] = None
     """Servers that the run starts instead, by a layout of vLLM (`vllm:d2t2`), on GPUs of their own: those behind the ranks'
-    and the engine's servers' on each machine."""
+    and the engine's servers' on each machine. For functions that ask, of SGLang too."""
+    functions_ask: bool = False
+    """Reward functions of the user's ask these servers by themselves: one that names `reward_router_address` gets the host
+    and port of one of them, one that names `reward_model_tokenizer` the model's tokenizer of transformers, as with verl."""
     memory_fraction: Annotated[float, within("(0, 1)"), HARMLESS] = 0.9
     """Share of a GPU's memory for one of these servers."""
     max_model_len: Annotated[int | None, above(0), HARMLESS] = None
@@ -589,7 +592,7 @@ class RewardConfig:
     @property
     def judge_layout(self) -> ParallelLayout | None:
         """Of the judge's servers that the run starts; None where it starts none. Raises ValueError where it is none."""
-        asked = any("judge" in weights for weights in (self.functions, *self.by_source.values()))
+        asked = self.judge.functions_ask or any("judge" in own for own in (self.functions, *self.by_source.values()))
         return ParallelLayout.parse(self.judge.backend) if asked and self.judge.backend else None
 
 

@@ -88,7 +88,10 @@ def check_judge(findings: Findings, config: RunConfig) -> None:
     """Whether the judge's servers can be started; `findings` are at `reward.judge`."""
     if findings.errors or config.reward.judge_layout is None:
         return
-    check_vllm(findings, {})
+    if config.reward.judge_layout.backend == "sglang":
+        check_sglang(findings, {})
+    else:
+        check_vllm(findings, {})
     model = str(config.reward.judge.model)
     message = f": no directory {model}, and no hub id, which is written owner/name"
     findings.require(Path(model).is_dir() or is_hub_id(model), "model", message)

@@ -13,6 +13,7 @@ from fivefold.config.schema import JudgeConfig, RewardConfig
 from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
 from fivefold.reward.rules import CODE, JUDGED, SOURCES, check_name, takes_ground_truth
+from fivefold.user_code import is_user_code
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,16 @@ def _check_accuracy(config: RewardConfig) -> None:
         )
 
 
-def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
+def _check_judge(findings: Findings, judge: JudgeConfig, is_rewarding: bool) -> None:
+    """`is_rewarding`: the reward `judge` is asked for; else functions ask alone."""
     message = "must name the judge's servers, as http://host:8000/v1, or judge.backend those that the run is to start"
     findings.require(bool(judge.url) or judge.backend is not None, "url", message)
     findings.require(not judge.url or judge.backend is None, "url", "and judge.backend are two places: keep one")
     if judge.backend is not None:
         layout = ParallelLayout.parse(judge.backend)
-        usable = layout.backend == "vllm" and layout.pp == layout.ep == 1
-        findings.require(usable, "backend", f"must be a layout of vllm with d and t: got {judge.backend}")
+        kinds = ("vllm",) if is_rewarding else ("vllm", "sglang")
+        usable = layout.backend in kinds and layout.pp == layout.ep == 1
+        findings.require(usable, "backend", f"must be a layout of {' or '.join(kinds)} with d and t: got {judge.backend}")
     for url in judge.url:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username and not parts.query
@@ -87,7 +90,10 @@ def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
     usual, unread = JudgeConfig(), dict[str, str]()
     if judge.backend is None:
         unread |= dict.fromkeys(("memory_fraction", "max_model_len"), "the servers of url were started with what they have")
-    if judge.verdict != "score":
+    if not is_rewarding:
+        asking = ("prompt", "verdict", "pattern", "scale", "temperature", "max_tokens", "request", "retries", "concurrency")
+        unread |= dict.fromkeys(asking, "functions ask by themselves")
+    elif judge.verdict != "score":
         unread |= dict.fromkeys(("pattern", "scale"), f"the verdict is {judge.verdict}")
     for key, reason in unread.items():
         if getattr(judge, key) != getattr(usual, key):
@@ -115,8 +121,15 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
             findings.note(f"programs are locked up by {layers()}")
         fits = config.code.memory_mb <= config.memory_mb
         findings.require(fits, "code.memory_mb", f"must be at most reward.memory_mb = {config.memory_mb}")
-    if any(name in JUDGED for weights in sections.values() for name in weights):
-        _check_judge(findings.at("judge"), config.judge)
+    names = [name for weights in sections.values() for name in weights]
+    is_rewarding, asks = any(name in JUDGED for name in names), config.judge.functions_ask
+    findings.require(
+        not asks or any(is_user_code(name) for name in names),
+        "judge.functions_ask",
+        "needs a function of yours in reward.functions or reward.by_source",
+    )
+    if is_rewarding or asks:
+        _check_judge(findings.at("judge"), config.judge, is_rewarding)
     elif config.judge != JudgeConfig():
         findings.ignore("judge", "no reward is named judge")
     for name in config.environment:

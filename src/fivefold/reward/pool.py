@@ -18,8 +18,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
+from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from fivefold.config.schema import RewardConfig
 from fivefold.reward.choose import ChosenRewards, choose_rewards
@@ -79,11 +81,13 @@ class RewardPool:
         """Those that were not started yet."""
         self._threads, self._starting = ThreadPoolExecutor(count), ThreadPoolExecutor(count)
         self._judge: Judge | None = None
+        self._tokenizer, self._turns = str(config.judge.model), itertools.count()
         self._is_closed = False
 
-    def ask_judges_at(self, urls: Sequence[str]) -> None:
-        """Before the first sample: where the judge's servers are."""
+    def ask_judges_at(self, urls: Sequence[str], directory: Path) -> None:
+        """Before the first sample: where the judge's servers are, and its files."""
         self._config = replace(self._config, judge=replace(self._config.judge, url=list(urls)))
+        self._tokenizer = str(directory)
 
     def weights(self, source: str) -> dict[str, float]:
         """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
@@ -229,6 +233,9 @@ class RewardPool:
             "data_source": prompt.source,
             "extra_info": prompt.extra,
         }
+        if (judge := self._config.judge).functions_ask:
+            address = urlsplit(judge.url[next(self._turns) % len(judge.url)]).netloc
+            offered |= {"reward_router_address": address, "reward_model_tokenizer": self._tokenizer}
         return {"rewards": _functions(self._rewards(prompt.source)), "sample": offered}
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import traceback
+from functools import cache
 from typing import Any
 
 from fivefold.reward.code.reward import configure
@@ -44,11 +45,21 @@ def main() -> None:
 
     def values(request: dict[str, Any]) -> dict[str, float]:
         load(request)
-        return {name: call(functions[name], request["sample"]) for name in request["rewards"]}
+        offered = request["sample"]
+        if (model := offered.get("reward_model_tokenizer")) is not None:
+            offered["reward_model_tokenizer"] = _tokenizer(model)
+        return {name: call(functions[name], offered) for name in request["rewards"]}
 
     messages.send(_answer(load, settings))
     while (request := messages.receive()) is not None:
         messages.send(_answer(values, request))
+
+
+@cache
+def _tokenizer(model: str) -> Any:
+    from fivefold.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(model)
 
 
 def _answer(work: Any, request: dict[str, Any]) -> dict[str, Any]:

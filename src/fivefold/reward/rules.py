@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import json
@@ -220,11 +221,14 @@ def resolve(name: str) -> RewardFunction:
 
 
 def call(function: RewardFunction, offered: dict[str, Any]) -> float:
-    """Call a reward function with those of the offered values that it names; it may return a number or {"score": number}."""
+    """Call a reward function with those of the offered values that it names; it may be asynchronous, and return a number or
+    {"score": number}."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         chosen = offered
     else:
         chosen = {name: value for name, value in offered.items() if name in parameters}
     result = function(**chosen)
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
     return float(result["score"] if isinstance(result, dict) else result)

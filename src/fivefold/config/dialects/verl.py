@@ -354,20 +354,45 @@ def rewards(source: Source) -> dict[str, Any]:
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
     ):
         if source.flag(enabled):
-            found["reward.model.path"] = shared.path(source, model)
             pool = source.under(enabled.removesuffix("enable"))
+            if "reward.functions" in found:
+                found |= asked_by_functions(source, pool, model)
+                continue
+            found["reward.model.path"] = shared.path(source, model)
             if pool.flag("enable_resource_pool"):
                 found["reward.model.backend"] = f"megatron:d{pool.count('nnodes') * pool.count('n_gpus_per_node')}"
                 found["reward.model.first_rank"] = gpus(source)
                 if source.text("actor_rollout_ref.rollout.name") != "hf":
                     found["engine.mode"] = "server"
-            if "reward.functions" in found:
-                source.lacks(enabled, "a reward model that a reward function asks: here their scores would be summed")
     for key in ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name"):
         name = source.text(key)
         if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):
             source.lacks(key, f"the reward manager {name}")
     return found
+
+
+def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, Any]:
+    """Servers of a model that a reward function asks, which verl hands its address and tokenizer (reward_manager/dapo.py)."""
+    engine = pool.text("rollout.name")
+    if not pool.flag("enable_resource_pool"):
+        pool.lacks("enable", "a model that a reward function asks, on the policy's GPUs: say enable_resource_pool")
+        return {}
+    if engine not in ("vllm", "sglang"):
+        pool.lacks("rollout.name", f"servers of {engine} that a reward function asks: known here are vllm and sglang")
+        return {}
+    layout = shared.engine_layout(
+        pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
+    )
+    return {
+        "reward.judge.functions_ask": True,
+        "reward.judge.model": shared.path(source, model),
+        "reward.judge.backend": layout.replace("vllm", engine),
+        "reward.judge.memory_fraction": pool.number("rollout.gpu_memory_utilization"),
+        "reward.judge.max_model_len": pool.whole("rollout.max_model_len"),
+        # There a function has all the time that it takes.
+        "reward.timeout_seconds": 3600.0,
+        "reward.wait_seconds": 3600.0,
+    }
 
 
 def overlong_prompts(source: Source) -> dict[str, Any]:

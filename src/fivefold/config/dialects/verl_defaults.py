@@ -107,6 +107,11 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.kl_ctrl.horizon": 10000,
     "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "algorithm.rollout_correction.loss_type": "ppo_clip",
+    **{
+        f"{start}.rollout.{name}": value
+        for start in ("reward_model", "reward.reward_model")
+        for name, value in (("tensor_model_parallel_size", 2), ("gpu_memory_utilization", 0.5))
+    },
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,

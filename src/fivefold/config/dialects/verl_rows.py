@@ -637,13 +637,24 @@ SECTIONS = (
         lacks("reward_model.reward_kwargs.** reward.reward_kwargs.**", "arguments of a reward manager"),
         used(
             ("reward_model.enable reward_model.model.path reward.reward_model.enable reward.reward_model.model_path"),
-            "reward.model.path",
+            "reward.model.path reward.judge.model",
         ),
         used(
             "reward_model.enable_resource_pool reward_model.nnodes reward_model.n_gpus_per_node "
             "reward.reward_model.enable_resource_pool reward.reward_model.nnodes reward.reward_model.n_gpus_per_node",
-            "reward.model.backend reward.model.first_rank engine.mode",
+            "reward.model.backend reward.model.first_rank engine.mode reward.judge.backend",
             "Ranks of its own behind the policy's, where it is enabled: a replica on each.",
+        ),
+        used(
+            tuple(
+                f"{start}.rollout.{name}"
+                for start in ("reward_model", "reward.reward_model")
+                for name in ("name", "tensor_model_parallel_size", "gpu_memory_utilization", "max_model_len")
+            ),
+            "reward.judge reward.timeout_seconds reward.wait_seconds",
+            "With a custom_reward_function, which asks the model by itself at reward_router_address: servers of vLLM or SGLang "
+            "(the function speaks with the one that is named) on as many GPUs, behind those of the machines' ranks. Without "
+            "one the reward is the model's score.",
         ),
         fixed(
             "reward_model.model.input_tokenizer",
