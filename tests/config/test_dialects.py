@@ -1087,6 +1087,20 @@ def test_a_program_of_verls_with_rewards_of_its_own_takes_them_from_its_files():
     assert config("verl", *GRPO_VERL).reward.functions == {}
 
 
+@pytest.mark.parametrize(("words", "dtypes"), [
+    ([], ("bfloat16", None)),
+    (["actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.rollout.dtype=float16"], ("float16", None)),
+    (["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], ("float16", "bfloat16")),
+    (["actor_rollout_ref.actor.fsdp_config.dtype=float32", "actor_rollout_ref.rollout.dtype=auto"], ("float32", None)),
+    (["actor_rollout_ref.rollout.dtype=half"], ("bfloat16", "float16")),
+    (["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.dtype=float16",
+      "actor_rollout_ref.actor.fsdp_config.dtype=float32"], ("float16", "bfloat16")),
+])  # fmt: skip
+def test_policy_and_engine_have_the_numbers_that_verl_gives_them(words, dtypes):
+    found = config("verl", *GRPO_VERL, *words)
+    assert (found.policy.dtype, found.engine.dtype) == dtypes
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_model_that_verls_reward_function_asks_is_served_and_adds_nothing_itself(engine):
     reward = config("verl", *ASKED_MODEL, f"reward.reward_model.rollout.name={engine}").reward

@@ -114,7 +114,9 @@ def test_every_objective_has_the_same_gradient_for_every_cut(found, layout, coun
     assert norms.min() > 1e-3
     # Different objectives have different gradients: the comparison is not of zeros or of one number.
     assert len({round(float(row.norm() / 1e-3)) for row in expected}) > len(COMBINATIONS) // 2
-    assert ((gradient - expected).norm(dim=1) / norms).max() <= 1e-6
+    # That of sppo is a multiple of the sum of a response's log-ratios, and carries the rounding of all of them.
+    bounds = torch.tensor([*(4e-6 if name == "sppo" else 1e-6 for name, *_ in CUTTABLE), 1e-6])
+    assert bool(((gradient - expected).norm(dim=1) <= bounds * norms).all())
 
 
 def test_every_objective_s_loss_on_megatron_core_equals_the_loop(found, models):

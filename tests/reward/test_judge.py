@@ -185,7 +185,8 @@ async def ask(solution_str, reward_router_address, reward_model_tokenizer):
     body = json.dumps({"messages": [{"content": f"{len(ids)} score"}]}).encode()
     request = urllib.request.Request(f"http://{reward_router_address}/v1/chat/completions", body)
     answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))
-    return {"score": len(ids) + float(answer["choices"][0]["message"]["content"].rpartition(" ")[2])}
+    score = len(ids) + float(answer["choices"][0]["message"]["content"].rpartition(" ")[2])
+    return {"score": score + 0.25 * reward_router_address.startswith("localhost:")}
 """
 
 
@@ -196,7 +197,7 @@ def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
     train_tokenizer("char", ["1+=user"], tmp_path / "judge")
     judge = JudgeConfig(url=[server, server.replace("127.0.0.1", "localhost")], model=str(tmp_path / "judge"), functions_ask=True)
     found, error = scored(RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, judge=judge), "1+1=", "11")
-    assert error is None and [sample.reward for sample in found] == [4 + 7.5, 2 + 7.5]
+    assert error is None and [sample.reward for sample in found] == [4 + 7.5, 2 + 7.5 + 0.25]
     asked = [each["messages"][0]["content"] for each in state(server)["requests"]]
     assert asked == ["4 score", "2 score"]
 

@@ -188,7 +188,7 @@ def test_groups_of_equal_rewards_are_skipped(name):
 
 def test_a_response_of_the_longest_length_without_reward_has_no_advantage_and_still_counts():
     """Groups of three, of which the second differs: rewards 0, 0.25, 1 of mean 5/12, and 9 tokens at most."""
-    lengths, rewards = [9, 9, 9, 9, 3, 4, 2, 9, 9], [1.0] * 3 + [0.0, 0.25, 1.0] + [0.0] * 3
+    lengths, rewards = [9, 9, 9, 9, 9, 4, 2, 9, 9], [1.0] * 3 + [0.0, 0.25, 1.0] + [0.0] * 3
     stats = rows(response_lengths_N=torch.tensor(lengths), rewards_N=torch.tensor(rewards, dtype=torch.float64))
     objective = make_objective("dr_grpo", overlong_zero=True)
     found = objective._compared(objective._inputs(stats)).tolist()

@@ -35,6 +35,7 @@ DTYPES = {
     "bfloat16": "bfloat16",
     "fp16": "float16",
     "float16": "float16",
+    "half": "float16",
     "fp32": "float32",
     "float32": "float32",
     "torch.bfloat16": "bfloat16",

@@ -105,6 +105,22 @@ def megatron(source: Source) -> dict[str, Any]:
     return found
 
 
+def dtypes(source: Source) -> dict[str, Any]:
+    """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
+    trainers = ("megatron.dtype",) if is_megatron(source) else ("fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
+    found = {_R + "dtype": "bfloat16"}
+    for key in (*(_A + name for name in trainers), _R + "dtype"):
+        if source.has(key) and (name := source.text(key)) not in (None, "auto"):
+            if name not in shared.DTYPES:
+                source.lacks(key, f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
+            found[key] = shared.DTYPES.get(str(name), "bfloat16")
+    engine = found.pop(_R + "dtype")
+    policy = next(iter(found.values()), "bfloat16")
+    if source.text(_R + "dtype") == "auto":
+        engine = policy
+    return {"policy.dtype": None if policy == "bfloat16" else policy, "engine.dtype": None if engine == policy else engine}
+
+
 def memory(source: Source) -> dict[str, Any]:
     """Recomputation and offload."""
     if is_megatron(source):
@@ -457,6 +473,7 @@ DERIVED = (
     layout,
     megatron,
     low_rank,
+    dtypes,
     memory,
     micro_batch,
     optimizer,

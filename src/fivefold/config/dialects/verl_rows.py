@@ -405,8 +405,11 @@ SECTIONS = (
         fixed("**router_replay.*", "read with router_replay.mode only"),
         lacks("**qat.enable", "training for a quantized model", [False]),
         fixed("**qat.*", "read with qat.enable only"),
-        lacks(f"{_A}megatron.dtype {_A}fsdp_config.dtype", "training in float16", ["bfloat16", "bf16"]),
-        lacks(f"{_A}fsdp_config.mixed_precision.param_dtype", "training in float16", ["bfloat16", "bf16"]),
+        used(
+            f"{_A}megatron.dtype {_A}fsdp_config.dtype {_A}fsdp_config.mixed_precision.param_dtype",
+            "policy.dtype",
+            "In float16 updates whose gradient overflows are left out and the loss is scaled by less, as verl's scaler does it.",
+        ),
         fixed(
             f"{_A}fsdp_config.mixed_precision.reduce_dtype {_A}fsdp_config.mixed_precision.buffer_dtype "
             f"{_A}fsdp_config.model_dtype",
@@ -529,7 +532,7 @@ SECTIONS = (
             "the engine's layout has t and e only",
             [1],
         ),
-        lacks(_R + "dtype", "sampling in float16", ["bfloat16", "bf16", "auto"]),
+        used(_R + "dtype", "engine.dtype"),
         used(
             _R + "quantization",
             "engine.vllm.quantization",
@@ -656,6 +659,17 @@ SECTIONS = (
             "(the function speaks with the one that is named) on as many GPUs, behind those of the machines' ranks. Without "
             "one the reward is the model's score.",
         ),
+        lacks(
+            (
+                "reward_model.model.ref_path reward_model.model.ref_type reward_model.model.update "
+                "reward_model.model.beta_train reward_model.model.loss_type reward_model.model.optim.* "
+                "reward_model.model.tokenizer_path reward_model.model.enable_gradient_checkpointing "
+                "reward_model.model.fsdp_config.min_num_params reward_model.model.fsdp_config.optimizer_offload "
+                "reward_model.prime_granularity reward_model.prime_norm reward_model.mini_batch_size"
+            ),
+            "PRIME's reward model, which learns with the policy",
+        ),
+        lacks("reward_model.elliptical.*", "rewards for exploration, by what the policy's hidden states have seen"),
         fixed(
             "reward_model.model.input_tokenizer",
             "the policy's tokens go into the reward model: check that it shares the tokenizer",
