@@ -45,7 +45,7 @@ def parameters_of(name: str) -> list[str]:
 
 
 def load_user_code(name: str) -> Any:
-    """The function of `path/to/file.py:function`; the file can import those next to it, a package's `__init__.py` its parts."""
+    """The function of `path/to/file.py:function`; the file can import those next to it, an `__init__.py` its package's."""
     check_user_code(name)
     path, _, function = name.rpartition(":")
     own = Path(path).resolve()

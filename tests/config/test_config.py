@@ -284,7 +284,9 @@ def test_a_function_stands_wherever_its_path_and_name_may(tmp_path, user_module)
 def test_a_function_of_a_package_imports_the_package_s_own_parts(tmp_path):
     package = tmp_path / "reward_score"
     (package / "grading").mkdir(parents=True)
-    (package / "__init__.py").write_text("from . import grading\n\ndef score(response):\n    return grading.half(response)\n")
+    (package / "__init__.py").write_text(
+        "from . import grading\n\ndef score(response):\n    return grading.half(response)\n"
+    )
     (package / "grading" / "__init__.py").write_text("from .parts import half\n")
     (package / "grading" / "parts.py").write_text("def half(response):\n    return len(response) / 2\n")
     assert load_user_code(f"{package}/__init__.py:score")("four") == 2.0

@@ -416,7 +416,13 @@ SEPARATE = [
     "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2",
     "trainer.v1.separate_async.parameter_sync_step=4", "trainer.v1.separate_async.num_warmup_batches=2",
 ]  # fmt: skip
-SFT_VERL = ["model.path=m", "data.train_files=d.parquet", "data.train_batch_size=64", "optim.lr=1e-5", "trainer.logger=console"]
+SFT_VERL = [
+    "model.path=m",
+    "data.train_files=d.parquet",
+    "data.train_batch_size=64",
+    "optim.lr=1e-5",
+    "trainer.logger=console",
+]
 ASKED_MODEL = [
     *GRPO_VERL, "reward.reward_model.enable=True", "reward.reward_model.model_path=j", "custom_reward_function.path=f.py",
     "reward.reward_model.enable_resource_pool=True", "reward.reward_model.nnodes=2", "reward.reward_model.n_gpus_per_node=8",
@@ -1511,6 +1517,10 @@ AHEAD = {
     "verl, on shared GPUs": (
         ["verl", *GRPO_VERL, "trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.free_cache_engine=True"],
         (1, "continue", "carry"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
+    ),
+    "verl, of another trainer": (
+        ["verl", *GRPO_VERL, "trainer.use_v1=False", "trainer.v1.trainer_mode=colocate_async"],
+        (None, "continue", "wait"), ("megatron:d8t1p1", "vllm:d8t1p1", "colocated", 256), (256, 4, "trainer"),
     ),
     "verl's partial rollouts": (
         ["verl", *GRPO_VERL, "-m=recipe.partial_rollout.main_ppo"],

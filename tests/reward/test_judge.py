@@ -195,7 +195,9 @@ def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
     path = tmp_path / "asking.py"
     path.write_text(ASKING)
     train_tokenizer("char", ["1+=user"], tmp_path / "judge")
-    judge = JudgeConfig(url=[server, server.replace("127.0.0.1", "localhost")], model=str(tmp_path / "judge"), functions_ask=True)
+    judge = JudgeConfig(
+        url=[server, server.replace("127.0.0.1", "localhost")], model=str(tmp_path / "judge"), functions_ask=True
+    )
     found, error = scored(RewardConfig(functions={f"{path}:ask": 1.0}, workers=1, judge=judge), "1+1=", "11")
     assert error is None and [sample.reward for sample in found] == [4 + 7.5, 2 + 7.5 + 0.25]
     asked = [each["messages"][0]["content"] for each in state(server)["requests"]]
@@ -203,16 +205,25 @@ def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
 
 
 def test_a_judge_of_functions_alone_is_asked_as_they_like():
-    for judge, says in (({"backend": "sglang:d2t1"}, None), ({"backend": "megatron:d2"}, "layout of vllm or sglang with d and t")):
+    for judge, says in (
+        ({"backend": "sglang:d2t1"}, None),
+        ({"backend": "megatron:d2"}, "layout of vllm or sglang with d and t"),
+    ):
         findings = Findings()
-        config = RewardConfig(functions={"tests/reward/test_judge.py:scored": 1.0}, judge=JudgeConfig(model="m", functions_ask=True, scale=5, **judge))
+        config = RewardConfig(
+            functions={"tests/reward/test_judge.py:scored": 1.0},
+            judge=JudgeConfig(model="m", functions_ask=True, scale=5, **judge),
+        )
         check_rewards(findings, config)
         assert [each for each in findings.errors if says is None or says not in each] == []
         assert bool(findings.errors) == (says is not None)
         assert ("judge.scale", "functions ask by themselves") in findings.ignored
         assert config.judge_layout is not None
     findings = Findings()
-    check_rewards(findings, RewardConfig(functions={"math": 1.0}, judge=JudgeConfig(url=["http://h/v1"], model="m", functions_ask=True)))
+    check_rewards(
+        findings,
+        RewardConfig(functions={"math": 1.0}, judge=JudgeConfig(url=["http://h/v1"], model="m", functions_ask=True)),
+    )
     assert any("judge.functions_ask needs a function of yours" in each for each in findings.errors)
 
 

@@ -290,8 +290,8 @@ class Objective:
         return advantages_T, returns_T
 
     def _squared_scores(self, batch: TokenBatch, samples: Segments) -> Tensor:
-        """[T] |e - π|² = 1 - 2π + Σπ² of each token by the old policy: its gradient with regard to the logits, squared; times
-        the square of what weighs the token."""
+        """[T] |e - π|² = 1 - 2π + Σπ² of each token by the old policy: its gradient with regard to the logits, squared;
+        times the square of what weighs the token."""
         old_T, half_T = batch.old_logprobs_T, batch.half_temperature_logprobs_T
         assert old_T is not None and half_T is not None
         # With Z(τ) = Σ e^(z/τ), 2 log π(τ) - log π(τ/2) of a token is log Z(τ/2) - 2 log Z(τ), which is log Σ π(τ)².

@@ -140,7 +140,9 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
         findings.require(usable, "token_baseline", message + str(chosen.credit))
         message = "needs a group_size of at least 2: one response has none to be compared with"
         findings.require(group_size > 1, "token_baseline", message)
-        plain = correction.old_logprobs_from == "trainer" and correction.reject == "none" and not correction.reject_divergence
+        plain = (
+            correction.old_logprobs_from == "trainer" and correction.reject == "none" and not correction.reject_divergence
+        )
         message = "weighs responses by the trainer's log-probs of all their tokens: leave rollout_correction.reject, "
         findings.require(plain, "token_baseline", message + "reject_divergence and old_logprobs_from: engine out")
     if chosen.credit == "response":
@@ -163,9 +165,9 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     method = METHODS[name]
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (
-        "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer", "overlong_penalty",
-        "overlong_filter", "overlong_zero", "dynamic_sampling", "dynamic_sampling_by", "difficulty_low", "difficulty_high",
-        "difficulty_by",
+        "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer",
+        "overlong_penalty", "overlong_filter", "overlong_zero", "dynamic_sampling", "dynamic_sampling_by", "difficulty_low",
+        "difficulty_high", "difficulty_by",
     ):  # fmt: skip
         findings.require(getattr(overrides, key) in (None, False), key, nothing)
     findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")

@@ -551,8 +551,9 @@ METHODS: dict[str, Method] = {
     "otb": Method(
         about=(
             "2602.07078: return from each token on, against the baseline of least variance: the mean of the returns of the "
-            "responses to the prompt, weighted by the squared norm of their scores so far, Σ (1 - 2π + Σπ²). Where a response "
-            "is the only one that is so long there is none, as in verl. Σπ² costs one more forward pass of the policy."
+            "responses to the prompt, weighted by the squared norm of their scores so far, Σ (1 - 2π + Σπ²). Where a "
+            "response is the only one that is so long there is none, as in verl. Σπ² costs one more forward pass of the "
+            "policy."
         ),
         advantage="reward",
         credit="discounted",

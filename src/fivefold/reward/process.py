@@ -1,4 +1,5 @@
-"""One reward process: a request in, an answer out. Started by a RewardPool; imports neither torch nor our other parts."""
+"""One reward process: a request in, an answer out. Started by a RewardPool; imports neither torch nor our other parts, but
+transformers where functions ask a judge by themselves."""
 
 from __future__ import annotations
 
@@ -57,9 +58,9 @@ def main() -> None:
 
 @cache
 def _tokenizer(model: str) -> Any:
-    from fivefold.data.tokenizer import load_tokenizer
+    from transformers import AutoTokenizer
 
-    return load_tokenizer(model)
+    return AutoTokenizer.from_pretrained(model)
 
 
 def _answer(work: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,9 @@ def megatron(source: Source) -> dict[str, Any]:
 
 def dtypes(source: Source) -> dict[str, Any]:
     """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
-    trainers = ("megatron.dtype",) if is_megatron(source) else ("fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
+    trainers = (
+        ("megatron.dtype",) if is_megatron(source) else ("fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
+    )
     found = {_R + "dtype": "bfloat16"}
     for key in (*(_A + name for name in trainers), _R + "dtype"):
         if source.has(key) and (name := source.text(key)) not in (None, "auto"):
@@ -388,7 +390,7 @@ def rewards(source: Source) -> dict[str, Any]:
 
 
 def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, Any]:
-    """Servers of a model that a reward function asks, which verl hands its address and tokenizer (reward_manager/dapo.py)."""
+    """Servers of a model that a reward function asks; verl hands it their address and tokenizer (reward_manager/dapo.py)."""
     engine = pool.text("rollout.name")
     if not pool.flag("enable_resource_pool"):
         pool.lacks("enable", "a model that a reward function asks, on the policy's GPUs: say enable_resource_pool")

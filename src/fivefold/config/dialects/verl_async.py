@@ -54,13 +54,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Program -> what it takes for keys that a configuration leaves out, where that is not main_ppo's."""
 
 
+def mode(source: Source) -> str:
+    """Of trainer.v1, unless another trainer is asked for."""
+    is_other = source.has("trainer.use_v1") and not source.flag("trainer.use_v1")
+    return "sync" if is_other else source.text(_MODE) or "sync"
+
+
 def is_separate(source: Source) -> bool:
-    return source.text(_MODE) == "separate_async"
+    return mode(source) == "separate_async"
 
 
 def is_colocated(source: Source) -> bool:
     """Responses are in flight on the policy's GPUs while it trains."""
-    return source.text(_MODE) == "colocate_async" or source.text("-m") == PARTIAL_ROLLOUT
+    return mode(source) == "colocate_async" or source.text("-m") == PARTIAL_ROLLOUT
 
 
 def is_rllm(source: Source) -> bool:
@@ -90,14 +96,13 @@ def ahead(source: Source) -> dict[str, Any]:
         return shared.ahead(1, "finish")
     if source.text("-m") == PARTIAL_ROLLOUT:
         return shared.ahead(1, "continue", "carry")
-    mode = source.text(_MODE) or "sync"
-    if mode in ("colocate_async", "separate_async"):
-        said = source.under(f"{_V1}{mode}.")
+    if (kind := mode(source)) in ("colocate_async", "separate_async"):
+        said = source.under(f"{_V1}{kind}.")
         if said.has("hybrid_rollout.enable_switch") and said.flag("hybrid_rollout.enable_switch"):
             said.lacks("hybrid_rollout.enable_switch", "GPUs that move between trainer and engines")
         return shared.ahead(said.count("num_warmup_batches"), "continue", "carry")
-    if mode != "sync":
-        source.lacks(_MODE, f"{mode}: known here are sync, colocate_async and separate_async")
+    if kind != "sync":
+        source.lacks(_MODE, f"{kind}: known here are sync, colocate_async and separate_async")
     if not is_fully_async(source):
         return {}
     said = source.under(_S)

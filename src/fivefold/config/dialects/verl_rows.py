@@ -34,9 +34,9 @@ SECTIONS = (
             "algorithm.adv_estimator",
             "algorithm.name algorithm.advantage algorithm.credit algorithm.token_baseline",
             "gae when left out. gpg: verl scales by the samples with a reward that is not 0 "
-            "(core_algos.py:657), the paper by groups with variance. optimal_token_baseline is as in verl 1dda039b (2026-11): "
-            "where one response of a group is the longest there is no baseline; before (2026-01) it was the response's own "
-            "return there.",
+            "(core_algos.py:657), the paper by groups with variance. optimal_token_baseline is as in verl 1dda039b "
+            "(2026-11): where one response of a group is the longest there is no baseline; before (2026-01) it was the "
+            "response's own return there.",
         ),
         used("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize", "Unbiased deviation, ε 1e-6, as here."),
         used(
@@ -135,14 +135,14 @@ SECTIONS = (
         used(
             "algorithm.mask_truncated_samples algorithm.clip_advantages",
             "algorithm.overlong_zero algorithm.advantage_clip",
-            "Of rLLM's verl: GRPO's advantage of a response of the longest length is 0 where its reward is 0; advantages are "
-            "kept within ±1.",
+            "Of rLLM's verl: GRPO's advantage of a response of the longest length is 0 where its reward is 0; advantages "
+            "are kept within ±1.",
         ),
         used(
             f"algorithm.sppo_eta {_A}sppo_eta",
             "algorithm.baseline_temperature algorithm.eta",
-            "Of the recipe sppo: 1 / the temperature of the log mean exp that rewards are compared with, and what the squared "
-            "distance multiplies them with.",
+            "Of the recipe sppo: 1 / the temperature of the log mean exp that rewards are compared with, and what the "
+            "squared distance multiplies them with.",
         ),
         lacks("algorithm.reward_dpo_coef algorithm.reward_gt_coef", "another recipe's method"),
     ),
@@ -560,9 +560,7 @@ SECTIONS = (
             "Of one_step_off_policy and fully_async_policy: GPUs of the engine, behind the policy's. 0 shares the "
             "policy's GPUs.",
         ),
-        used(
-            _R + "n_gpus_per_node", "engine.backend engine.placement", "With trainer.v1.trainer_mode=separate_async."
-        ),
+        used(_R + "n_gpus_per_node", "engine.backend engine.placement", "With trainer.v1.trainer_mode=separate_async."),
         used(
             "async_training.staleness_threshold async_training.trigger_parameter_sync_step async_training.require_batches "
             "async_training.partial_rollout rollout.total_rollout_steps rollout.test_freq",
@@ -629,8 +627,8 @@ SECTIONS = (
                 "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len"
             ),
             "algorithm.overlong_buffer algorithm.overlong_penalty",
-            "The formula is the same (workers/reward_manager/dapo.py:112), where max_resp_len is data.max_response_length; so "
-            "much above it that no response reaches the buffer, there is no penalty.",
+            "The formula is the same (workers/reward_manager/dapo.py:112), where max_resp_len is data.max_response_length; "
+            "so much above it that no response reaches the buffer, there is no penalty.",
         ),
         fixed(
             "reward_model.overlong_buffer.log reward_model.reward_kwargs.overlong_buffer_cfg "
@@ -655,9 +653,9 @@ SECTIONS = (
                 for name in ("name", "tensor_model_parallel_size", "gpu_memory_utilization", "max_model_len")
             ),
             "reward.judge reward.timeout_seconds reward.wait_seconds",
-            "With a custom_reward_function, which asks the model by itself at reward_router_address: servers of vLLM or SGLang "
-            "(the function speaks with the one that is named) on as many GPUs, behind those of the machines' ranks. Without "
-            "one the reward is the model's score.",
+            "With a custom_reward_function, which asks the model by itself at reward_router_address: servers of vLLM or "
+            "SGLang (the function speaks with the one that is named) on as many GPUs, behind those of the machines' ranks. "
+            "Without one the reward is the model's score.",
         ),
         lacks(
             (
@@ -737,10 +735,10 @@ SECTIONS = (
             "trainer.v1.trainer_mode trainer.v1.colocate_async.num_warmup_batches "
             "trainer.v1.separate_async.num_warmup_batches trainer.v1.separate_async.hybrid_rollout.enable_switch",
             "rollout engine.mode engine.sleep engine.placement",
-            "num_warmup_batches is rollout.max_staleness, with interrupt: continue and tail: carry. verl drops what spans more "
-            "than sampler.max_off_policy_threshold versions; here nothing gets older than num_warmup_batches. colocate_async "
-            "stops its engines while the policy trains; servers on the policy's GPUs go on sampling here (engine.sleep: "
-            "false), for which there must be memory.",
+            "num_warmup_batches is rollout.max_staleness, with interrupt: continue and tail: carry. verl drops what spans "
+            "more than sampler.max_off_policy_threshold versions; here nothing gets older than num_warmup_batches. "
+            "colocate_async stops its engines while the policy trains; servers on the policy's GPUs go on sampling here "
+            "(engine.sleep: false), for which there must be memory.",
         ),
         fixed("trainer.v1.**", "read by other modes of the trainer only"),
         used(
@@ -773,9 +771,9 @@ SECTIONS = (
             "interrupt: finish: a step's prompts are sampled by the weights before the last update, whole "
             "(ray_trainer.py:509). Under recipe (until 2025-11) it computes old log-probs when bypass_mode is left out, "
             "under verl.experimental they are the engine's. rLLM's main_ppo_async is the same with enable_log_prob for "
-            "bypass_mode; partial_rollout is rollout.max_staleness: 1 with interrupt: continue and tail: carry; reward_queue is "
-            "fully_async_policy. entropy has a reward function of its own, recipe/entropy/reward_score, which is read from "
-            "there.",
+            "bypass_mode; partial_rollout is rollout.max_staleness: 1 with interrupt: continue and tail: carry; "
+            "reward_queue is fully_async_policy. entropy has a reward function of its own, recipe/entropy/reward_score, "
+            "which is read from there.",
         ),
     ),
 )

@@ -152,8 +152,8 @@ class Schedule(OptimizerParamScheduler):
 def build_schedule(
     optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int, updates_per_step: int = 1
 ) -> Schedule:
-    """Rate over optimizer steps: of w warm-up steps the kth is k/w of the way from `warmup_init_lr` to `lr`, or (k - 1)/w with
-    `warmup_from: 0`."""
+    """Rate over optimizer steps: of w warm-up steps the kth is k/w of the way from `warmup_init_lr` to `lr`, or (k - 1)/w
+    with `warmup_from: 0`."""
     counts = {"update": 1, "step": updates_per_step}
     updates_per_count = counts[per] if isinstance(per := settings.schedule_per, str) else per
     total = total_updates // updates_per_count
