@@ -1574,6 +1574,14 @@ def test_a_run_that_samples_ahead_has_samples_as_old_as_there(name):
     assert (found.data.prompts_per_step, algorithm.updates_per_step, old) == updates
 
 
+def test_responses_go_on_in_servers_that_stay_where_verl_samples_beside_the_policy():
+    """On GPUs of their own they need not stay, and an engine in the ranks would finish them first."""
+    for words in (["trainer.v1.trainer_mode=colocate_async"], ["-m=recipe.partial_rollout.main_ppo"]):
+        engine = config("verl", *GRPO_VERL, *words, "actor_rollout_ref.rollout.free_cache_engine=True").engine
+        assert engine.is_server and not engine.sleep
+    assert not config("verl", *GRPO_VERL).engine.is_server
+
+
 def test_trinitys_steps_are_counted_in_its_syncs():
     tree = GSM8K_TRINITY.replace("sync_interval: 1", "sync_interval: 8").replace(
         "batch_size: 96", "batch_size: 96\n  total_steps: 160"
