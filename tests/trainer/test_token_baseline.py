@@ -23,7 +23,7 @@ def squares(mesh, run_dir: Path, temperature: float):
     stats = gather_stats(groups, mesh.ranks, run.plan)
     batch = pack(groups, stats, mesh.ranks, run.plan)
     batch.temperature = temperature
-    run.models.annotate(batch, run.objective.needs(1), stats.skipped_N)
+    run.models.annotate(batch, run.objective.needs(1), stats)
     found_T = (2 * batch.old_logprobs_T - batch.half_temperature_logprobs_T).exp()
     place_T = batch.positions_T
     prompt_T = batch.token_ids_T[torch.arange(len(place_T)) - place_T]

@@ -408,7 +408,7 @@ SECTIONS = (
         used(
             f"{_A}megatron.dtype {_A}fsdp_config.dtype {_A}fsdp_config.mixed_precision.param_dtype",
             "policy.dtype",
-            "In float16 updates whose gradient overflows are left out and the loss is scaled by less, as verl's scaler does it.",
+            "In float16 an update whose gradient overflows is left out and the loss scaled by less, as verl's scaler does.",
         ),
         fixed(
             f"{_A}fsdp_config.mixed_precision.reduce_dtype {_A}fsdp_config.mixed_precision.buffer_dtype "
