@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from fivefold.engines.servers.buckets import (
     NoMemory,
     Part,
 )
+from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.servers.request_router import RequestRouter
 from fivefold.engines.servers.server import ServerLostError
 from fivefold.engines.servers.server_process import ServerProcess, own_environment
@@ -104,6 +106,32 @@ def test_parts_are_every_byte_of_a_tensor_once(count):
 )
 def test_at_most_eight_ranks_send_spread_over_all(ranks, senders):
     assert senders_of(ranks) == senders
+
+
+def test_a_connection_that_was_idle_is_not_used_again(tmp_path):
+    """Servers close it after 5 seconds: what is sent to it at that moment is lost, and the server would seem to be."""
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+    async def ask():
+        path = tmp_path / "socket"
+        async with await asyncio.start_unix_server(serve, path):
+            streaming, blocking = streaming_client(f"unix:{path}"), blocking_client(f"unix:{path}")
+            for wait in (0.0, 1.2, 1.2):
+                await asyncio.sleep(wait)
+                assert (await streaming.get("/")).text == "ok"
+                assert (await asyncio.to_thread(blocking.get, "/")).text == "ok"
+            await streaming.aclose()
+            blocking.close()
+
+    asyncio.run(ask())
+    assert len(connections) == 6
 
 
 class InMemory:

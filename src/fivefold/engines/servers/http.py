@@ -9,6 +9,10 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 CONNECT_SECONDS, LONGEST_CALL = 10.0, 600.0
+_IDLE_SECONDS = 1.0
+"""A connection that was idle for longer is not used again: servers close theirs after 5, and a request on one that is just
+being closed would look like a server that has ended."""
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS)
 
 
 def base_of(address: str) -> tuple[str, str | None]:
@@ -37,13 +41,13 @@ def blocking_client(address: str) -> httpx.Client:
     """For calls that are waited for."""
     base, uds = base_of(address)
     timeout = httpx.Timeout(LONGEST_CALL, connect=CONNECT_SECONDS)
-    return httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=uds), timeout=timeout)
+    return httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=uds, limits=_LIMITS), timeout=timeout)
 
 
 def streaming_client(address: str) -> httpx.AsyncClient:
     """For responses. How long one takes is not known: whoever asks looks whether the server is still there."""
     base, uds = base_of(address)
-    transport = httpx.AsyncHTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))
+    transport = httpx.AsyncHTTPTransport(uds=uds, limits=_LIMITS)
     return httpx.AsyncClient(base_url=base, transport=transport, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
 
 
