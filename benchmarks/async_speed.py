@@ -122,12 +122,13 @@ def beside(*rows: tuple[str, str, str, str]) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
         everything, half = ("d4", "d2") if part.large else ("d2", "d2")
         fraction = 0.5 if part.large else 0.1
-        turns = steps_of(part, "in turns", everything, f"vllm:{everything}", "{}", "mode: in_process", fraction)
+        alone, ahead = 0.8 if part.large else 0.1, {}
         for what, rollout, placed, engine in rows:
-            alone = 0.8 if part.large else 0.1
-            ahead = steps_of(part, what, half, engine, rollout, f"placement: apart, {placed}", alone)
-            if turns and ahead:
-                part.say(f"{what}: times the steps in turns", round(turns / ahead, 2))
+            ahead[what] = steps_of(part, what, half, engine, rollout, f"placement: apart, {placed}", alone)
+        turns = steps_of(part, "in turns", everything, f"vllm:{everything}", "{}", "mode: in_process", fraction)
+        for what, seconds in ahead.items():
+            if turns and seconds:
+                part.say(f"{what}: times the steps in turns", round(turns / seconds, 2))
 
     measure.__doc__ = "Qwen3-1.7B's shape on four GPUs: all sample and train in turns, or two train while two sample."
     return measure
