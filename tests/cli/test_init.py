@@ -29,7 +29,7 @@ FOUND = {
     "gsm8k as it is": ("grpo", {"prompt_key": "question", "ground_truth_key": "answer"}, {"gsm8k": 1.0}),
     "math as it is": ("grpo", {"prompt_key": "problem", "ground_truth_key": "answer"}, {"math": 1.0}),
     "messages": ("grpo", {"prompt_key": "messages", "ground_truth_key": "ground_truth"}, {"gsm8k": 1.0}),
-    "to imitate": ("sft", {"prompt_key": "instruction", "response_key": "output"}, {}),
+    "to imitate": ("sft", {}, {}),
     "conversations": ("sft", {}, {}),
     "pairs": ("dpo", {}, {}),
 }

@@ -120,13 +120,13 @@ def test_a_run_that_would_be_another_does_not_start(root):
     ]
     words += [
         f"trainer.default_local_dir={root}/runs/refused",
-        "actor_rollout_ref.rollout.dtype=float16",
+        "actor_rollout_ref.actor.router_replay.mode=R2",
         "trainer.loger=console",
     ]
     for command in ("train", "check"):
         done = fivefold(command, *words)
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert "actor_rollout_ref.rollout.dtype=float16: sampling in float16" in done.stderr
+        assert "actor_rollout_ref.actor.router_replay.mode=R2: replaying the routing of experts" in done.stderr
         assert "trainer.loger=console: no key of verl that is known here: did you mean trainer.logger?" in done.stderr
     assert not (root / "runs/refused").exists()
 
@@ -141,9 +141,10 @@ def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
         "trainer.logger=[console,clearml]",
     ]
     assert fivefold("convert", *words).returncode == 0
-    refused = fivefold("convert", *words, "actor_rollout_ref.rollout.dtype=float16")
+    refused = fivefold("convert", *words, "actor_rollout_ref.actor.router_replay.mode=R2")
     assert (
-        refused.returncode == 0 and "refused  actor_rollout_ref.rollout.dtype=float16: sampling in float16" in refused.stderr
+        refused.returncode == 0
+        and "refused  actor_rollout_ref.actor.router_replay.mode=R2: replaying the routing of experts" in refused.stderr
     )
     done = fivefold("convert", "--strict", *words)
     assert (
