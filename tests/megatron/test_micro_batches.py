@@ -19,8 +19,11 @@ from tests.support.objectives import COMBINATIONS, WITHOUT_RATIO, as_lists
 from tests.support.two_steps import LENGTHS, MAX_RESPONSE, POLICY, PROMPTS, whole_batch
 
 CUTTABLE = [each for each in COMBINATIONS if methods.LEGACY_AGGREGATE not in each]
-CUTS = [("d1", 2), ("d1", 5), *[(layout, count) for layout in ("d2", "t2", "p2", "c2") for count in (1, 2, 5)]]
+LAYOUTS = ("d2", "t2", "p2", "c2")
+CUTS = [("d1", 2), *[(layout, count) for layout in LAYOUTS for count in (1, 5)]]
 """Layout and micro-batches of each replica."""
+MORE_CUTS = [("d1", 5), *[(layout, 2) for layout in LAYOUTS]]
+"""`make test-layouts` has them too."""
 RESPONSES = torch.tensor(LENGTHS) - torch.tensor(PROMPTS)
 
 
@@ -96,18 +99,37 @@ def gradients(mesh, directory: Path, policy: PolicyConfig, count: int):
 
 @pytest.fixture(scope="module")
 def found(cluster, models):
-    """Results of all ranks by (layout, count)."""
+    return results(cluster, models, CUTS)
+
+
+@pytest.fixture(scope="module")
+def more(cluster, models):
+    return results(cluster, models, MORE_CUTS)
+
+
+def results(cluster, models, cuts) -> Together:
+    """Of all ranks by (layout, count), the uncut batch on one rank among them."""
     # With the distributed optimizer each replica would keep a part of the sums only.
     policy = replace(POLICY, megatron=MegatronConfig(ddp={"use_distributed_optimizer": False}))
     calls = {
         (layout, count): (f"megatron:{layout}", gradients, models("qwen3"), policy, count)
-        for layout, count in [("d1", 1), *CUTS]
+        for layout, count in [("d1", 1), *cuts]
     }
     return Together(cluster, calls)
 
 
 @pytest.mark.parametrize(("layout", "count"), CUTS)
 def test_every_objective_has_the_same_gradient_for_every_cut(found, layout, count):
+    check_gradients(found, layout, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "count"), MORE_CUTS)
+def test_every_objective_has_the_same_gradient_for_more_cuts(more, layout, count):
+    check_gradients(more, layout, count)
+
+
+def check_gradients(found: Together, layout: str, count: int) -> None:
     """Relative to each objective's gradient norm: sums in another order differ by float32's rounding and no more."""
     expected, gradient = found["d1", 1][0][0], found[layout, count][0][0]
     norms = expected.norm(dim=1)
@@ -133,7 +155,7 @@ def test_every_objective_s_loss_on_megatron_core_equals_the_loop(found, models):
             entropies += [torch.zeros(1), -(logp.exp() * logp).sum(1)]
             start += length
     now, entropy = torch.cat(logprobs) * batch.loss_mask_T, torch.cat(entropies)
-    losses = found["d2", 2][0][1]
+    losses = found["d2", 5][0][1]
     for chosen, objective, loss in zip(choices(), objectives(), losses, strict=True):
         expected = loops.loss(chosen, as_lists(batch_for(objective, now), now.double(), entropy), MAX_RESPONSE)
         assert loss == pytest.approx(float(expected), rel=2e-5, abs=1e-6), chosen
