@@ -41,6 +41,10 @@ class HostCopy:
         if self._keep:
             size = size_of(self._on_device())
             if size != self._size:
+                # What comes back from the memory before has to be there before that goes.
+                if self._stream is not None:
+                    self._stream.synchronize()
+                self._memory = HostMemory(0, self._device)
                 self._memory, self._size = HostMemory(size, self._device), size
             with self._side_by_side():
                 for on_host, on_device in self._pieces():
