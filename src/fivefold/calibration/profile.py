@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import profiler
 
-KINDS = {
+_MARKS = {
     "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "cutlass___call__", "kernel_cutlass", "scaled_dot_product"),
     "products": ("nvjet", "gemm", "cutlass", "splitk", "cublas", "aten::mm", "aten::addmm", "aten::bmm", "grouped_mm"),
     "logits": ("_row_sums", "_row_gradient"),
@@ -34,7 +34,7 @@ def seconds_by_kind(work: Callable[[], Any], device: torch.device, times: int = 
             work()
         if is_cuda:
             torch.cuda.synchronize(device)
-    found = dict.fromkeys([*KINDS, OTHERS], 0.0)
+    found = dict.fromkeys([*_MARKS, OTHERS], 0.0)
     for event in profiled.key_averages():
         spent = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         # An optimizer's step is a span that has its kernels in it.
@@ -44,4 +44,4 @@ def seconds_by_kind(work: Callable[[], Any], device: torch.device, times: int = 
 
 
 def _kind(name: str) -> str:
-    return next((kind for kind, marks in KINDS.items() if any(mark in name for mark in marks)), OTHERS)
+    return next((kind for kind, marks in _MARKS.items() if any(mark in name for mark in marks)), OTHERS)
