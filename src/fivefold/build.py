@@ -158,8 +158,14 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     rollouts = build_rollouts(config, loader, generator, ranks, logger, objective, steps)
     if config.data.expert:
         experts = PromptQueue(build_expert_loader(config, tokenizer, tokenizer_directory, ranks), logger, "expert/epoch")
-        per_step = {"groups": config.data.prompts_per_step, "per_step": config.data.expert_per_step}
-        rollouts = ExpertRollouts(rollouts, experts, ranks, updates=config.algorithm.updates_per_step, **per_step)
+        rollouts = ExpertRollouts(
+            rollouts,
+            experts,
+            ranks,
+            groups=config.data.prompts_per_step,
+            per_step=config.data.expert_per_step,
+            updates=config.algorithm.updates_per_step,
+        )
     evaluation = None
     if evaluation_set is not None:
         evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
