@@ -79,7 +79,7 @@ def steps_of(part: Part, what: str, policy: str, engine: str, rollout: str, plac
     text = RUN.format(
         model=model, root=root, policy=policy, engine=engine, rollout=rollout, placed=placed, fraction=fraction,
         offload="{}" if apart or not part.large else AWAY, run_dir=run_dir, steps=STEPS, longest=LONGEST,
-        prompts=64 if part.large else 4, device="cuda" if part.large else "cpu",
+        prompts=16 * part.gpus if part.large else 4, device="cuda" if part.large else "cpu",
     )  # fmt: skip
     run_dir.with_suffix(".yaml").write_text(text)
     ranks = math.prod(int(number) for number in policy.replace("d", " ").replace("t", " ").split())
@@ -118,28 +118,25 @@ def say_new(part: Part, what: str, metrics: Path, printed: list[dict[str, float]
         printed.append(row)
 
 
-def beside(*rows: tuple[str, str, str, str]) -> Callable[[Part], None]:
+def beside(*rows: tuple[str, str]) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
-        everything, half = ("d4", "d2") if part.large else ("d2", "d2")
+        everything, half = (f"d{part.gpus}", f"d{part.gpus // 2}") if part.large else ("d2", "d2")
         fraction = 0.5 if part.large else 0.1
         alone, ahead = 0.8 if part.large else 0.1, {}
-        for what, rollout, placed, engine in rows:
-            ahead[what] = steps_of(part, what, half, engine, rollout, f"placement: apart, {placed}", alone)
+        for what, rollout in rows:
+            ahead[what] = steps_of(part, what, half, f"vllm:{half}", rollout, "placement: apart", alone)
         turns = steps_of(part, "in turns", everything, f"vllm:{everything}", "{}", "mode: in_process", fraction)
         for what, seconds in ahead.items():
             if turns and seconds:
                 part.say(f"{what}: times the steps in turns", round(turns / seconds, 2))
 
-    measure.__doc__ = "Qwen3-1.7B's shape on four GPUs: all sample and train in turns, or two train while two sample."
+    measure.__doc__ = "Qwen3-1.7B's shape: all GPUs sample and train in turns, or one half trains while the other samples."
     return measure
 
 
-PARTS: dict[str, Callable[[Part], None]] = {
-    "ahead": beside(
-        ("two steps ahead", "{max_staleness: 2}", "", "vllm:d2"),
-        ("two steps ahead, finish", "{max_staleness: 2, interrupt: finish}", "", "vllm:d2"),
-    ),
-}
+CONTINUE = ("two steps ahead", "{max_staleness: 2}")
+FINISH = ("two steps ahead, finish", "{max_staleness: 2, interrupt: finish}")
+PARTS: dict[str, Callable[[Part], None]] = {"ahead": beside(CONTINUE), "ahead-finish": beside(FINISH)}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:

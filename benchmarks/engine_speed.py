@@ -176,7 +176,9 @@ def tell(mesh, what: str, found: Any) -> None:
 
 
 def synced(mesh, model, engine, version: int) -> dict[str, Any]:
-    """Seconds of a sync by its parts, from a sleeping engine to one that can sample."""
+    """Seconds of a sync by its parts, from a sleeping engine to one that can sample; from the third on as behind an
+    update, with the parameters on the device."""
+    there = version >= 2
     seconds: dict[str, float] = {}
     parts = {"wake_weights": "wake", "update": "update_weights"}
     for what, method in parts.items():
@@ -188,7 +190,8 @@ def synced(mesh, model, engine, version: int) -> dict[str, Any]:
 
         setattr(engine, method, watched)
     engine.sleep()
-    model.offload()
+    model.onload()
+    model.offload(parameters=not there)
     engine.version = -1
     sync, _ = timed(mesh, lambda: weight_sync(model, engine))
     for method in parts.values():
@@ -196,7 +199,8 @@ def synced(mesh, model, engine, version: int) -> dict[str, Any]:
     model.offload()
     seconds["wake_cache"], _ = timed(mesh, engine._wake_cache)
     seconds["all"] = sync + seconds["wake_cache"]
-    return {name: round(value, 3) for name, value in seconds.items()} | {"verified": version % 2 == 0}
+    where = {"verified": version % 2 == 0, "parameters_on_device": there}
+    return {name: round(value, 3) for name, value in seconds.items()} | where
 
 
 def logprob_gap(model, requests: list[Request], completions: list[Completion]) -> dict[str, float]:

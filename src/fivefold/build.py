@@ -330,7 +330,7 @@ def _on_its_ranks(
 def _refresh(models: Models, engine: Engine) -> None:
     """New weights in the middle of a rollout, for an engine that has lost them."""
     engine.sleep()
-    with models.on_device():
+    with models.on_device(parameters_of="policy"):
         weight_sync(models.policy, engine)
     # The rollout goes on with what it had of the device.
     models.policy.offload()

@@ -24,8 +24,11 @@ class FrozenModel(Protocol):
         """
         ...
 
-    def offload(self) -> dict[str, int]:
-        """Move to host memory what the configuration names; bytes freed by part. Other methods bring back what they need."""
+    def offload(self, parameters: bool = True) -> dict[str, int]:
+        """Move to host memory what the configuration names, without `parameters` all but these; bytes freed by part.
+
+        Other methods bring back what they need.
+        """
         ...
 
     def onload(self) -> None:

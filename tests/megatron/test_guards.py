@@ -113,6 +113,19 @@ def offload_one(mesh, directory: Path, part: str):
     return moved, {name: sum(t.untyped_storage().nbytes() for t in found) for name, found in tensors.items()}
 
 
+def offload_all_but_parameters(mesh, directory: Path):
+    settings = OffloadConfig(parameters=True, gradients=True, optimizer=True)
+    model, batch = model_and_batch(mesh, directory, replace(POLICY, dtype="bfloat16", offload=settings))
+    model.train_step(batch, OBJECTIVE.loss)
+    first, then = model.offload(parameters=False), model.offload()
+    return set(first), set(then)
+
+
+def test_parameters_leave_later_where_the_engine_waits_for_them(cluster, models):
+    ((first, then),) = cluster.run(offload_all_but_parameters, "megatron:d1", models("qwen3"))
+    assert first == {"gradients", "optimizer"} and then == {"parameters"}
+
+
 @pytest.mark.parametrize("part", ["parameters", "gradients", "optimizer"])
 def test_each_part_leaves_by_a_key_of_its_own(cluster, models, part):
     ((moved, left),) = cluster.run(offload_one, "megatron:d1", models("qwen3"), part)
@@ -171,4 +184,4 @@ def test_only_what_is_named_leaves():
     assert away.untyped_storage().nbytes() == 0 and kept.untyped_storage().nbytes() == 40
     part.onload()
     assert torch.equal(away, kept)
-    assert Offload(OffloadConfig(), torch.device("cpu"), [], None).offload() == {}
+    assert Offload(OffloadConfig(), torch.device("cpu"), [], None).leaving() == []

@@ -52,6 +52,7 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         return found | {
             "qwen3_0.6b": ("Qwen3", tied),
             "qwen3_1.7b": ("Qwen3", tiny),
+            "qwen3_4b": ("Qwen3", tiny),
             "qwen3_8b": ("Qwen3", tiny),
             "qwen3_30b_a3b": found["qwen3_moe"],
         }
@@ -69,6 +70,10 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen3_0.6b": ("Qwen3", {**real, **small}),
         # Untied, so that a critic beside it has the same body.
         "qwen3_1.7b": ("Qwen3", {**real, "hidden_size": 2048, "intermediate_size": 6144}),
+        "qwen3_4b": (
+            "Qwen3",
+            {**real, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+        ),
         "qwen3_8b": (
             "Qwen3",
             {**real, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},

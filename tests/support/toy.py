@@ -64,7 +64,7 @@ class ToyModel:
         yield "table", self.table.detach()
 
     def verify(self) -> None: ...
-    def offload(self) -> dict[str, int]:
+    def offload(self, parameters: bool = True) -> dict[str, int]:
         return {}
 
     def onload(self) -> None: ...

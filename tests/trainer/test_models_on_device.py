@@ -27,8 +27,13 @@ class Recorded(ToyModel):
         self._note("train")
         return super().train_step(batch, loss_fn)
 
-    def offload(self):
-        self._present.discard(self._name)
+    def weights(self):
+        self._log.append((self._name, "weights", tuple(sorted(self._present))))
+        return super().weights()
+
+    def offload(self, parameters=True):
+        if parameters:
+            self._present.discard(self._name)
         return {}
 
 
@@ -58,6 +63,10 @@ def test_only_the_model_whose_turn_it_is_is_on_the_device(cluster, tmp_path):
     ((log, at_rollout),) = cluster.run(turns, "megatron:d1", tmp_path)
     assert {(name, what) for name, what, _ in log} == {
         ("policy", "forward"), ("reference", "forward"), ("critic", "forward"), ("critic", "train"), ("policy", "train"),
+        ("policy", "weights"),
     }  # fmt: skip
-    assert all(present == (name,) for name, _, present in log), log
+    assert all(present == (name,) for name, what, present in log if what != "weights"), log
+    assert [present for _, what, present in log if what == "weights"][1:] == [("policy",)], (
+        "behind an update its parameters wait for the engine on the device"
+    )
     assert at_rollout == [(), ()], "responses are sampled with none of them there"

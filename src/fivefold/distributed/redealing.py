@@ -128,8 +128,8 @@ class RedealtModel:
         if self._model is not None:
             self._model.verify()
 
-    def offload(self) -> dict[str, int]:
-        return {} if self._model is None else self._model.offload()
+    def offload(self, parameters: bool = True) -> dict[str, int]:
+        return {} if self._model is None else self._model.offload(parameters)
 
     def onload(self) -> None:
         if self._model is not None:

@@ -294,11 +294,12 @@ class MegatronModel:
         verify_copies(self._chunks, self._mesh)
 
     @_on_its_mesh
-    def offload(self) -> dict[str, int]:
-        """Move to the host what `policy.offload` names; bytes that left the device by part."""
-        if self._offload.anything:
+    def offload(self, parameters: bool = True) -> dict[str, int]:
+        """Move to the host what `policy.offload` names, without `parameters` all but these; bytes that left by part."""
+        leaving = self._offload.leaving(parameters)
+        if leaving:
             self._settle()
-        return self._offload.offload()
+        return self._offload.offload(leaving)
 
     @_on_its_mesh
     def onload(self) -> None:
@@ -344,7 +345,7 @@ class WithoutAdapters:
         with switched_off(self._model._chunks):
             return self._model.forward(batch)
 
-    def offload(self) -> dict[str, int]:
+    def offload(self, parameters: bool = True) -> dict[str, int]:
         """It has nothing of its own."""
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -100,20 +100,14 @@ class Offload:
             "gradients": HostCopy(device, settings.bucket_mb, keep=False),
         }
 
-    @property
-    def anything(self) -> bool:
-        """Something is configured to leave and has not left."""
-        return any(getattr(self._settings, name) and not part.is_away for name, part in self._parts.items())
+    def leaving(self, parameters: bool = True) -> list[str]:
+        """The parts that are configured to leave and have not left; without `parameters` these stay."""
+        named = [name for name, part in self._parts.items() if getattr(self._settings, name) and not part.is_away]
+        return [name for name in named if parameters or name != "parameters"]
 
-    def offload(self) -> dict[str, int]:
-        """Move what is configured and present; bytes that left the device by part."""
-        moved = {}
-        for name, part in self._parts.items():
-            if getattr(self._settings, name) and not part.is_away:
-                tensors = self._tensors(name)
-                if tensors:
-                    moved[name] = part.offload(tensors)
-        return moved
+    def offload(self, names: Sequence[str]) -> dict[str, int]:
+        """Move these parts (`leaving`); bytes that left the device by part."""
+        return {name: self._parts[name].offload(tensors) for name in names if (tensors := self._tensors(name))}
 
     def onload(self, *names: str) -> None:
         """Bring these parts back, or everything."""

@@ -61,7 +61,7 @@ class Evaluation:
                 metrics |= self._losses(models)
         if self.evaluation_set.generate:
             assert self.generator is not None
-            with self.logger.stage("weight_sync"), models.on_device():
+            with self.logger.stage("weight_sync"), models.on_device(parameters_of="policy"):
                 weight_sync(models.policy, self.generator.engine)
             with self.logger.stage("eval"), models.on_device(), sleeping_after(self.generator.engine):
                 found, groups = self._responses()

@@ -48,12 +48,12 @@ class Models:
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     @contextmanager
-    def on_device(self, *names: str) -> Iterator[None]:
-        """Give these models the device: the others leave it, as far as their configuration offloads them."""
+    def on_device(self, *names: str, parameters_of: str = "") -> Iterator[None]:
+        """Give these models the device, and one its parameters: the others leave it, as far as they are offloaded."""
         every: dict[str, FrozenModel | None] = {**self.learners, "reference": self.reference}
         for name, model in every.items():
             if model is not None and name not in names:
-                model.offload()
+                model.offload(parameters=name != parameters_of)
         yield
 
     def annotate(self, batch: TokenBatch, needs: frozenset[str], stats: RolloutStats | None = None) -> None:

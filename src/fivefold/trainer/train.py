@@ -15,7 +15,7 @@ def train(run: Run) -> None:
 
     for step in trainer.steps():
         if (work := trainer.work) is None:
-            with stage("weight_sync"), models.on_device():
+            with stage("weight_sync"), models.on_device(parameters_of="policy"):
                 weight_sync(models.policy, engine)
             with stage("rollout"), models.on_device(), sleeping_after(engine):
                 groups = rollouts.next(step)

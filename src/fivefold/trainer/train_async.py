@@ -19,7 +19,7 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
 
     for step in trainer.steps():
         if (work := trainer.work) is None:
-            with stage("weight_sync"), models.on_device():
+            with stage("weight_sync"), models.on_device(parameters_of="policy"):
                 weight_sync(models.policy, engine)
             with stage("rollout"), models.on_device(), sleeping_after(engine):
                 groups = rollouts.next(step)
@@ -37,6 +37,6 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
             models.update_policy(minibatches(work.batch, work.stats), work.policy_reports, step)
             learned()
         trainer.end_updates()
-        with stage("weight_sync"), models.on_device():
+        with stage("weight_sync"), models.on_device(parameters_of="policy"):
             weight_sync(models.policy, engine)
             rollouts.begin(step + 1)
