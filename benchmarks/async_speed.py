@@ -28,7 +28,7 @@ from benchmarks.harness import Part, run
 from fivefold.types import Request
 
 LONGEST = 4096 if torch.cuda.is_available() else 48
-STEPS, WARM, LAST = 8, 3, 2
+STEPS, WARM, LAST = 10, 3, 2
 """In all; left out of the mean at the beginning, and at the end, when engines have nothing more to sample."""
 
 RUN = """
@@ -69,8 +69,8 @@ def rank(config: str) -> int:
     return main(["train", config])
 
 
-def steps_of(part: Part, what: str, policy: str, engine: str, rollout: str, placed: str, fraction: float) -> float | None:
-    """Seconds of a step, the first ones left out."""
+def steps_of(part: Part, what: str, policy: str, engine: str, rollout: str, placed: str, fraction: float) -> None:
+    """Print steps, and their mean without the first ones and the last."""
     model = part.model("qwen3_1.7b")
     root = model.parent
     write_data(root)
@@ -96,13 +96,11 @@ def steps_of(part: Part, what: str, policy: str, engine: str, rollout: str, plac
             process.wait(60)
     say_new(part, what, run_dir / "metrics.jsonl", printed)
     if len(printed) <= WARM + LAST:
-        part.claim(what, False, run_dir.with_suffix(".out").read_text()[-3000:])
-        return None
+        return part.claim(what, False, run_dir.with_suffix(".out").read_text()[-3000:])
     counted = printed[WARM:-LAST]
     seconds = sum(row["time/step"] for row in counted) / len(counted)
     tokens = sum(row["throughput/tokens_per_second"] * row["time/step"] for row in counted) / len(counted) / seconds
     part.say(f"{what}: a step", {"seconds": round(seconds, 2), "tokens_per_second": round(tokens), "steps": len(counted)})
-    return seconds
 
 
 WANTED = ("time/", "async/", "throughput/tokens_per_second", "throughput/train_tokens", "response_length/mean")
@@ -118,25 +116,28 @@ def say_new(part: Part, what: str, metrics: Path, printed: list[dict[str, float]
         printed.append(row)
 
 
-def beside(*rows: tuple[str, str]) -> Callable[[Part], None]:
-    def measure(part: Part) -> None:
-        everything, half = (f"d{part.gpus}", f"d{part.gpus // 2}") if part.large else ("d2", "d2")
-        fraction = 0.5 if part.large else 0.1
-        alone, ahead = 0.8 if part.large else 0.1, {}
-        for what, rollout in rows:
-            ahead[what] = steps_of(part, what, half, f"vllm:{half}", rollout, "placement: apart", alone)
-        turns = steps_of(part, "in turns", everything, f"vllm:{everything}", "{}", "mode: in_process", fraction)
-        for what, seconds in ahead.items():
-            if turns and seconds:
-                part.say(f"{what}: times the steps in turns", round(turns / seconds, 2))
-
-    measure.__doc__ = "Qwen3-1.7B's shape: all GPUs sample and train in turns, or one half trains while the other samples."
-    return measure
+def turns(part: Part) -> None:
+    """Qwen3-1.7B's shape: all GPUs sample and train in turns."""
+    everything = f"d{part.gpus}" if part.large else "d2"
+    steps_of(part, "in turns", everything, f"vllm:{everything}", "{}", "mode: in_process", 0.5 if part.large else 0.1)
 
 
-CONTINUE = ("two steps ahead", "{max_staleness: 2}")
-FINISH = ("two steps ahead, finish", "{max_staleness: 2, interrupt: finish}")
-PARTS: dict[str, Callable[[Part], None]] = {"ahead": beside(CONTINUE), "ahead-finish": beside(FINISH)}
+def ahead(part: Part) -> None:
+    """Qwen3-1.7B's shape: one half of the GPUs samples at most two steps ahead of the other, which trains."""
+    beside(part, "two steps ahead", "{max_staleness: 2}")
+
+
+def ahead_finish(part: Part) -> None:
+    """The same; responses in flight are finished before an engine takes new weights."""
+    beside(part, "two steps ahead, finish", "{max_staleness: 2, interrupt: finish}")
+
+
+def beside(part: Part, what: str, rollout: str) -> None:
+    half = f"d{part.gpus // 2}" if part.large else "d2"
+    steps_of(part, what, half, f"vllm:{half}", rollout, "placement: apart", 0.8 if part.large else 0.1)
+
+
+PARTS: dict[str, Callable[[Part], None]] = {"turns": turns, "ahead": ahead, "ahead-finish": ahead_finish}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
