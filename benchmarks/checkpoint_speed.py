@@ -104,6 +104,7 @@ def measure(mesh, directory: Path, root: Path, tokens: int, samples: int, length
         model.train_step(batch, OBJECTIVE.loss)
 
     step()
+    memory = HostMemory()
     begin = time.perf_counter()
     model.prepare_snapshots()
     model._copies._memory.result()
@@ -120,7 +121,7 @@ def measure(mesh, directory: Path, root: Path, tokens: int, samples: int, length
         raise ValueError(f"{root} must hold a checkpoint: {size / 1e9:.1f} GB, got {free / 1e9:.1f} GB; set TMPDIR")
 
     plain = plain_writers(measured, root, share)
-    background(measured, model, root, step, share, size, plain)
+    background(measured, memory, model, root, step, share, size, plain)
     waited(measured, model, root, size, plain)
     return measured.found
 
@@ -166,14 +167,21 @@ def saved(measured: Measured, root: Path) -> Iterator[Callable[[Any, bool], Savi
 
 
 def background(
-    measured: Measured, model: Any, root: Path, step: Callable[[], None], share: int, size: float, plain: float
+    measured: Measured,
+    memory: HostMemory,
+    model: Any,
+    root: Path,
+    step: Callable[[], None],
+    share: int,
+    size: float,
+    plain: float,
 ) -> None:
-    """As `trainer.async_save` does it, with training steps meanwhile; then the way back."""
+    """As `trainer.async_save` does it, with training steps meanwhile; then the way back. `memory` began before it."""
     mesh = measured.mesh
     with saved(measured, root) as begin:
         synchronize(mesh)
         before = state_of(model, mesh)
-        with HostMemory() as memory:
+        with memory:
             first = time.perf_counter()
             saving = begin(model, True)
             synchronize(mesh)
