@@ -26,8 +26,10 @@ import torch
 from benchmarks.harness import Part, run
 from fivefold.config.schema import OffloadConfig
 from fivefold.engines.sampling import request_seed
+from fivefold.engines.vllm.arguments import of_model
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.layout import ParallelLayout
+from fivefold.models.config_json import read_config
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.gpu_models import build, is_large, timed
 
@@ -74,28 +76,30 @@ def transformers_engine(mesh, directory: Path, names: list[str]) -> dict[str, An
     return found
 
 
-def vllm_engine(mesh, directory: Path, layout: str, rates: bool) -> None:
-    """Start, weight syncs by their parts, tokens a second by set beside vLLM alone, log-probs beside the trainer's."""
+def vllm_engine(mesh, directory: Path, layout: str, sets: int, **own: Any) -> None:
+    """Start, weight syncs by their parts, tokens a second by set beside vLLM alone, log-probs beside the trainer's.
+
+    `own` are arguments of vLLM."""
     from vllm import SamplingParams
 
     from fivefold.engines.vllm.engine import VLLMEngine
 
     large = is_large(mesh)
+    settings = arguments(directory, large) | own
     away = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     model = build(mesh, directory, "bfloat16" if large else "float32", 16384 if large else 64, offload=away)
     model.offload()
     begin = time.perf_counter()
     engine = VLLMEngine(
-        directory, TOKENIZER, ParallelLayout.parse(f"vllm:{layout}"), mesh.ranks.rank, mesh.device, arguments(large),
+        directory, TOKENIZER, ParallelLayout.parse(f"vllm:{layout}"), mesh.ranks.rank, mesh.device, settings,
         verify_every=2, can_sleep=large,
     )  # fmt: skip
     tell(mesh, "start", round(time.perf_counter() - begin, 1))
     for version in range(4):
         tell(mesh, "sync", synced(mesh, model, engine, version))
-    if not rates:
+    if not sets:
         return
-    sets = request_sets(large, model.spec.vocab)
-    for name, requests in sets.items():
+    for number, (name, requests) in enumerate([*request_sets(large, model.spec.vocab).items()][:sets]):
         mine = requests[engine.replica.index :: engine.replica.count]
         list(engine.generate([Request(i, one.prompt_ids[:1], Sampling(max_tokens=2), i) for i, one in enumerate(mine)]))
         engine._llm.reset_prefix_cache()
@@ -113,7 +117,7 @@ def vllm_engine(mesh, directory: Path, layout: str, rates: bool) -> None:
             )
             row[what] = round(tokens_of(completions) / seconds)
         tell(mesh, name, {"tokens_per_second": row, "ours_over_alone": round(row["ours"] / row["vllm_alone"], 3)})
-        if name == next(iter(sets)):
+        if number == 0:
             tell(mesh, "log-probs", logprob_gap(model, mine[:64], completions))
             model.offload()
     if large:
@@ -123,7 +127,7 @@ def vllm_engine(mesh, directory: Path, layout: str, rates: bool) -> None:
         tell(mesh, "sleep", {"seconds": round(seconds, 3), "freed_gib": round(freed, 1)})
 
 
-def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
+def vllm_servers(mesh, directory: Path, layout: str, sets: int) -> None:
     """The same with servers in processes of their own, on the same devices."""
     from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer
@@ -136,7 +140,8 @@ def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
     model.offload()
     processes = {}
     if rank % each == 0:
-        given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large} | arguments(large)
+        given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large}
+        given |= arguments(directory, large)
         log = directory.parent / f"server-{layout}-{rank}.log"
         processes = {rank // each: server_process(given, mesh.device, each, log, answers)}
     begin = time.perf_counter()
@@ -148,10 +153,10 @@ def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
     tell(mesh, "start", round(time.perf_counter() - begin, 1))
     for version in range(4):
         tell(mesh, "sync", synced(mesh, model, engine, version))
-    if not rates:
+    if not sets:
         return engine.close()
     list(engine.generate([Request(i, [11, 12, 13 + i], Sampling(max_tokens=4), i) for i in range(256)]))
-    for name, requests in request_sets(large, model.spec.vocab).items():
+    for name, requests in [*request_sets(large, model.spec.vocab).items()][:sets]:
         mine = requests[engine.replica.index :: engine.replica.count]
         seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
         tell(mesh, name, {"tokens_per_second": round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)})
@@ -162,10 +167,10 @@ def vllm_servers(mesh, directory: Path, layout: str, rates: bool) -> None:
     return engine.close()
 
 
-def arguments(large: bool) -> dict[str, Any]:
+def arguments(directory: Path, large: bool) -> dict[str, Any]:
     """vLLM's own, the same for every way to run it."""
     found = {"dtype": "bfloat16" if large else "float32", "max_model_len": 4352 if large else 64, "seed": 0}
-    found |= {"max_num_seqs": 256, "skip_tokenizer_init": True}
+    found |= {"max_num_seqs": 256, "skip_tokenizer_init": True} | of_model(read_config(directory), not large)
     return found | ({"gpu_memory_utilization": 0.6} if large else {"kv_cache_memory_bytes": 64 << 20})
 
 
@@ -232,15 +237,23 @@ def embedded(part: Part) -> None:
         part.say("transformers", found)
 
 
-def beside(name: str, layouts: dict[str, str], rates: bool = True) -> Callable[[Part], None]:
+def beside(name: str, layouts: dict[str, str], sets: int = 3) -> Callable[[Part], None]:
     def measure(part: Part) -> None:
         for layout, engine in layouts.items():
             for what, function in (("in process", vllm_engine), ("as servers", vllm_servers)):
                 part.say(f"vllm:{engine} {what}, {layout}", "")
-                part.measure(f"vllm:{engine} {what}, {layout}", layout, function, part.model(name), engine, rates)
+                part.measure(f"vllm:{engine} {what}, {layout}", layout, function, part.model(name), engine, sets)
 
     measure.__doc__ = f"vLLM in the trainer's ranks, and as servers on their devices, {name}."
     return measure
+
+
+def families(part: Part) -> None:
+    """Mixtures of experts, latent attention, and an engine that quantizes: their weights compared, their log-probs."""
+    for name, own in (("qwen3_moe", {}), ("deepseek_v3", {}), ("qwen3_0.6b", {"quantization": "fp8"})):
+        what = f"{name} in process{f', {own}' if own else ''}"
+        part.say(what, "")
+        part.measure(what, "d1", partial(vllm_engine, **own), part.model(name), "d1", 1)
 
 
 RUN = """
@@ -326,9 +339,10 @@ def runs(*rows: tuple[str, str, str, str, float]) -> Callable[[Part], None]:
 PARTS: dict[str, Callable[[Part], None]] = {
     "transformers": embedded,
     "1.7b": beside("qwen3_1.7b", {"d1": "d1"}),
+    "families": families,
     "8b": beside("qwen3_8b", {"t2": "d1t2"}),
-    "syncs-two": beside("qwen3_8b", {"t2": "d1t2"}, rates=False),
-    "syncs-four": beside("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}, rates=False),
+    "syncs-two": beside("qwen3_8b", {"t2": "d1t2"}, sets=0),
+    "syncs-four": beside("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}, sets=0),
     "runs-one": runs(
         ("qwen3_1.7b", "d1", "vllm:d1", "in_process", 0.5),
         ("qwen3_1.7b", "d1", "vllm:d1", "server", 0.5),

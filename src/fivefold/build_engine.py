@@ -20,6 +20,7 @@ from fivefold.engines.servers.placement import Machine, behind, machines_of, pla
 from fivefold.engines.servers.server import Server
 from fivefold.engines.servers.server_process import ServerProcess
 from fivefold.engines.transformers import TransformersEngine, stop_token_ids
+from fivefold.engines.vllm.arguments import of_model
 from fivefold.interfaces import Engine, EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
@@ -84,7 +85,9 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
         # Where a prompt is read in parts its draws are taken back, which the generator of a CPU cannot do (seen with 0.32).
         longest = max(arguments["max_model_len"], _CPU_BATCH)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
-    return arguments | settings.vllm
+    own = of_model(read_config(directory), device.type == "cpu")
+    both = {name: own[name] | settings.vllm[name] for name in own if isinstance(settings.vllm.get(name), dict)}
+    return arguments | own | settings.vllm | both
 
 
 def _build_servers(

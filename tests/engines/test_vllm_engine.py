@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from fivefold.config.schema import MegatronConfig
+from fivefold.engines.vllm.arguments import of_model
 from fivefold.layout import ParallelLayout
+from fivefold.models.config_json import read_config
 from fivefold.types import Completion, Request, Sampling, TokenBatch
 from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, expected_logprobs, named_blocks, requests
 from tests.support.layout_cases import VPP2
@@ -27,6 +29,15 @@ SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 OTHER_SIZES = {
     # Its heads are as wide as the model is.
     "qwen2": {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2},
+    # The only sizes of latent attention that it has on CPUs are the published ones.
+    "deepseek_v3": {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "head_dim": 64,
+        "num_key_value_heads": 4,
+    },
 }
 TOKENIZER = SimpleNamespace(eos_token_id=2)
 FREE = Sampling(max_tokens=16)
@@ -49,7 +60,7 @@ def vllm_engine(mesh, directory: Path, layout: str, **changes):
     from fivefold.engines.vllm.engine import VLLMEngine
 
     arguments = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0, "enforce_eager": True}
-    arguments |= {"kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True}
+    arguments |= {"kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True} | of_model(read_config(directory), True)
     parsed = ParallelLayout.parse(f"vllm:{layout}")
     settings = {"verify_every": 1, "can_sleep": False} | changes
     return VLLMEngine(directory, TOKENIZER, parsed, mesh.ranks.rank, mesh.device, arguments, **settings)
@@ -98,6 +109,7 @@ CASES = [
     ("llama", "d2", "d1t2", {}),
     ("qwen3_moe", "d2e2", "d2", {}),
     ("qwen3_moe", "p2", "d1t2", VPP2),
+    ("deepseek_v3", "t2", "d1t2", {}),
     # Each of two key/value heads lies on two ranks.
     ("qwen3", "d2t2", "d1t4", {}),
 ]
@@ -130,7 +142,7 @@ def without_training(mesh, directory: Path, layout: str, calls: list[list[Reques
     return [(complete(engine, asked), complete(other, asked)) for asked in calls]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen3_moe", "glm4_moe", "mixtral", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen3_moe", "glm4_moe", "mixtral", "qwen2", "deepseek_v3"])
 def test_greedy_tokens_equal_the_transformers_engine_s(cluster, sized, name):
     asked = requests(1, Sampling(max_tokens=24, temperature=0.0))
     (((found, other),),) = cluster.run(without_training, "megatron:d1", sized(name), "d1", [asked])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
 """Forms that vLLM makes of weights as they come, so that a step's new ones can be given to it; others are of files whose
 weights were quantized before."""
 _METHODS = Path("model_executor", "layers", "quantization", "__init__.py")
+
+
+_DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What DeepSeek-V3's config.json says to vLLM; in one that transformers wrote it is missing, as it never is otherwise."""
+
+
+def of_model(config: Mapping[str, Any], is_on_cpu: bool) -> dict[str, Any]:
+    """What vLLM must be told about a model beside its config.json, so that it computes the same."""
+    if config["model_type"] != "deepseek_v3":
+        return {}
+    # It would take a softmax, and have no place for the correction bias.
+    missing = {name: value for name, value in _DEEPSEEK.items() if name not in config}
+    found: dict[str, Any] = {"hf_overrides": missing} if missing else {}
+    if is_on_cpu:
+        # Its kernel for CPUs leaves the positions of latent attention as they are (0.32); torch's turns them.
+        found["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    return found
 
 
 def installed_version() -> str | None:

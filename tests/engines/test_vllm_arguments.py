@@ -1,0 +1,49 @@
+"""What vLLM is told of a model beside its config.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fivefold.build_engine import _vllm_arguments
+from fivefold.config.loader import config_of
+from tests.support.tiny_models import make_model
+
+REST = ["data.train=[prompts.parquet]", "data.prompts_per_step=2", "reward.functions={format: 1.0}", "trainer.steps=1"]
+ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def arguments(directory, device: str, **given):
+    settings = {
+        "model.path": str(directory),
+        "engine.backend": "vllm:d1",
+        **{f"engine.vllm.{k}": v for k, v in given.items()},
+    }
+    sets = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    return _vllm_arguments(config_of([*REST, *sets]), directory, torch.device(device))
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    return make_model("deepseek_v3", tmp_path_factory.mktemp("deepseek"))
+
+
+def test_a_router_that_config_json_does_not_tell_is_told(deepseek):
+    """vLLM would take a softmax in place of the sigmoid, and have no correction bias."""
+    assert not ROUTER.keys() & json.loads((deepseek / "config.json").read_text()).keys()
+    assert arguments(deepseek, "cuda")["hf_overrides"] == ROUTER
+    assert arguments(deepseek, "cuda", hf_overrides={"n_group": 1})["hf_overrides"] == {**ROUTER, "n_group": 1}
+
+
+def test_what_config_json_tells_is_left_to_it(deepseek, tmp_path):
+    config = json.loads((deepseek / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | ROUTER))
+    assert "hf_overrides" not in arguments(tmp_path, "cuda")
+
+
+def test_positions_of_latent_attention_are_turned_by_torch_on_a_cpu(deepseek, tmp_path):
+    assert arguments(deepseek, "cpu")["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
+    assert "compilation_config" not in arguments(deepseek, "cuda")
+    assert "compilation_config" not in arguments(make_model("qwen3", tmp_path / "qwen3"), "cpu")
