@@ -62,7 +62,7 @@ class Part:
         try:
             return self._cluster.run(function, f"megatron:{layout}", *arguments, seconds=left)[0]
         except (RuntimeError, TimeoutError) as error:
-            return self.claim(what, False, str(error).strip().splitlines()[-1])
+            return self.claim(what, False, " / ".join(str(error).strip().splitlines()[-2:]))
 
     def model(self, name: str, write: Callable[..., None] = write_model) -> Path:
         path = self._root / f"{write.__name__}-{name}"
