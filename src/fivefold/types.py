@@ -262,6 +262,10 @@ class TokenBatch:
     half_temperature_logprobs_T: Tensor | None = None
     """As `old_logprobs_T`, at half the temperature."""
     ref_logprobs_T: Tensor | None = None
+    prm_logprobs_T: Tensor | None = None
+    """By the process reward model (`prm`) at temperature 1, as far as it has learned when the step asks for its rewards."""
+    prm_ref_logprobs_T: Tensor | None = None
+    """By the reference of that model, at temperature 1."""
     values_T: Tensor | None = None
     """The critic's value of the text up to and including each token, before the step's updates."""
     returns_T: Tensor | None = None

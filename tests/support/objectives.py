@@ -21,6 +21,9 @@ class Alone:
     def all_reduce_sum(self, sums):
         return sums
 
+    def all_reduce_max(self, number):
+        return number
+
 
 def as_lists(batch: TokenBatch, now=None, entropy=None) -> list[dict[str, list]]:
     now = batch.old_logprobs_T.double() if now is None else now

@@ -64,8 +64,8 @@ class DiscountedReturn:
     def __call__(
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
-        table = _Table(samples)
-        advantages_T = table.flat(_returns(table.rewards(advantages_N, penalties_T), self.gamma))
+        table = Table(samples)
+        advantages_T = table.flat(returns_of(table.rewards(advantages_N, penalties_T), self.gamma))
         return advantages_T, advantages_T
 
 
@@ -87,13 +87,13 @@ class GAE:
         self, advantages_N: Tensor, penalties_T: Tensor, values_T: Tensor | None, finished_N: Tensor, samples: Segments
     ) -> tuple[Tensor, Tensor]:
         assert values_T is not None
-        table = _Table(samples)
+        table = Table(samples)
         before_NL = table.rows(before(values_T))
         behind_N = torch.where(finished_N, 0.0, table.last(values_T))
         after_NL = torch.cat([before_NL[:, 1:], before_NL.new_zeros(len(before_NL), 1)], 1)
         after_NL = torch.where(table.is_last_NL, behind_N[:, None], after_NL)
         delta_NL = table.rewards(advantages_N, penalties_T) + self.gamma * after_NL - before_NL
-        advantages_T = table.flat(_returns(delta_NL * table.present_NL, self.gamma * self.lam))
+        advantages_T = table.flat(returns_of(delta_NL * table.present_NL, self.gamma * self.lam))
         return advantages_T, advantages_T + before(values_T) * samples.mask_T
 
 
@@ -118,7 +118,7 @@ def before(values_T: Tensor) -> Tensor:
     return values_T.roll(1)
 
 
-def _returns(rewards_NL: Tensor, factor: float) -> Tensor:
+def returns_of(rewards_NL: Tensor, factor: float) -> Tensor:
     """x_t + factor · x_{t+1} + ..., from the end."""
     found_NL = rewards_NL.clone()
     for place in range(rewards_NL.shape[1] - 2, -1, -1):
@@ -126,7 +126,7 @@ def _returns(rewards_NL: Tensor, factor: float) -> Tensor:
     return found_NL
 
 
-class _Table:
+class Table:
     """Response tokens as rows [N, L] in float64, each row filled from the left."""
 
     def __init__(self, samples: Segments) -> None:
@@ -173,7 +173,7 @@ def optimal_token_baseline(
     0 where a response is the only one with such a token, as in verl (core_algos.py). `group_N` are the groups of these
     samples, `longest_G` the longest response of each group of the step; `total` sums over replicas.
     """
-    table = _Table(samples)
+    table = Table(samples)
     present_NL = table.present_NL
     weights_NL = table.rows(squares_T).cumsum(1)
     begin_G = longest_G.cumsum(0) - longest_G

@@ -17,13 +17,14 @@ from fivefold.algo.correction import Correction
 from fivefold.algo.credit import Credit, UserCredit, make_credit, optimal_token_baseline, whiten
 from fivefold.algo.imitation import Imitation
 from fivefold.algo.importance_sampling import RATIOS, Ratio
+from fivefold.algo.process_reward import ProcessReward
 from fivefold.algo.reward_shaping import overlong_penalty
 from fivefold.algo.segments import Segments
 from fivefold.algo.surrogates import Surrogate, TokenSelector, UserSurrogate, make_surrogate, ratio
 from fivefold.config import methods
 from fivefold.config.findings import Findings
 from fivefold.config.method_rules import check_method
-from fivefold.config.methods import Choices, ExpertConfig, RatioReference
+from fivefold.config.methods import Choices, ExpertConfig, ProcessRewardConfig, RatioReference
 from fivefold.config.ranges import check_values
 from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
@@ -37,6 +38,10 @@ class Replicas(Protocol):
 
     def all_reduce_sum(self, sums: Tensor) -> Tensor:
         """The sum over replicas."""
+        ...
+
+    def all_reduce_max(self, number: float) -> float:
+        """The largest of all."""
         ...
 
 
@@ -87,6 +92,8 @@ class Objective:
     """The surrogate of a sample without advantages is nothing, whatever its log-probs are."""
     imitation: Imitation | None = None
     """Of an expert's responses among those of the step."""
+    process: ProcessReward | None = None
+    """Rewards of tokens by a model that learns with the policy."""
     step: int = 0
     """The step in progress, which the share of the expert depends on."""
 
@@ -116,6 +123,7 @@ class Objective:
             needs_greedy=chosen.advantage == "greedy_baseline",
             vanishes=methods.vanishes(chosen),
             imitation=_imitation(chosen.expert),
+            process=_process(chosen.process_reward),
             **{
                 f"kl_{name}": getattr(chosen.kl, name)
                 for name in ("coef", "target", "horizon", "ratio_weighted", "reward_coef")
@@ -137,6 +145,10 @@ class Objective:
     @property
     def needs_critic(self) -> bool:
         return self.credit.needs_critic
+
+    @property
+    def needs_prm(self) -> bool:
+        return self.process is not None
 
     @property
     def token_selector(self) -> TokenSelector | None:
@@ -161,6 +173,7 @@ class Objective:
             "half_temperature_logprobs_T": self.token_baseline,
             "ref_logprobs_T": self.needs_reference,
             "values_T": self.needs_critic,
+            "prm_ref_logprobs_T": self.needs_prm,
             "interpolation_T": self.old_logprobs_from == "loglinear",
         }
         return frozenset(name for name, needed in wanted.items() if needed)
@@ -234,7 +247,7 @@ class Objective:
         """
         selects = self.token_selector is not None or self.rollout_correction.second_moment is not None
         in_reward, moves = self.reward_penalty is not None, self.kl_target is not None
-        if not self.vanishes or selects or self.per_micro_batch or in_reward or moves:
+        if not self.vanishes or selects or self.per_micro_batch or in_reward or moves or self.needs_prm:
             return None
         kept_N = self.kept(stats)
         skipped_N = torch.zeros(len(stats), dtype=torch.bool) if kept_N is None else ~kept_N
@@ -270,6 +283,10 @@ class Objective:
                 penalties_N[own_N] = segments.sums(penalties_T).double()
                 inputs = replace(inputs, rewards_N=inputs.rewards_N - replicas.all_reduce_sum(penalties_N))
         advantages_N = self._compared(inputs)[own_N]
+        if self.process is not None:
+            rewards_T = self.process.rewards(batch, replicas.all_reduce_max)
+            gains_T = self.process.advantages(batch, inputs.group_N, rewards_T, replicas.all_reduce_sum)
+            advantages_N, penalties_T = self.process.outcome_coef * advantages_N, penalties_T - gains_T
         advantages_T, returns_T = self.credit(advantages_N, penalties_T, batch.values_T, finished_N[own_N], segments)
         if self.token_baseline:
             longest_G = torch.zeros(int(inputs.group_N.max()) + 1 if len(inputs.group_N) else 0, dtype=torch.long)
@@ -465,6 +482,13 @@ def _imitation(chosen: ExpertConfig) -> Imitation | None:
     assert chosen.warmup_updates is not None and chosen.decay_updates is not None and chosen.token_weight is not None
     aggregate = _choose(str(chosen.aggregate), AGGREGATES.__getitem__)
     return Imitation(chosen.weight, final, chosen.warmup_updates, chosen.decay_updates, chosen.token_weight, aggregate)
+
+
+def _process(chosen: ProcessRewardConfig) -> ProcessReward | None:
+    if not chosen.coef:
+        return None
+    given: dict[str, Any] = {item.name: getattr(chosen, item.name) for item in fields(chosen)}
+    return ProcessReward(**given)
 
 
 def _surrogate(chosen: Choices) -> Surrogate:

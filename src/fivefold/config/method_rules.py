@@ -20,6 +20,7 @@ from fivefold.config.methods import (
     Choices,
     CorrectionConfig,
     ExpertConfig,
+    ProcessRewardConfig,
     resolve,
     surrogate_row,
 )
@@ -43,6 +44,7 @@ def check_method(findings: Findings, name: str, overrides: Choices, group_size: 
     _check_penalty(findings, name, overrides, chosen)
     _check_correction(findings, overrides, chosen)
     _check_expert(findings, name, overrides, chosen)
+    _check_process_reward(findings, name, overrides, chosen, group_size)
     unlike = chosen.surrogate in ("log_likelihood", "opmd") and chosen.rollout_correction.weight == "none"
     if unlike and updates > 1 and not METHODS[name].offline:
         findings.note(
@@ -257,6 +259,24 @@ def _check_expert(findings: Findings, name: str, overrides: Choices, chosen: Cho
         below.require(not is_so, "weight", f"must be left out: {reason}")
     is_reached = chosen.expert.final_weight is None or bool(chosen.expert.decay_updates)
     below.require(is_reached, "final_weight", "is what weight comes to within decay_updates, which must be above 0")
+
+
+def _check_process_reward(findings: Findings, name: str, overrides: Choices, chosen: Choices, group_size: int) -> None:
+    process, below = chosen.process_reward, findings.at("process_reward")
+    if not process.coef:
+        if overrides.process_reward != ProcessRewardConfig():
+            findings.ignore("process_reward", "its coef is 0: there is no process reward model")
+        return
+    impossible = (
+        (METHODS[name].offline, f"{name} does not sample, and responses of the data have no outcomes to learn from"),
+        (chosen.credit == "response", "credit: response gives all tokens the same: choose discounted or gae"),
+        (group_size < 2, "rewards of tokens are compared with other responses to the prompt: group_size is 1"),
+        (chosen.expert.weight is not None, "an expert's responses have no outcome"),
+    )
+    for is_so, reason in impossible:
+        below.require(not is_so, "coef", f"must be 0: {reason}")
+    message = ": dpo compares with scores before the step's updates: write update: after"
+    below.require(process.loss == "ce" or process.update == "after", "loss", message)
 
 
 def _check_correction(findings: Findings, overrides: Choices, chosen: Choices) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fivefold.config.ranges import OneOf, Range, above, at_least, within
 from fivefold.user_code import is_user_code
 
-C = TypeVar("C", bound="Choices | KLConfig | CorrectionConfig | ExpertConfig")
+C = TypeVar("C", bound="Choices | KLConfig | CorrectionConfig | ExpertConfig | ProcessRewardConfig")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,33 @@ class ExpertConfig:
     """phi: a token is weighted by p (1 - p), p its probability."""
     aggregate: str | None = None
     """How the expert's tokens are weighted among each other: one of AGGREGATES."""
+
+
+@dataclass(frozen=True)
+class ProcessRewardConfig:
+    """Rewards of tokens by an implicit process reward model, a language model (`prm`) that learns with the policy from
+    outcomes alone: PRIME (2502.01456); each choice by method when left out."""
+
+    coef: Annotated[float, at_least(0)] | None = None
+    """Weight of the token rewards in the advantages, each compared with those of the other responses to the prompt; 0: there
+    is no such model."""
+    outcome_coef: Annotated[float, at_least(0)] | None = None
+    """Weight of the responses' compared rewards beside them."""
+    beta: Annotated[float, above(0)] | None = None
+    """β: the reward of a token is β (log π_prm - log π_ref), the score of a response their sum."""
+    reference: Literal["initial", "policy"] | None = None
+    """π_ref: the model as it began (or `prm.reference_path`), or the policy before the step's updates."""
+    granularity: Literal["token", "response"] | None = None
+    """Rewards of tokens, the last of a response excepted, where the outcome stands; or their sum at that last token."""
+    normalize: Literal["step", "none"] | None = None
+    """Divide the rewards by the largest sum, in magnitude, of those from a token on in the whole step."""
+    loss: Literal["ce", "dpo"] | None = None
+    """What the model learns by: cross-entropy of σ(score) and the outcome, or DPO of a response's score against the mean of
+    those of the prompt's other responses that came out worse (of a wrong one: better) before the step's updates."""
+    target: Literal["correct", "reward"] | None = None
+    """The outcome: whether a response is correct, or its reward, which must then lie between 0 and 1."""
+    update: Literal["before", "after"] | None = None
+    """Whether the model learns from the step's responses before it rewards their tokens, or after."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +199,7 @@ class Choices:
     kl: KLConfig = field(default_factory=KLConfig)
     rollout_correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     expert: ExpertConfig = field(default_factory=ExpertConfig)
+    process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     reward_clip: Annotated[float, above(0)] | None = None
     """Rewards are kept within ± this."""
     overlong_buffer: Annotated[float, at_least(0)] | None = None
@@ -438,6 +466,10 @@ USUAL = Choices(
         reject_divergence={}, old_logprobs_from="trainer",
     ),
     expert=ExpertConfig(warmup_updates=0, decay_updates=0, token_weight="none", aggregate="token-mean"),
+    process_reward=ProcessRewardConfig(
+        coef=0.0, outcome_coef=1.0, beta=0.05, reference="initial", granularity="token", normalize="step", loss="ce",
+        target="correct", update="before",
+    ),
     overlong_buffer=0.0,
     overlong_penalty=1.0,
     overlong_filter=False,
@@ -652,6 +684,19 @@ METHODS: dict[str, Method] = {
         surrogate="sppo",
         aggregate="seq-mean-token-mean",
     ),
+    "prime": Method(
+        about=(
+            "2502.01456: leave-one-out of the outcome and of every token's implicit process reward, the return from each "
+            "token on, whitened over the step. Coefficients, β and the normalization are those of the authors' code in verl. "
+            "The process reward model: [below](#prime-and-its-process-reward-model). The paper samples prompts whose share "
+            "of right responses is between 0.2 and 0.8: `dynamic_sampling_low` and `dynamic_sampling_high`."
+        ),
+        advantage="leave_one_out",
+        credit="discounted",
+        gamma=1.0,
+        whiten=True,
+        process_reward=ProcessRewardConfig(coef=5.0, outcome_coef=5.0),
+    ),
     "chord": replace(
         _GROUP,
         about=(
@@ -685,7 +730,7 @@ def _over(base: C, top: Any) -> C:
     changes: dict[str, Any] = {}
     for item in fields(base):
         own, overrides = getattr(base, item.name), getattr(top, item.name)
-        if isinstance(own, (KLConfig, CorrectionConfig, ExpertConfig)):
+        if isinstance(own, (KLConfig, CorrectionConfig, ExpertConfig, ProcessRewardConfig)):
             changes[item.name] = _over(own, overrides)
         elif overrides is not None:
             changes[item.name] = overrides

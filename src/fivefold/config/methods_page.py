@@ -39,7 +39,7 @@ def _block(method: str) -> str:
     choices: dict[str, Any] = {"advantage": chosen.advantage}
     for item in dataclasses.fields(methods.Choices):
         name, value = item.name, getattr(chosen, item.name)
-        if name in ("kl", "rollout_correction", "expert", "penalty_aggregate") or value is None:
+        if name in ("kl", "rollout_correction", "expert", "process_reward", "penalty_aggregate") or value is None:
             continue
         # The numbers of another surrogate than the usual one are all shown.
         left_out = _USUAL_NUMBERS.get(name) if chosen.surrogate == usual.surrogate else None
@@ -53,5 +53,8 @@ def _block(method: str) -> str:
     expert = dataclasses.asdict(methods.METHODS[method].expert)
     if imitated := {key: value for key, value in expert.items() if value is not None}:
         choices["expert"] = imitated
+    process = dataclasses.asdict(methods.METHODS[method].process_reward)
+    if rewarded := {key: value for key, value in process.items() if value is not None}:
+        choices["process_reward"] = rewarded
     text: str = yaml.safe_dump(choices, sort_keys=False, default_flow_style=True, width=120)
     return text

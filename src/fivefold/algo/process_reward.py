@@ -1,0 +1,175 @@
+"""An implicit process reward model: its log-ratios to a reference are rewards of tokens, and their sum is what it learns by.
+
+Implicit rewards: 2412.01981, equation 3; PRIME, which trains the model with the policy: 2502.01456. Numbers and the place of
+the last token are those of the authors' code in verl (recipe/prime).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fivefold.algo.credit import Table, returns_of
+from fivefold.algo.segments import Segments
+from fivefold.types import LossOutput, RolloutStats, TokenBatch
+
+
+@dataclass(frozen=True)
+class ProcessReward:
+    """What the model's rewards of tokens are, and how they weigh beside the outcome of a response."""
+
+    coef: float
+    outcome_coef: float
+    beta: float
+    reference: Literal["initial", "policy"]
+    granularity: Literal["token", "response"]
+    normalize: Literal["step", "none"]
+    loss: Literal["ce", "dpo"]
+    target: Literal["correct", "reward"]
+    update: Literal["before", "after"]
+    eps: float = 1e-6
+
+    # --- rewards of tokens -------------------------------------------------------------------------------------------
+
+    def log_ratios(self, batch: TokenBatch) -> Tensor:
+        """[T] log π_prm - log π_ref of response tokens, 0 elsewhere."""
+        assert batch.prm_logprobs_T is not None and batch.prm_ref_logprobs_T is not None
+        return (batch.prm_logprobs_T - batch.prm_ref_logprobs_T) * batch.loss_mask_T
+
+    def scores(self, batch: TokenBatch, samples: int, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """[N] β Σ log-ratio of every response of the step, of which there are `samples`; `total` sums over replicas."""
+        scores_N = torch.zeros(samples, dtype=torch.float64)
+        scores_N[batch.sample_index_N] = self.beta * Segments.of(batch).sums(self.log_ratios(batch).double())
+        return total(scores_N)
+
+    def rewards(self, batch: TokenBatch, largest: Callable[[float], float]) -> Tensor:
+        """[T] each token's reward, 0 outside of responses; `largest` is over replicas.
+
+        Of a token: β log-ratio, and 0 of the last one, where the outcome stands; of a response: β Σ log-ratio at its last.
+        Normalised they are divided by the largest |return| of a token in the step.
+        """
+        table = Table(Segments.of(batch))
+        rewards_NL = self.beta * table.rows(self.log_ratios(batch))
+        if self.granularity == "token":
+            rewards_NL = torch.where(table.is_last_NL, 0.0, rewards_NL)
+        else:
+            rewards_NL = torch.where(table.is_last_NL, rewards_NL.sum(1, keepdim=True), 0.0)
+        if self.normalize == "step":
+            returns_NL = returns_of(rewards_NL, 1.0)
+            rewards_NL = rewards_NL / (largest(float(returns_NL.abs().max()) if returns_NL.numel() else 0.0) + self.eps)
+        return table.flat(rewards_NL)
+
+    def advantages(self, batch: TokenBatch, group_N: Tensor, rewards_T: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """[T] coef · (r_t n / (n - 1) - Σ mean r of each of the n responses to the prompt / (n - 1)).
+
+        So over a response they are its mean reward less that of the others, and a response alone has 0. With one reward a
+        response the responses' rewards are compared. `group_N` are the groups of all samples of the step.
+        """
+        segments, own_N = Segments.of(batch), batch.sample_index_N
+        has_one = self.granularity == "response"
+        means_N = torch.zeros(len(group_N), dtype=torch.float64)
+        means_N[own_N] = (segments.sums if has_one else segments.means)(rewards_T.double())
+        groups = int(group_N.max()) + 1 if len(group_N) else 0
+        sums_G = torch.zeros(groups, dtype=torch.float64).index_add(0, group_N, total(means_N))
+        count_N = torch.bincount(group_N, minlength=groups)[group_N][own_N].double()
+        others_N = (count_N - 1).clamp(min=1)
+        scale_N = torch.where(count_N > 1, self.coef / others_N, 0.0)
+        compared_T = rewards_T.double() * count_N[segments.sample_T] - sums_G[group_N[own_N]][segments.sample_T]
+        is_rewarded_T = self._last(segments) if has_one else segments.mask_T
+        return (compared_T * scale_N[segments.sample_T] * is_rewarded_T).float()
+
+    @staticmethod
+    def _last(segments: Segments) -> Tensor:
+        """[T] whether a token is the last of its response."""
+        table = Table(segments)
+        return table.flat(table.is_last_NL.double()).bool()
+
+    # --- what the model learns ---------------------------------------------------------------------------------------
+
+    def targets(self, stats: RolloutStats) -> Tensor:
+        """[N] the outcome of each response of the step, between 0 and 1; raises RuntimeError for a reward that is not."""
+        if self.target == "correct":
+            return stats.correct_N.float()
+        rewards_N = stats.rewards_N
+        outside_N = (rewards_N < 0) | (rewards_N > 1)
+        if outside_N.any():
+            raise RuntimeError(
+                "algorithm.process_reward.target: reward needs rewards between 0 and 1, the probability that a response is "
+                f"right: got {float(rewards_N[outside_N][0]):g}; scale the reward, or set target: correct"
+            )
+        return rewards_N.float()
+
+    def loss_of(self, targets_N: Tensor, group_N: Tensor, scores_N: Tensor | None, samples: int) -> ImplicitRewardLoss:
+        """The loss of an update of so many samples; `scores_N` are those of the step before its updates, for dpo."""
+        others_N = None
+        if self.loss == "dpo":
+            assert scores_N is not None
+            others_N = compared_scores(scores_N, targets_N, group_N).float()
+        return ImplicitRewardLoss(self.beta, targets_N, samples, others_N)
+
+
+@dataclass(frozen=True)
+class ImplicitRewardLoss:
+    """Cross-entropy of σ(score) and the outcome, mean over the responses of an update; score = β Σ (log π_prm - log π_ref).
+
+    With `others_N` instead -log σ(±(score - others)), + of a response whose outcome is above 0: DPO against the mean score of
+    the responses to the prompt that came out better, or worse.
+    """
+
+    beta: float
+    targets_N: Tensor
+    """Outcome of each sample of the step, from 0 to 1."""
+    samples: int
+    """Of the update, over all replicas."""
+    others_N: Tensor | None = None
+
+    def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
+        """This micro-batch's share; it holds whole samples."""
+        assert batch.prm_ref_logprobs_T is not None
+        score_N = self.beta * Segments.of(batch).sums(logprobs_T - batch.prm_ref_logprobs_T)
+        target_N = self.targets_N[batch.sample_index_N].to(score_N.device)
+        if self.others_N is None:
+            loss_N = functional.binary_cross_entropy_with_logits(score_N, target_N, reduction="none")
+        else:
+            other_N = self.others_N[batch.sample_index_N].to(score_N.device)
+            loss_N = functional.softplus(-(score_N - other_N) * torch.where(target_N > 0, 1.0, -1.0))
+        now_N, share = score_N.detach(), 1 / max(self.samples, 1)
+        # Outcomes in the middle have no side.
+        right_N = (now_N.sign() == (2 * target_N - 1).sign()).float()
+        return LossOutput(
+            loss=loss_N.sum(dtype=torch.float64) * share,
+            sums={"prm/accuracy": right_N.sum() * share, "prm/score_mean": now_N.sum() * share},
+        )
+
+
+def compared_scores(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> Tensor:
+    """[N] mean score of the responses to the prompt with a worse outcome, for outcome 0 with a better one; 0 without any."""
+    found_N = torch.zeros(len(scores_N), dtype=torch.float64)
+    for own in _groups(group_N):
+        target_G = targets_N[own]
+        before_GG, behind_GG = target_G[:, None], target_G[None]
+        compared_GG = torch.where(before_GG > 0, behind_GG < before_GG, behind_GG > before_GG).double()
+        found_N[own] = (compared_GG @ scores_N[own].double()) / compared_GG.sum(1).clamp(min=1)
+    return found_N
+
+
+def pair_accuracy(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> float | None:
+    """Of the pairs of responses to a prompt with different outcomes, the share whose scores are in the same order, each pair
+    weighted by how far its outcomes are apart; None without any."""
+    right = total = 0.0
+    for own in _groups(group_N):
+        apart_GG = (targets_N[own][:, None] - targets_N[own][None]).clamp(min=0)
+        right += float((apart_GG * (scores_N[own][:, None] > scores_N[own][None])).sum())
+        total += float(apart_GG.sum())
+    return right / total if total else None
+
+
+def _groups(group_N: Tensor) -> Iterator[Tensor]:
+    """The samples of each group."""
+    for group in group_N.unique():
+        yield (group_N == group).nonzero()[:, 0]
