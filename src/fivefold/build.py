@@ -265,7 +265,7 @@ def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[st
 def build_models(
     config: RunConfig, directories: Mapping[str, Path], meshes: Meshes, objective: Objective, steps: int, logger: RunLogger
 ) -> Models:
-    """Policy, reference and critic, as far as the method needs them; `directories` has where they lie."""
+    """Every model that the method needs, but a reward model that scores responses; `directories` has where they lie."""
 
     def files_of(path: str) -> dict[str, Any]:
         return {"directory": directories[config.described_by(path)], "torch_dist": find_torch_dist(directories[path])}
@@ -297,6 +297,22 @@ def build_models(
         same_vocabulary("critic.path", load_spec(trained["directory"]), spec)
         settings, trained["total_updates"] = config.settings("critic"), steps * updates
         critic = build_model(meshes, settings, config.critic.first_rank, value_head=True, **trained)
+    prm: Model | None = None
+    prm_reference: FrozenModel | None = None
+    if config.uses_prm:
+        trained = files_of(config.prm.path or config.model.path) | adapters_of(config.prm.lora)
+        trained |= {"updates_per_step": config.prm.updates_per_step, "bucket_mb": bucket_mb}
+        same_vocabulary("prm.path", load_spec(trained["directory"]), spec)
+        settings, trained["total_updates"] = config.settings("prm"), steps * config.prm.updates_per_step
+        own, learner = _on_its_ranks(meshes, settings, config.prm.first_rank, **trained)
+        prm = on_replicas_of(ranks, learner, own)
+        if config.prm_reference_is_base:
+            base = None if learner is None else cast(Model, WithoutAdapters(learner))
+            prm_reference = on_replicas_of(ranks, base, own)
+        elif config.has_prm_reference:
+            files = files_of(config.prm.reference.path or config.model.path)
+            same_vocabulary("prm.reference_path", load_spec(files["directory"]), spec)
+            prm_reference = build_model(meshes, config.settings("prm.reference"), config.prm.first_rank, **files)
     return Models(
         policy,
         reference,
@@ -310,6 +326,10 @@ def build_models(
         values_per_update=config.algorithm.values_per == "update",
         reference_is_base=config.reference_is_base,
         updates=updates,
+        prm=prm,
+        prm_reference=prm_reference,
+        prm_reference_is_base=config.prm_reference_is_base,
+        prm_updates=config.prm.updates_per_step,
     )
 
 

@@ -108,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
-    added.add_argument("--model", choices=["policy", "critic"], default="policy", help="model to write (default policy)")
+    added.add_argument(
+        "--model", choices=["policy", "critic", "prm"], default="policy", help="model to write (default policy)"
+    )
     forms = ["huggingface", "megatron", "adapter"]
     added.add_argument("--to", choices=forms, default=forms[0], help="form (default huggingface); adapter: as PEFT has it")
     added.add_argument("--shard-gb", type=flags.above_0(float), default=5.0, help="largest safetensors file (default 5)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_advantages_equal_the_loop_over_tokens_and_other_responses(granularity, 
     rewards = token_rewards(log_ratios(batch), 0.2, granularity, normalize)
     expected = expected_advantages(rewards, REWARDS, 3.0, 2.0, granularity, 0.9)
     found_T = advantages_of(batch, objective)
-    assert found_T[batch.loss_mask_T].tolist() == pytest.approx(sum(expected, []), rel=1e-5, abs=1e-6)
+    assert found_T[batch.loss_mask_T].tolist() == pytest.approx([*chain(*expected)], rel=1e-5, abs=1e-6)
     assert not found_T[~batch.loss_mask_T].any()
     # A response alone is compared with none.
     assert expected[5] == [0.0, 0.0] and max(map(abs, expected[0])) > 0.1
@@ -103,7 +104,7 @@ def test_the_method_s_advantages_have_the_numbers_of_the_paper_s_code():
     """Coefficients 5 and 5, β 0.05, no discount, whitened with the unbiased variance over all tokens."""
     batch = make_batch()
     rewards = token_rewards(log_ratios(batch), 0.05, "token", "step")
-    flat = sum(expected_advantages(rewards, REWARDS, 5.0, 5.0, "token", 1.0), [])
+    flat = [*chain(*expected_advantages(rewards, REWARDS, 5.0, 5.0, "token", 1.0))]
     mean, variance = statistics.fmean(flat), statistics.variance(flat)
     expected = [(a - mean) / math.sqrt(variance + 1e-8) for a in flat]
     found_T = advantages_of(batch, make_objective("prime"))
@@ -206,7 +207,7 @@ def test_the_model_s_loss_and_its_gradient_equal_the_loop_for_every_cut(loss, ta
             ]  # fmt: skip
             margin = score - (statistics.fmean(others) if others else 0.0)
             expected = expected - torch.log(1 / (1 + torch.exp(-margin if y > 0 else margin))) / 6
-        right += math.copysign(1, score) == (y > 0.5) - (y < 0.5)
+        right += math.copysign(1, score.item()) == (y > 0.5) - (y < 0.5)
         start += length
     expected.backward()
 
@@ -226,7 +227,7 @@ def test_the_model_s_loss_and_its_gradient_equal_the_loop_for_every_cut(loss, ta
 
 def test_a_reward_that_is_no_probability_is_no_target():
     process = make_objective("prime", process_reward=ProcessRewardConfig(target="reward")).process
-    with pytest.raises(RuntimeError, match="between 0 and 1.*got 1.5"):
+    with pytest.raises(RuntimeError, match=r"between 0 and 1.*got 1\.5"):
         process.targets(stats_of([0.0, 1.5, 0, 0, 0, 0]))
 
 
@@ -270,4 +271,4 @@ def test_ppo_may_have_process_rewards_in_its_returns():
         [a + REWARDS[i] for a in own]
         for i, own in enumerate(expected_advantages(rewards, [0.0] * 6, 2.0, 0.0, "token", 1.0))
     ]
-    assert found_T[batch.loss_mask_T].tolist() == pytest.approx(sum(expected, []), rel=1e-5, abs=1e-6)
+    assert found_T[batch.loss_mask_T].tolist() == pytest.approx([*chain(*expected)], rel=1e-5, abs=1e-6)

@@ -98,14 +98,13 @@ def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
     assert set(stays.sampling) == {
         "engine",
         "cache",
-        "critic",
         "reward_model",
         "parameters",
         "reference",
         "gradients",
         "optimizer",
     }
-    assert set(leaves.sampling) == {"engine", "cache", "critic", "reward_model"}
+    assert set(leaves.sampling) == {"engine", "cache", "reward_model"}
     assert stays.training["reference"] > 0 and "reference" not in leaves.training
     assert leaves.total < stays.total
 
@@ -123,11 +122,11 @@ def test_the_policy_s_optimizer_is_not_there_while_the_critic_learns(models):
     both = estimate(
         spec,
         "d1",
-        critic=Sharded(load_spec(models("qwen3"), value_head=True), ParallelLayout()),
+        learners={"critic": Sharded(load_spec(models("qwen3"), value_head=True), ParallelLayout())},
         offload=frozenset({"optimizer"}),
     )
-    assert "optimizer" in both.training and "optimizer" not in both.critic_training
-    assert {"parameters", "gradients"} <= set(both.critic_training)
+    assert "optimizer" in both.training and "optimizer" not in both.training_of("critic")
+    assert {"parameters", "gradients"} <= set(both.training_of("critic"))
 
 
 def test_a_critic_and_a_reward_model_take_their_place(models):
@@ -138,12 +137,12 @@ def test_a_critic_and_a_reward_model_take_their_place(models):
     both = estimate(
         spec,
         "d1",
-        critic=Sharded(values, ParallelLayout()),
+        learners={"critic": Sharded(values, ParallelLayout())},
         reward_model=Sharded(values, ParallelLayout()),
-        critic_offload=frozenset({"gradients", "optimizer"}),
+        offloads={"critic": frozenset({"gradients", "optimizer"})},
     )
     count = rank_parameters(values, ParallelLayout())[0].total
-    assert both.critic_training["critic"] == 18 * count
+    assert both.training_of("critic")["critic"] == 18 * count
     assert both.training["critic"] == 2 * count, "its gradients and optimizer are not there while the policy learns"
     assert both.sampling["critic"] == both.sampling["reward_model"] == 2 * count
 
@@ -152,11 +151,17 @@ def test_each_model_is_counted_by_its_own_layout_on_the_ranks_that_hold_most_tog
     """Of two stages the first of the policy has the embedding, the last one the output layer; a whole reference is everywhere."""
     spec, values = load_spec(models("qwen3")), load_spec(models("qwen3"), value_head=True)
     staged, whole = ParallelLayout.parse("megatron:p2"), ParallelLayout.parse("megatron:d2")
-    found = estimate(spec, "p2", reference=Sharded(spec, whole), critic=Sharded(values, whole, tokens_per_micro_batch=64))
+    found = estimate(
+        spec, "p2", reference=Sharded(spec, whole), learners={"critic": Sharded(values, whole, tokens_per_micro_batch=64)}
+    )
     assert found.reference == 2 * rank_parameters(spec, whole)[0].total
     # 2 bytes a parameter and 4 of gradient; 12 of Adam over two replicas.
-    assert found.critic == (2 + 4 + 12 // 2) * rank_parameters(values, whole)[0].total
-    assert 0 < found.critic_activations < found.activations
+    assert found.learners["critic"].state == (2 + 4 + 12 // 2) * rank_parameters(values, whole)[0].total
+    assert 0 < found.learners["critic"].activations < found.activations
     # The critic's first stage, with the embedding, lies where a policy and a reference of one stage are as large as anywhere.
-    other = estimate(spec, "d2", critic=Sharded(values, staged, tokens_per_micro_batch=1024))
-    assert other.critic == 18 * rank_parameters(values, staged)[0].total > 18 * rank_parameters(values, staged)[1].total
+    other = estimate(spec, "d2", learners={"critic": Sharded(values, staged, tokens_per_micro_batch=1024)})
+    assert (
+        other.learners["critic"].state
+        == 18 * rank_parameters(values, staged)[0].total
+        > 18 * rank_parameters(values, staged)[1].total
+    )

@@ -189,7 +189,8 @@ def toy_parts(
     models = Models(
         policy, ToyModel() if objective.needs_reference else None, ToyModel(value_head=True) if objective.needs_critic else None,
         objective, ValueLoss(), ranks, SkipGuard(ranks, 0, run_dir, print), seed=3, critic_warmup=critic_warmup,
-        values_per_update=values_per_update,
+        values_per_update=values_per_update, prm=ToyModel(lr=0.05) if objective.needs_prm else None,
+        prm_reference=ToyModel() if objective.needs_prm else None,
     )  # fmt: skip
     settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
     config = TrainerConfig(seed=3, **(settings | trainer))
@@ -233,4 +234,6 @@ def toy_run(mesh, run_dir: Path, name: str, choices: methods.Choices, steps: int
 CHOICES = {
     # Its bounds are made for long responses of large models, which move by less than a toy does.
     "gspo": methods.Choices(clip_low=0.1, clip_high=0.1),
+    # Its responses are right in part long before one is right as a whole.
+    "prime": methods.Choices(process_reward=methods.ProcessRewardConfig(target="reward")),
 }

@@ -117,8 +117,8 @@ class ProcessReward:
 class ImplicitRewardLoss:
     """Cross-entropy of σ(score) and the outcome, mean over the responses of an update; score = β Σ (log π_prm - log π_ref).
 
-    With `others_N` instead -log σ(±(score - others)), + of a response whose outcome is above 0: DPO against the mean score of
-    the responses to the prompt that came out better, or worse.
+    With `others_N` instead -log σ(±(score - others)), + where the outcome is above 0: DPO against the mean score of the
+    responses to the prompt that came out worse, or better.
     """
 
     beta: float

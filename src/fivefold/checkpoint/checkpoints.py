@@ -1,6 +1,7 @@
 """Checkpoints of a run: written to a staging directory, then renamed atomically; a corrupt one is named and skipped.
 
-checkpoints/step-000030/   policy/ critic/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml  manifest.json
+checkpoints/step-000030/   policy/ critic/ prm/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml
+                           manifest.json
                            rollouts/ (groups that wait)  work/ (of a step that goes on between its optimizer steps)
 checkpoints/latest         the name of the one to resume from
 """

@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
 from fivefold.checkpoint.fingerprint import content_of
 from fivefold.config import RunConfig, load_config
+from fivefold.config.schema import LearnerConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.hub import model_snapshot
@@ -32,7 +33,7 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", form: Form = "huggingface") -> str:
-    """Write the policy or the critic of `checkpoint` to the new directory `out` in one process; a sentence about it.
+    """Write one of the models of `checkpoint` to the new directory `out` in one process; a sentence about it.
 
     Adapters are merged into the model that the run began with, or with `form` adapter written by themselves, for PEFT.
     """
@@ -47,14 +48,14 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     if not (checkpoint / part).is_dir():
         raise ValueError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
     config = load_config(checkpoint / "run.yaml")
-    critic = part == "critic"
-    path = config.described_by((config.critic.path if critic else None) or config.model.path)
-    lora = (config.critic if critic else config.policy).lora.spec
+    critic, beside = part == "critic", _beside(config, part)
+    path = config.described_by((beside.path if beside else None) or config.model.path)
+    lora = (beside or config.policy).lora.spec
     if form == "adapter" and lora is None:
         raise ValueError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
     if form == "adapter" and critic:
         raise ValueError(
-            "--to adapter is for the policy: a critic's adapters say nothing without its value head; leave it out"
+            "--to adapter is not for the critic: a critic's adapters say nothing without its value head; leave it out"
         )
     state = RunState.read(checkpoint)
     directory = Path(path)
@@ -69,7 +70,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     try:
         whole = mesh.build_mesh(Ranks(ParallelLayout(), timeout_minutes=10), device, seed=0, timeout_minutes=10)
         # One process holds the whole model: what split it into stages does not apply.
-        settings = config.critic.settings(config.policy) if critic else config.policy
+        settings = beside.settings(config.policy) if beside else config.policy
         settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
         model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic, torch_dist=weights)
         model.load(checkpoint / part)
@@ -102,8 +103,8 @@ def _base_weights(part: str, config: RunConfig, directory: Path, state: RunState
 
     Raises ValueError where they are others now.
     """
-    own = config.critic.path if part == "critic" else None
-    key, path = ("critic.path", own) if own else ("model.path", config.model.path)
+    beside = _beside(config, part)
+    key, path = (f"{part}.path", beside.path) if beside and beside.path else ("model.path", config.model.path)
     then = state.fingerprint[key]["content"]
     now = content_of([Path(path) if Path(path).is_dir() else directory])
     if None not in (*then, *now) and then != now:
@@ -111,8 +112,13 @@ def _base_weights(part: str, config: RunConfig, directory: Path, state: RunState
     return find_torch_dist(path)
 
 
+def _beside(config: RunConfig, part: str) -> LearnerConfig | None:
+    """The section of a model that learns beside the policy; None for the policy."""
+    return {"policy": None, "critic": config.critic, "prm": config.prm}[part]
+
+
 def _parts(checkpoint: Path) -> list[str]:
-    return [name for name in ("policy", "critic") if (checkpoint / name).is_dir()]
+    return [name for name in ("policy", "critic", "prm") if (checkpoint / name).is_dir()]
 
 
 def _make_classifier(path: Path) -> None:

@@ -18,7 +18,7 @@ from fivefold.models.torch_dist import find_torch_dist, is_torch_dist
 
 _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
 """Keys about how a run is started, not about the run."""
-_NEVER_ACCEPTED = ("policy.lora.rank", "critic.lora.rank")
+_NEVER_ACCEPTED = ("policy.lora.rank", "critic.lora.rank", "prm.lora.rank")
 """Keys that say of what size a checkpoint's tensors are."""
 _OF_A_MODEL = ("*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
 
@@ -101,7 +101,7 @@ class Fingerprint:
 def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
     """(key, value, how it counts) of the keys that say what a run is and how it runs."""
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
-    learning = [config.policy.optimizer, *([config.critic.optimizer] if config.uses_critic else [])]
+    learning = [each.optimizer for each in config.learners.values()]
     ends_with_the_run = any(each.schedule != "constant" and each.decay_steps is None for each in learning)
     for leaf in leaves(config):
         counts = leaf.counts
@@ -110,7 +110,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
         if leaf.key == "trainer.steps" and ends_with_the_run:
             # The learning rate falls until the last step.
             counts = Counts.VALUE
-        if leaf.key.startswith("critic.") and not config.uses_critic:
+        if (section := leaf.key.partition(".")[0]) in ("critic", "prm") and section not in config.learners:
             counts = Counts.HARMLESS
         yield leaf.key, chosen.get(leaf.key, leaf.value), counts
 

@@ -19,6 +19,7 @@ ROLES = {
     "ref": "reference.backend",
     "reference": "reference.backend",
     "critic": "critic.backend",
+    "prm": "prm.backend",
     "reward": "reward.model.backend",
     "rollout": "engine.backend",
     "engine": "engine.backend",

@@ -687,7 +687,7 @@ METHODS: dict[str, Method] = {
     "prime": Method(
         about=(
             "2502.01456: leave-one-out of the outcome and of every token's implicit process reward, the return from each "
-            "token on, whitened over the step. Coefficients, β and the normalization are those of the authors' code in verl. "
+            "token on, whitened over the step. Coefficients, β and normalization are those of the authors' code in verl. "
             "The process reward model: [below](#prime-and-its-process-reward-model). The paper samples prompts whose share "
             "of right responses is between 0.2 and 0.8: `dynamic_sampling_low` and `dynamic_sampling_high`."
         ),

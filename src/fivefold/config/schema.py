@@ -17,12 +17,12 @@ from fivefold.config.identity import CONTENT, HARMLESS, leaves, with_absolute_pa
 from fivefold.config.mcore_options import Options
 from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
 from fivefold.config.ranges import Matches, OneOf, Range, above, at_least, within
+from fivefold.config.scoring import VARIABLE, CodeConfig, JudgeConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.adapters import ALL, LoraSpec
 from fivefold.models.torch_dist import config_beside, is_torch_dist
 
 RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
-VARIABLE = re.compile(r"[A-Za-z_]\w*\*?")
 
 
 @dataclass(frozen=True)
@@ -187,18 +187,17 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
-    """The value model of methods with `credit: gae`; what is left out is the policy's."""
+class LearnerConfig:
+    """A model that learns beside the policy; what is left out is the policy's."""
 
     path: Annotated[str | None, CONTENT] = None
-    """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
     backend: Annotated[str | None, HARMLESS] = None
     """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
     one only the own `megatron.pipeline` splits it into stages."""
     first_rank: Annotated[int, at_least(0), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
     """As in `policy`; the policy's when left out."""
     tokens_per_micro_batch: Annotated[int | None, above(0), HARMLESS] = None
@@ -206,19 +205,48 @@ class CriticConfig:
     megatron: MegatronConfig | None = None
     """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
     offload: Annotated[OffloadConfig | None, HARMLESS] = None
-    value_clip: Annotated[float, above(0)] | None = 0.5
-    """A value may move by so much from what it was before the step; null: no bound."""
-    warmup_steps: Annotated[int, at_least(0)] = 0
-    """Steps in which the critic learns and the policy stays as it is."""
 
     def settings(self, policy: PolicyConfig) -> PolicyConfig:
-        """The critic's whole settings."""
+        """The model's whole settings."""
         own = {
             name: getattr(self, name)
             for name in ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "offload")
             if getattr(self, name) is not None
         }
         return policy.for_role(self.backend, self.megatron, **own)
+
+
+@dataclass(frozen=True)
+class CriticConfig(LearnerConfig):
+    """The value model of methods with `credit: gae`; what is left out is the policy's."""
+
+    path: Annotated[str | None, CONTENT] = None
+    """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    value_clip: Annotated[float, above(0)] | None = 0.5
+    """A value may move by so much from what it was before the step; null: no bound."""
+    warmup_steps: Annotated[int, at_least(0)] = 0
+    """Steps in which the critic learns and the policy stays as it is."""
+
+
+@dataclass(frozen=True)
+class PRMConfig(LearnerConfig):
+    """The implicit process reward model of methods with `process_reward.coef`, a language model that learns from outcomes;
+    what is left out is the policy's. Rate, weight decay and bound of the gradient are those of PRIME (2502.01456)."""
+
+    path: Annotated[str | None, CONTENT] = None
+    """Model directory or hub id, of any family and size with the policy's vocabulary; the policy's starting weights when
+    left out."""
+    reference_path: Annotated[str | None, CONTENT] = None
+    """What it is compared with (`algorithm.process_reward.reference: initial`); its own starting weights when left out."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, weight_decay=0.0, clip_grad=10.0))
+    updates_per_step: Annotated[int, above(0)] = 1
+    """Optimizer steps into which one rollout is divided for it, by whole groups; data.prompts_per_step is a multiple."""
+
+    @property
+    def reference(self) -> PRMConfig:
+        """What it is compared with, on its own layout."""
+        return replace(self, path=self.reference_path or self.path, lora=LoraConfig())
 
 
 @dataclass(frozen=True)
@@ -492,75 +520,6 @@ class RewardModelConfig:
         return policy.for_role(self.backend, self.megatron)
 
 
-JUDGE_PROMPT = """\
-You compare a response with a reference answer. Both may be in any language and of any form: an option, a number, an
-expression, a text. The response is right when its final answer says the same as the reference; a response that is not
-finished, or gives no clear final answer, is wrong.
-
-Question:
-{prompt}
-
-Response:
-{response}
-
-Reference answer:
-{ground_truth}
-
-Is the response right? Answer with one word, YES or NO.
-"""
-
-
-@dataclass(frozen=True)
-class JudgeConfig:
-    """A model that the reward `judge` asks, over OpenAI's HTTP API, or functions of the user's by themselves."""
-
-    url: Annotated[list[str], HARMLESS] = field(default_factory=list)
-    """Servers that are there, as `http://host:8000/v1`; requests go to them in turn."""
-    model: str | None = None
-    """The model's name, as those servers know it; with `backend` its Hugging Face directory or hub id."""
-    backend: Annotated[str | None, HARMLESS] = None
-    """Servers that the run starts instead, by a layout of vLLM (`vllm:d2t2`), on GPUs of their own: those behind the ranks'
-    and the engine's servers' on each machine. For functions that ask, of SGLang too."""
-    functions_ask: bool = False
-    """Reward functions of the user's ask these servers by themselves: one that names `reward_router_address` gets the host
-    and port of one of them, one that names `reward_model_tokenizer` the model's tokenizer of transformers, as with verl."""
-    memory_fraction: Annotated[float, within("(0, 1)"), HARMLESS] = 0.9
-    """Share of a GPU's memory for one of these servers."""
-    max_model_len: Annotated[int | None, above(0), HARMLESS] = None
-    """Longest sequence that these servers make room for; the judge's own when left out."""
-    api_key_variable: Annotated[str | None, Matches(VARIABLE, "the name of a variable"), HARMLESS] = None
-    """Environment variable with the servers' key. Ranks read it; reward functions and the run's files do not get it."""
-    prompt: str = JUDGE_PROMPT
-    """What the judge is told: {prompt} is the last user message, {response} the whole response, {ground_truth} the truth."""
-    verdict: Literal["yes_no", "score"] = "yes_no"
-    """How its answer is read: 1 or 0 for the first yes or no in it, or a number by `pattern`; one without fails."""
-    pattern: str = r"[Ss]core:\s*([0-9.]+)"
-    """Regular expression with one group, the number; the last match counts."""
-    scale: Annotated[float, above(0)] = 10.0
-    """The largest number, whose reward is 1."""
-    temperature: Annotated[float, within("[0, 100]")] = 0.0
-    max_tokens: Annotated[int, above(0)] = 1024
-    """Of an answer."""
-    request: dict[str, Any] = field(default_factory=dict)
-    """Further fields of each request, as the servers take them: `{top_p: 0.8, chat_template_kwargs: {...}}`."""
-    timeout_seconds: Annotated[float, within("(0, 3600]"), HARMLESS] = 60.0
-    """Time that one verdict may take, with all attempts; over it the sample has failed."""
-    retries: Annotated[int, within("[0, 100]"), HARMLESS] = 2
-    """Further attempts where a server is not reached, is busy or fails."""
-    concurrency: Annotated[int, within("[1, 4096]"), HARMLESS] = 64
-    """Verdicts that each rank asks for at once."""
-
-
-@dataclass(frozen=True)
-class CodeConfig:
-    """What a program may take that the reward `code` or `code_fraction` runs."""
-
-    test_seconds: Annotated[float, within("(0, 3600]")] = 4.0
-    """CPU time of one test; by the clock it may take three times as long. All tests of a sample share `timeout_seconds`."""
-    memory_mb: Annotated[int, within("[64, 1048576]")] = 1024
-    """Address space of a program; its files may have as many bytes together."""
-
-
 @dataclass(frozen=True)
 class RewardConfig:
     functions: dict[str, Annotated[float, within("[-1000000, 1000000]")]] = field(default_factory=dict)
@@ -732,6 +691,7 @@ class RunConfig:
     model: ModelConfig
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    prm: PRMConfig = field(default_factory=PRMConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -768,13 +728,17 @@ class RunConfig:
         return self.policy.layout
 
     @property
-    def others(self) -> dict[str, CriticConfig | ReferenceConfig | RewardModelConfig]:
+    def others(self) -> dict[str, LearnerConfig | ReferenceConfig | RewardModelConfig]:
         """The models beside the policy that the run has, by their section."""
-        found: dict[str, CriticConfig | ReferenceConfig | RewardModelConfig] = {}
+        found: dict[str, LearnerConfig | ReferenceConfig | RewardModelConfig] = {}
         if self.algorithm.needs_reference and not self.reference_is_base:
             found["reference"] = self.reference
         if self.uses_critic:
             found["critic"] = self.critic
+        if self.uses_prm:
+            found["prm"] = self.prm
+        if self.has_prm_reference and not self.prm_reference_is_base:
+            found["prm.reference"] = self.prm.reference
         if self.reward.model.path and self.may_generate:
             found["reward.model"] = self.reward.model
         return found
@@ -817,6 +781,16 @@ class RunConfig:
         return is_placed_alike and settings.megatron == policy.megatron
 
     @property
+    def has_prm_reference(self) -> bool:
+        """The process reward model is compared with weights that stay as they are."""
+        return self.uses_prm and self.algorithm.resolved.process_reward.reference == "initial"
+
+    @property
+    def prm_reference_is_base(self) -> bool:
+        """They are the model's own, with its adapters switched off: there is no second model."""
+        return self.has_prm_reference and self.prm.lora.rank > 0 and self.prm.reference_path in (None, self.prm.path)
+
+    @property
     def run_dir(self) -> Path:
         """Where the run writes everything."""
         if self.trainer.run_dir is not None:
@@ -850,9 +824,9 @@ class RunConfig:
         """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
         others = [self.reference.path if self.algorithm.needs_reference else None]
         others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
+        others += [self.prm.path if self.uses_prm else None, self.prm.reference.path if self.has_prm_reference else None]
         others.append(self.reward.judge.model if self.may_generate and self.reward.judge_layout else None)
-        adapted = [self.policy.lora, *([self.critic.lora] if self.uses_critic else [])]
-        others += [lora.path for lora in adapted if lora.rank]
+        others += [each.lora.path for each in self.learners.values() if each.lora.rank]
         paths = [path for path in (self.model.path, *others) if path]
         return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 
@@ -876,3 +850,13 @@ class RunConfig:
     @property
     def uses_critic(self) -> bool:
         return self.algorithm.resolved.credit == "gae"
+
+    @property
+    def uses_prm(self) -> bool:
+        return bool(self.algorithm.resolved.process_reward.coef)
+
+    @property
+    def learners(self) -> dict[str, PolicyConfig | LearnerConfig]:
+        """The models that are trained, by their section."""
+        beside = {"critic": self.critic} if self.uses_critic else {}
+        return {"policy": self.policy, **beside, **({"prm": self.prm} if self.uses_prm else {})}

@@ -11,7 +11,15 @@ from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.method_rules import check_method
 from fivefold.config.mixture import counts
 from fivefold.config.ranges import check_values, suggest
-from fivefold.config.schema import DataConfig, LoraConfig, OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
+from fivefold.config.schema import (
+    DataConfig,
+    LearnerConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
 from fivefold.models.adapters import ALL
@@ -47,6 +55,7 @@ def _check_layouts(findings: Findings, config: RunConfig) -> None:
     for key, of in (
         ("reference.backend", config.reference),
         ("critic.backend", config.critic),
+        ("prm.backend", config.prm),
         ("reward.model.backend", config.reward.model),
     ):
         text = of.backend
@@ -192,6 +201,8 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
         f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
     )
     _check_expert(findings, config)
+    if config.uses_prm:
+        _check_prm(findings, config)
     if algorithm.values_per == "update":
         if not config.uses_critic:
             findings.ignore("algorithm.values_per", "there is no critic")
@@ -201,6 +212,25 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
             f": update needs algorithm.ppo_epochs: 1, for the values of an update are those before it: "
             f"got {algorithm.ppo_epochs}",
         )
+
+
+def _check_prm(findings: Findings, config: RunConfig) -> None:
+    prm, process, reward = config.prm, config.algorithm.resolved.process_reward, config.reward
+    findings.require(
+        config.data.prompts_per_step % prm.updates_per_step == 0,
+        "data.prompts_per_step",
+        f"must be a multiple of prm.updates_per_step, so that the updates are equal: got {config.data.prompts_per_step} and "
+        f"{prm.updates_per_step}",
+    )
+    if reward.model.path and not reward.functions and not reward.by_source:
+        findings.require(
+            process.target == "reward",
+            "algorithm.process_reward.target",
+            ": correct needs a reward function that decides whether a response is, a reward model does not: name one in "
+            "reward.functions, or set target: reward for scores between 0 and 1",
+        )
+    if process.reference == "policy" and prm.reference_path is not None:
+        findings.ignore("prm.reference_path", "algorithm.process_reward.reference is the policy")
 
 
 def _check_expert(findings: Findings, config: RunConfig) -> None:
@@ -295,15 +325,17 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
     _check_shared_prefix(findings, config)
     _check_adapters(findings.at("policy"), config.policy)
+    for where, beside in config.learners.items():
+        if isinstance(beside, LearnerConfig):
+            _check_adapters(findings.at(where), beside.settings(config.policy))
+            own = {item.name for item in fields(beside) if getattr(beside, item.name) is not None}
+            _check_model(findings.at(where), beside.settings(config.policy), own, longest)
     if config.uses_critic:
-        _check_adapters(findings.at("critic"), config.critic.settings(config.policy))
-        critic, steps = config.critic, config.trainer.steps
-        own = {item.name for item in fields(critic) if getattr(critic, item.name) is not None}
-        _check_model(findings.at("critic"), critic.settings(config.policy), own, longest)
+        warmup, steps = config.critic.warmup_steps, config.trainer.steps
         findings.require(
-            steps is None or critic.warmup_steps < steps,
+            steps is None or warmup < steps,
             "critic.warmup_steps",
-            f"must be below trainer.steps, or the policy never learns: got {critic.warmup_steps}",
+            f"must be below trainer.steps, or the policy never learns: got {warmup}",
         )
     for where, other in (("reference", config.reference), ("reward.model", config.reward.model)):
         if (other.path or where == "reference") and other.megatron is not None:

@@ -36,6 +36,8 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("Critic: explained variance", ("critic/explained_variance",)),
     ("Critic: loss", ("critic/loss",)),
+    ("Process reward model: accuracy", ("prm/accuracy", "prm/pair_accuracy")),
+    ("Process reward model: loss", ("prm/loss",)),
     ("Dynamic sampling: prompts with reward variance", ("dynamic_sampling/kept_fraction",)),
     ("Engine against trainer: log-prob difference", ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")),
     ("Response length", ("response/length_mean", "response/length_max")),
@@ -43,7 +45,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Sampling ahead: age of samples in steps", ("async/staleness_mean", "async/staleness_max")),
     ("Sampling ahead: groups not used yet", ("async/unused_groups", "async/complete_groups")),
     ("Sampling ahead: who waits, seconds", ("async/trainer_wait_seconds", "async/engine_wait_seconds")),
-    ("Learning rate", ("policy/lr", "critic/lr")),
+    ("Learning rate", ("policy/lr", "critic/lr", "prm/lr")),
     ("Tokens a second", ("throughput/tokens_per_second", "throughput/train_tokens_per_second")),
     ("Peak memory, GB", ("memory/peak_gb",)),
 )

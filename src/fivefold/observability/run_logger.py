@@ -25,6 +25,7 @@ LINE = {
     "policy/entropy": "entropy",
     "policy/kl_reference": "kl",
     "critic/explained_variance": "explained variance",
+    "prm/accuracy": "prm accuracy",
     "response/length_mean": "length",
     "rollout/logprob_diff_mean": "engine diff",
 }

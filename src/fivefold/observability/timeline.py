@@ -18,6 +18,7 @@ COLORS = {
     "reward": "#059669",
     "logprobs": "#d97706",
     "critic": "#be185d",
+    "prm": "#9d174d",
     "pack": "#0891b2",
     "weight_sync": "#dc2626",
     "eval": "#65a30d",

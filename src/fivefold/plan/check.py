@@ -16,6 +16,7 @@ from fivefold.config.schema import (
     DataConfig,
     LoraConfig,
     PolicyConfig,
+    PRMConfig,
     RayConfig,
     ReferenceConfig,
     RewardConfig,
@@ -57,10 +58,11 @@ def check(config: RunConfig) -> Findings:
     for part in roles(config):
         _check_model(findings, config, part, specs)
     policy = specs.get("policy")
-    for where in ("critic", "reference"):
-        if policy is not None and where in specs and specs[where].vocab != policy.vocab:
+    for part in roles(config):
+        where = part.where
+        if policy is not None and where in specs and where != "reward.model" and specs[where].vocab != policy.vocab:
             found = f"{specs[where].vocab} != {policy.vocab}"
-            findings.error(f"{where}.path", f"must have the policy's vocabulary: {found}")
+            findings.error(part.key, f"must have the policy's vocabulary: {found}")
     if policy is not None and not findings.errors:
         findings.notes[:0] = _spec_notes(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
@@ -145,7 +147,7 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
     """What this model cannot do with its settings."""
     settings, megatron, layout = part.settings, part.settings.megatron, part.settings.layout
     is_policy_s = part.where == "reference" and config.reference.megatron is None
-    own = findings.at("policy" if is_policy_s else part.where).at("megatron")
+    own = findings.at("policy" if is_policy_s else part.section).at("megatron")
     if not is_policy_s:
         _check_packages(own, config, part.settings)
     trained = part.where != "reward.model"
@@ -154,11 +156,7 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
             "data.max_prompt_tokens + data.max_response_tokens",
             f"= {config.max_sequence_tokens} is more than the {spec.max_positions} positions of the model in {part.key}",
         )
-    if (
-        part.where in ("policy", "critic")
-        and megatron.optimizer.get("optimizer_cpu_offload", False)
-        and config.trainer.device == "cpu"
-    ):
+    if part.trains and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
         own.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
     if spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
         findings.error(
@@ -234,11 +232,12 @@ def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfi
 
 def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, ModelSpec]) -> None:
     """Keys that were set and change nothing; `specs` are those of the models that are here."""
-    algorithm, name, critic = config.algorithm, config.algorithm.name, config.critic
+    algorithm, name = config.algorithm, config.algorithm.name
     for where, own in (
         ("policy", config.policy),
         ("reference", config.reference if algorithm.needs_reference else None),
-        ("critic", critic if config.uses_critic else None),
+        ("critic", config.learners.get("critic")),
+        ("prm", config.learners.get("prm")),
         ("reward.model", config.reward.model if config.reward.model.path else None),
     ):
         if own is None:
@@ -277,8 +276,10 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("reference", "the KL coefficient is 0")
     if config.reward.model.backend is not None and not config.reward.model.path:
         findings.ignore("reward.model.backend", "there is no reward model: name it in reward.model.path")
-    if not config.uses_critic and critic != CriticConfig():
+    if not config.uses_critic and config.critic != CriticConfig():
         findings.ignore("critic", f"{name} has no critic: set algorithm.credit: gae")
+    if not config.uses_prm and config.prm != PRMConfig():
+        findings.ignore("prm", f"{name} has no process reward model: set algorithm.process_reward.coef")
     if not algorithm.resolved.dynamic_sampling and (
         algorithm.prompts_per_round is not None or algorithm.sampling_rounds != AlgorithmConfig().sampling_rounds
     ):

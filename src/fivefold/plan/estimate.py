@@ -121,6 +121,7 @@ def step_estimate(
     asked = [("reference", "log-probs")] if "reference" in models else []
     asked += [("policy", "log-probs")] if needs_old_logprobs(config) else []
     asked += [("critic", "values")] if "critic" in models else []
+    asked += [("prm.reference", "log-probs")] if "prm.reference" in models else []
     asked += [("reward.model", "reward model")] if "reward.model" in models else []
     turns: dict[int, dict[str, float]] = {}
     for where, name in asked:
@@ -147,6 +148,13 @@ def step_estimate(
         beside = min(seconds, learning) if config.spans["critic"].start else 0.0
         add({"critic": seconds - beside})
         overlapped |= {"critic": beside} if beside else {}
+    if "prm" in models:
+        # Its rewards come before the policy learns, so nothing is beside it.
+        model, updates = models["prm"], config.prm.updates_per_step
+        cluster_of_prm = trainer_cluster(model.layout.world_size, cluster)
+        own = replace(everything, tokens=everything.tokens // updates)
+        rewarding = forward_time(model, everything, cluster_of_prm, rates).total
+        add({"prm": updates * update_time(model, own, cluster_of_prm, rates).total + rewarding})
     add(update.parts, algorithm.updates)
     overlapped |= {name: algorithm.updates * seconds for name, seconds in update.overlapped.items() if seconds}
     memory = memory_of(elastic(config), spec)

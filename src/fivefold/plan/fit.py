@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
-from fivefold.config.schema import OffloadConfig
+from fivefold.config.schema import LearnerConfig, OffloadConfig
 from fivefold.layout import ParallelLayout
 from fivefold.plan.devices import device_of, on_gpus
 from fivefold.plan.memory import Memory
@@ -86,16 +86,22 @@ def _advice(config: RunConfig, measure: Measure) -> str:
 
 def _settings(config: RunConfig) -> Iterator[Remedy]:
     """Changes of settings that keep the numbers of a run; each with its key."""
-    policy, critic = config.policy, config.critic
+    policy = config.policy
     everything = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     if policy.recompute != "full" and "recompute_granularity" not in policy.megatron.transformer:
         yield "policy.recompute: full", replace(config, policy=replace(policy, recompute="full"))
     if on_gpus(config) and len(policy.offload.parts) < 3:
         text = "policy.offload: {parameters: true, gradients: true, optimizer: true}"
         yield text, replace(config, policy=replace(policy, offload=everything))
-    if on_gpus(config) and config.uses_critic and critic.settings(policy).offload.parts != everything.parts:
-        text = "critic.offload: {parameters: true, gradients: true, optimizer: true}"
-        yield text, replace(config, critic=replace(critic, offload=everything))
+    for where, beside in config.learners.items():
+        if (
+            isinstance(beside, LearnerConfig)
+            and on_gpus(config)
+            and beside.settings(policy).offload.parts != everything.parts
+        ):
+            text = f"{where}.offload: {{parameters: true, gradients: true, optimizer: true}}"
+            changes: dict[str, Any] = {where: replace(beside, offload=everything)}
+            yield text, replace(config, **changes)
     least = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     if policy.tokens_per_micro_batch > least:
         yield (

@@ -24,6 +24,18 @@ PLAIN_LOGITS_BYTES = 3 * 256 * 2**20
 
 
 @dataclass(frozen=True)
+class Learner:
+    """Bytes of a model that learns beside the policy, on one rank."""
+
+    state: int
+    """What is there of it in its updates: parameters, gradients, optimizer state, and what it is compared with."""
+    resident: int
+    """What of that stays on the device outside of its turn."""
+    activations: int
+    """What an update keeps for its backward."""
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes of the fullest rank, by what they are for."""
 
@@ -36,12 +48,8 @@ class Memory:
     """The engine's weights."""
     cache: int
     """Its keys and values."""
-    critic: int = 0
-    """The critic's parameters, gradients and optimizer state."""
-    critic_resident: int = 0
-    """What of it stays on the device outside of its turn."""
-    critic_activations: int = 0
-    """What an update of the critic keeps for its backward."""
+    learners: Mapping[str, Learner] = field(default_factory=dict)
+    """Critic and process reward model, by name."""
     reward_model: int = 0
     """Parameters of the reward model."""
     engine_sleeps: bool = True
@@ -51,38 +59,42 @@ class Memory:
 
     @property
     def _resident(self) -> dict[str, int]:
-        """What is there whoever has the device, but for the critic."""
+        """What is there whoever has the device, but for models that learn beside the policy."""
         parts = {"reward_model": self.reward_model} | ({} if self.engine_sleeps else {"engine": self.engine})
         parts |= {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer") if name not in self.offload}
         return parts | ({} if "parameters" in self.offload else {"reference": self.reference})
+
+    def _waiting(self, turn: str = "") -> dict[str, int]:
+        """What is there of the models whose turn it is not."""
+        return {name: one.resident for name, one in self.learners.items() if name != turn} | self._resident
 
     @property
     def training(self) -> dict[str, int]:
         """What is there during an update of the policy."""
         own = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "activations")}
-        return own | {"critic": self.critic_resident} | self._resident
+        return own | self._waiting()
 
-    @property
-    def critic_training(self) -> dict[str, int]:
-        """What is there during an update of the critic."""
-        return {"critic": self.critic, "activations": self.critic_activations} | self._resident
+    def training_of(self, name: str) -> dict[str, int]:
+        """What is there during an update of one of the others that learn."""
+        one = self.learners[name]
+        return {name: one.state, "activations": one.activations} | self._waiting(name)
 
     @property
     def sampling(self) -> dict[str, int]:
         """What is there while responses are sampled."""
-        return {"engine": self.engine, "cache": self.cache, "critic": self.critic_resident} | self._resident
+        return {"engine": self.engine, "cache": self.cache} | self._waiting()
 
     @property
     def syncing(self) -> dict[str, int]:
         """What is there while the engine is given new weights: both of the policy, before its cache takes room."""
-        return {"parameters": self.parameters, "engine": self.engine, "critic": self.critic_resident} | self._resident
+        return {"parameters": self.parameters, "engine": self.engine} | self._waiting()
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
         """The phases of a step that this run has, by name."""
-        critic = {"training the critic": self.critic_training} if self.critic else {}
+        others = {f"training the {name}": self.training_of(name) for name, one in self.learners.items() if one.state}
         engine = {"syncing weights": self.syncing, "sampling": self.sampling} if self.engine else {}
-        return {"training": self.training, **critic, **engine}
+        return {"training": self.training, **others, **engine}
 
     @property
     def total(self) -> int:
@@ -243,24 +255,26 @@ def estimate_memory(
     engine_cache: int | None = None,
     offload: frozenset[str] = frozenset(),
     reference: Sharded | None = None,
-    critic: Sharded | None = None,
-    critic_offload: frozenset[str] = frozenset(),
+    learners: Mapping[str, Sharded] | None = None,
+    prm_reference: Sharded | None = None,
+    offloads: Mapping[str, frozenset[str]] | None = None,
     reward_model: Sharded | None = None,
     first_ranks: Mapping[str, int] | None = None,
 ) -> Memory:
     """Memory of the fullest rank, with the engine next to the policy (0 sequences: no engine), cut in `engine_shards`.
 
-    Each model lies by its own layout on the policy's ranks, or from that of `first_ranks` on. `engine_cache`: bytes that the
+    Each model lies by its own layout on the policy's ranks, or from that of `first_ranks` on; `offloads` has the parts that
+    leave of each of the `learners` beside it. `engine_cache`: bytes that the
     engine takes for its cache whatever it needs; as many as its sequences need when left out.
     """
     spec, size, engine_size = policy.spec, BYTES[dtype], BYTES[engine_dtype or dtype]
     if engine_cache is None:
         engine_cache = engine_sequences * spec.kv_numbers_per_token * engine_size * max_sequence_tokens // engine_shards
-    models = {"policy": policy, "reference": reference, "critic": critic, "reward_model": reward_model}
+    beside, frozen = learners or {}, {"reference": reference, "reward_model": reward_model, "prm_reference": prm_reference}
+    models = {"policy": policy, **beside, **{name: one for name, one in frozen.items() if one is not None}}
     stages = [
         (name, stage, (first_ranks or {}).get(name, 0) + number * (model.layout.world_size // model.layout.pp), model.layout)
         for name, model in models.items()
-        if model is not None
         for number, stage in enumerate(model.held(size))
     ]
     found = []
@@ -269,12 +283,11 @@ def estimate_memory(
         own = {
             name: stage for name, stage, first, layout in stages if first <= rank < first + layout.world_size // layout.pp
         }
-        mine, other, samples = own.get("policy", Held()), own.get("critic", Held()), engine_sequences and "policy" in own
+        mine, samples = own.get("policy", Held()), engine_sequences and "policy" in own
         # Whoever is alone has nobody to leave the device to.
-        leaves, critic_leaves = (
-            (offload, critic_offload) if len(own) > 1 or samples else (frozenset[str](), frozenset[str]())
-        )
-        states = {"parameters": other.parameters, "gradients": other.gradients, "optimizer": other.optimizer}
+        has_company = len(own) > 1 or bool(samples)
+
+        leaving = (offloads or {}) if has_company else {}
         found.append(
             Memory(
                 parameters=mine.parameters,
@@ -284,15 +297,22 @@ def estimate_memory(
                 reference=own.get("reference", Held()).parameters,
                 engine=spec.parameters * engine_size // engine_shards if samples else 0,
                 cache=max(0, engine_cache) if samples else 0,
-                critic=sum(states.values()),
-                critic_resident=sum(part for name, part in states.items() if name not in critic_leaves),
-                critic_activations=other.activations,
+                learners={name: _learner(name, own, leaving.get(name, frozenset())) for name in beside},
                 reward_model=own.get("reward_model", Held()).parameters,
                 engine_sleeps=engine_sleeps,
-                offload=leaves,
+                offload=offload if has_company else frozenset(),
             )
         )
     return max(found, key=lambda memory: memory.total)
+
+
+def _learner(name: str, own: Mapping[str, Held], leaving: frozenset[str]) -> Learner:
+    """Of what one rank holds; what the model is compared with leaves as its parameters do."""
+    held = own.get(name, Held())
+    states = {part: getattr(held, part) for part in ("parameters", "gradients", "optimizer")}
+    compared = 0 if "parameters" in leaving else own.get(f"{name}_reference", Held()).parameters
+    resident = sum(size for part, size in states.items() if part not in leaving)
+    return Learner(sum(states.values()) + compared, resident + compared, held.activations)
 
 
 def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:

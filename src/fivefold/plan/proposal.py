@@ -66,6 +66,7 @@ def propose(
         trainer=replace(base.trainer, device="auto"),
         reference=replace(base.reference, backend=None),
         critic=replace(base.critic, backend=None),
+        prm=replace(base.prm, backend=None),
         reward=replace(base.reward, model=replace(base.reward.model, backend=None)),
     )
     spec = load_spec(directory)
@@ -122,7 +123,7 @@ def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
         if engine.mode != base.engine.mode:
             tree["engine"]["mode"] = engine.mode
     tree["launch"] = {"gpu": proposal.cluster.gpu} | ({} if base.launch.allocation is None else {"allocation": None})
-    for section in ("reference", "critic"):
+    for section in ("reference", "critic", "prm"):
         if getattr(base, section).backend is not None:
             tree[section] = {"backend": None}
     if base.reward.model.backend is not None:

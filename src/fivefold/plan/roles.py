@@ -28,34 +28,46 @@ class Role:
     settings: PolicyConfig
     value_head: bool = False
     """It ends in a value head."""
+    trains: bool = False
+    """It learns; a reference and a reward model only compute."""
+
+    @property
+    def section(self) -> str:
+        """Whose settings it has: what a process reward model is compared with has none of its own."""
+        return "prm" if self.where == "prm.reference" else self.where
 
     def sharded(self, config: RunConfig, spec: ModelSpec) -> Sharded:
-        """As its layout shards it; a reference and a reward model only compute."""
+        """As its layout shards it."""
         settings, layout = self.settings, self.settings.layout
         # A step may have less than a micro-batch would hold.
         most = config.max_sequence_tokens * -(-config.samples_per_step // layout.dp)
-        trains = self.where in ("policy", "critic")
         return Sharded(
             spec,
             layout,
             settings.megatron.pipeline_split,
             settings.recompute,
-            min(settings.tokens_per_micro_batch, most) if trains else 0,
+            min(settings.tokens_per_micro_batch, most) if self.trains else 0,
             on_gpus(config),
             settings.lora.spec,
         )
 
 
 def roles(config: RunConfig) -> list[Role]:
-    """Policy, reference, critic and reward model, as far as the run has them."""
+    """Policy, reference, critic, process reward model and reward model, as far as the run has them."""
     policy, reward_model = config.policy, config.reward.model
-    parts = [Role("policy", "model.path", config.model.path, policy)]
+    parts = [Role("policy", "model.path", config.model.path, policy, trains=True)]
     if config.algorithm.needs_reference and not config.reference_is_base:
         path = config.reference.path or config.model.path
         parts.append(Role("reference", "reference.path", path, config.reference.settings(policy)))
     if config.uses_critic:
         path = config.critic.path or config.model.path
-        parts.append(Role("critic", "critic.path", path, config.critic.settings(policy), value_head=True))
+        parts.append(Role("critic", "critic.path", path, config.critic.settings(policy), value_head=True, trains=True))
+    if config.uses_prm:
+        path = config.prm.path or config.model.path
+        parts.append(Role("prm", "prm.path", path, config.prm.settings(policy), trains=True))
+    if config.has_prm_reference and not config.prm_reference_is_base:
+        frozen = config.prm.reference
+        parts.append(Role("prm.reference", "prm.reference_path", frozen.path or config.model.path, frozen.settings(policy)))
     if reward_model.path:
         parts.append(
             Role("reward.model", "reward.model.path", reward_model.path, reward_model.settings(policy), value_head=True)
@@ -77,7 +89,7 @@ def shard_roles(config: RunConfig, spec: ModelSpec) -> dict[str, Sharded]:
     """Each model that is here, by its section, as its layout shards it."""
     parts = {part.where: part for part in roles(config)}
     # A reference that is not here is taken to be as large as the policy.
-    here: dict[str, ModelSpec] = {name: spec for name in ("policy", "reference") if name in parts}
+    here: dict[str, ModelSpec] = {name: spec for name, part in parts.items() if not part.value_head}
     for name, part in parts.items():
         if part.path != config.model.path or part.value_head:
             own = config.described_by(part.path)
@@ -102,8 +114,9 @@ def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
         max_sequence_tokens=config.max_sequence_tokens,
         offload=config.policy.offload.parts if on_gpu else frozenset(),
         reference=sharded.get("reference"),
-        critic=sharded.get("critic"),
-        critic_offload=parts["critic"].settings.offload.parts if on_gpu and "critic" in parts else frozenset(),
+        learners={name: one for name, one in sharded.items() if parts[name].trains and name != "policy"},
+        prm_reference=sharded.get("prm.reference"),
+        offloads={name: part.settings.offload.parts for name, part in parts.items() if on_gpu},
         reward_model=sharded.get("reward.model"),
         first_ranks={name.replace(".", "_"): span.start for name, span in config.spans.items()},
     )

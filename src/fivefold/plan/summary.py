@@ -128,6 +128,15 @@ def _describe_others(config: RunConfig) -> list[str]:
     if config.uses_critic:
         warmup = f", {critic.warmup_steps} steps of warm-up" if critic.warmup_steps else ""
         lines.append(f"critic   {critic.path or config.model.path}, learning rate {critic.optimizer.lr:g}{warmup}")
+    if config.uses_prm:
+        chosen = config.algorithm.resolved.process_reward
+        compared = "the policy" if chosen.reference == "policy" else config.prm.reference.path or config.model.path
+        lines.append(
+            f"prm      {config.prm.path or config.model.path} against {compared}, "
+            f"learning rate {config.prm.optimizer.lr:g}, "
+            f"{config.prm.updates_per_step} updates {chosen.update} its rewards; outcome : process = "
+            f"{chosen.outcome_coef:g} : {chosen.coef:g}"
+        )
     if reward_model.path:
         lines.append(f"reward   model {reward_model.path} x {reward_model.weight:g}")
     return lines

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 
-from fivefold.config.schema import JudgeConfig
+from fivefold.config.scoring import JudgeConfig
 from fivefold.reward.texts import after_thinking
 
 if TYPE_CHECKING:

@@ -96,7 +96,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
     if not column["reward"].isfinite().all():
         raise RuntimeError("every sample of a step needs a finite reward, or reward_failed: its rollout source gave it none")
     _, group_N = column["group"].long().unique(return_inverse=True)
-    minibatch_N = _minibatches(group_N, plan.updates_per_step)
+    minibatch_N = deal_to_updates(group_N, plan.updates_per_step)
     lengths_N, expert_N = column["length"].long(), column["is_expert"].bool()
     greedy_N = column["greedy_reward"]
     stats = RolloutStats(
@@ -163,7 +163,7 @@ def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[flo
     ]  # fmt: skip
 
 
-def _minibatches(group_N: Tensor, updates: int) -> Tensor:
+def deal_to_updates(group_N: Tensor, updates: int) -> Tensor:
     """Groups in their order, divided as evenly as whole groups allow."""
     groups = int(group_N.max()) + 1
     if groups < updates:

@@ -12,6 +12,7 @@ from fivefold.algo import Objective
 from fivefold.algo.correction import beyond_second_moment
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
+from fivefold.rollout.stats import deal_to_updates
 from fivefold.types import RolloutStats, TokenBatch
 
 
@@ -76,6 +77,15 @@ class MiniBatches:
             penalty_weights_T=None if penalty_weights_N is None else on_tokens(penalty_weights_N),
             per_micro_batch=self.objective.per_micro_batch,
         )
+
+
+def divided(batch: TokenBatch, stats: RolloutStats, updates: int) -> Iterator[tuple[Tensor, list[int]]]:
+    """(rows of all samples, places of this replica's in the batch) of each of so many optimizer steps, by whole groups: of a
+    model that has another number of them than the policy."""
+    number_N = deal_to_updates(stats.group_N, updates)
+    own_N = number_N[batch.sample_index_N]
+    for number in range(updates):
+        yield (number_N == number).nonzero()[:, 0], (own_N == number).nonzero()[:, 0].tolist()
 
 
 def without_skipped(mini: MiniBatch) -> MiniBatch:

@@ -11,19 +11,21 @@ import torch
 
 from fivefold.algo import Objective
 from fivefold.algo.correction import interpolation
+from fivefold.algo.process_reward import pair_accuracy
 from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import FrozenModel, Model
 from fivefold.trainer.checks import SkipGuard
-from fivefold.trainer.minibatches import MiniBatch, select_tokens, skipped_share, without_skipped
+from fivefold.trainer.minibatches import MiniBatch, divided, select_tokens, skipped_share, without_skipped
 from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
 
 @dataclass(frozen=True)
 class Models:
-    """Policy, reference and critic; what leaves the device between their turns is what their configuration names."""
+    """Policy, reference, critic and process reward model; what leaves the device between their turns is what their
+    configuration names."""
 
     policy: Model
     reference: FrozenModel | None
@@ -41,23 +43,32 @@ class Models:
     """The reference is the policy without its adapters: they are on the device together."""
     updates: int = 1
     """Optimizer steps of a step: versions by which weights of two steps differ."""
+    prm: Model | None = None
+    prm_reference: FrozenModel | None = None
+    """What it is compared with; None where that is the policy."""
+    prm_reference_is_base: bool = False
+    """It is the process reward model without its adapters."""
+    prm_updates: int = 1
+    """Its optimizer steps in a step."""
 
     @property
     def learners(self) -> dict[str, Model]:
         """The models that are trained and saved, by the name of their part of a checkpoint."""
-        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+        every = {"policy": self.policy, "critic": self.critic, "prm": self.prm}
+        return {name: model for name, model in every.items() if model is not None}
 
     @contextmanager
     def on_device(self, *names: str, parameters_of: str = "") -> Iterator[None]:
         """Give these models the device, and one its parameters: the others leave it, as far as they are offloaded."""
         every: dict[str, FrozenModel | None] = {**self.learners, "reference": self.reference}
+        every["prm.reference"] = self.prm_reference
         for name, model in every.items():
             if model is not None and name not in names:
                 model.offload(parameters=name != parameters_of)
         yield
 
     def annotate(self, batch: TokenBatch, needs: frozenset[str], stats: RolloutStats | None = None) -> None:
-        """Fill in the fields of `needs`: log-probs of policy and reference, values of the critic, ages of tokens.
+        """Fill in the fields of `needs`: log-probs of each model, values of the critic, ages of tokens.
 
         Samples that the policy does not train on (`stats.skipped_N`) get no log-probs.
         """
@@ -69,12 +80,15 @@ class Models:
             "half_temperature_logprobs_T": ("policy", self.policy, trained),
             "ref_logprobs_T": ("policy" if self.reference_is_base else "reference", self.reference, trained),
             "values_T": ("critic", self.critic, everything),
+            "prm_logprobs_T": ("prm", self.prm, everything),
+            "prm_ref_logprobs_T": self._prm_reference(everything),
         }
         passes = []
         for name, (role, model, samples) in wanted.items():
             if name in needs:
                 assert model is not None
                 temperature = batch.temperature / (2 if name == "half_temperature_logprobs_T" else 1)
+                temperature = 1.0 if name.startswith("prm_") else temperature
                 part = replace(batch.select(samples), temperature=temperature)
                 passes.append((name, role, samples, begin_forward(model, part)))
         for _, role, _, one in passes:
@@ -87,6 +101,36 @@ class Models:
         if "interpolation_T" in needs:
             assert stats is not None
             batch.interpolation_T = interpolation(self.policy.version - token_versions(batch, stats), self.updates)
+
+    def _prm_reference(self, samples: list[int]) -> tuple[str, FrozenModel | None, list[int]]:
+        if self.prm_reference is None:
+            return "policy", self.policy, samples
+        return "prm" if self.prm_reference_is_base else "prm.reference", self.prm_reference, samples
+
+    def update_prm(self, batch: TokenBatch, stats: RolloutStats, reports: list[StepReport], step: int) -> None:
+        """The process reward model's optimizer steps behind those that `reports` has, and what it says of the step's tokens
+        before or after all of them, as the method chooses; nothing without one. Collective."""
+        process = self.objective.process
+        if self.prm is None or process is None:
+            return
+        if process.update == "after" and batch.prm_logprobs_T is None:
+            self.annotate(batch, frozenset({"prm_logprobs_T"}))
+        scored = batch.prm_logprobs_T is not None
+        before_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum) if scored else None
+        targets_N = process.targets(stats)
+        for rows_N, own in islice(divided(batch, stats, self.prm_updates), len(reports), None):
+            part = replace(batch.select(own), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
+            loss = process.loss_of(targets_N, stats.group_N, before_N, samples=len(rows_N))
+            with self.on_device("prm"):
+                report = begin_train_step(self.prm, part, loss)
+                report.compute()
+            reports.append(report.result())
+            self.guard.check(reports[-1], part, "prm", step)
+        if not scored:
+            self.annotate(batch, frozenset({"prm_logprobs_T"}))
+        scores_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum)
+        if (accuracy := pair_accuracy(scores_N, targets_N, stats.group_N)) is not None:
+            reports[-1] = replace(reports[-1], metrics={**reports[-1].metrics, "prm/pair_accuracy": accuracy})
 
     def update_critic(self, minibatches: Iterable[MiniBatch], reports: list[StepReport], step: int) -> Callable[[], None]:
         """The critic's optimizer steps behind those that `reports` has, none without a critic: when this returns they are

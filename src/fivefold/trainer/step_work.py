@@ -40,11 +40,17 @@ class StepWork:
     """What was recorded before the run ended; of a step that went on."""
     policy_reports: list[StepReport] = field(default_factory=list)
     critic_reports: list[StepReport] = field(default_factory=list)
+    prm_reports: list[StepReport] = field(default_factory=list)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of policy and critic that were taken."""
-        return len(self.policy_reports) + len(self.critic_reports)
+        """Optimizer steps of all models that were taken."""
+        return sum(len(reports) for reports in self.reports.values())
+
+    @property
+    def reports(self) -> dict[str, list[StepReport]]:
+        """Those of each model that learns."""
+        return {"policy": self.policy_reports, "critic": self.critic_reports, "prm": self.prm_reports}
 
     def writer(self, ranks: Ranks, metrics: dict[str, float]) -> Callable[[Path], list[Path]]:
         """Writes this rank's share into a directory and gives its files; `metrics` are those of the step so far."""
@@ -56,10 +62,9 @@ class StepWork:
                 self.batch.save(files[-1])
             if ranks.is_main:
                 tensors, numbers = _taken_apart(self.stats)
-                reports = {"policy": self.policy_reports, "critic": self.critic_reports}
                 described = {
                     "stats": numbers,
-                    "reports": {name: [asdict(report) for report in each] for name, each in reports.items()},
+                    "reports": {name: [asdict(report) for report in each] for name, each in self.reports.items()},
                     "metrics": metrics,
                     "rows": self.rows,
                 }
@@ -84,6 +89,7 @@ def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
         described["metrics"],
         reports["policy"],
         reports["critic"],
+        reports.get("prm", []),
     )
 
 

@@ -29,8 +29,11 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
             with stage("logprobs"):
                 models.annotate(batch, objective.needs(run.updates) | gate.needs, stats)
             gate.check(batch, stats, models.policy.version)
-            objective.assign_advantages(batch, stats, ranks)
             work = trainer.begin_updates(groups, stats, batch)
+        with stage("prm"):
+            models.update_prm(work.batch, work.stats, work.prm_reports, step)
+        if work.batch.advantages_T is None:
+            objective.assign_advantages(work.batch, work.stats, ranks)
         with stage("critic"):
             learned = models.update_critic(minibatches(work.batch, work.stats), work.critic_reports, step)
         with stage("train"):

@@ -190,8 +190,9 @@ class Trainer:
                 record({"policy/kl_coef": self.objective.kl_coef})
                 self.objective.adapt_kl(found.get("policy/kl_reference", math.nan), len(done.stats))
             record(found)
-        if done.critic_reports:
-            record(update_metrics(done.critic_reports, "critic"))
+        for name in ("critic", "prm"):
+            if done.reports[name]:
+                record(update_metrics(done.reports[name], name))
         tokens, sequences = (sum(getattr(r, name) for r in done.policy_reports) for name in ("tokens", "sequences"))
         tflop = self.flops(tokens, tokens / max(1, sequences)) / 1e12
         record({"memory/peak_gb": self.ranks.all_reduce_max(float(peak_memory.take())) / 2**30})

@@ -14,7 +14,7 @@ def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
     for name in dict.fromkeys(name for report in good for name in report.metrics):
         # An update that computes no token has no means.
         values = [report.metrics[name] for report in good if name in report.metrics]
-        key = f"critic/{name}" if model == "critic" and name.startswith("moe/") else name
+        key = f"{model}/{name}" if model != "policy" and name.startswith("moe/") else name
         if name.startswith("rollout/"):
             combined[key] = values[0]
         elif name.endswith("_max"):
