@@ -52,7 +52,7 @@ from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, ExpertRollouts, PromptQueue
 from fivefold.rollout.staleness import Admission
-from fivefold.rollout.stats import BatchPlan, nothing_skipped
+from fivefold.rollout.stats import BatchPlan, Informative, nothing_skipped
 from fivefold.trainer.checks import LogprobGate, SkipGuard
 from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 from fivefold.trainer.minibatches import MiniBatches
@@ -214,7 +214,7 @@ def build_loader(config: RunConfig, training: PromptSet) -> Loader[Prompt]:
     """The order of the training prompts; raises ValueError for a domain of the mixture that has too few of them."""
     data, seed = config.data, config.trainer.seed
     if not data.mixture:
-        return PromptLoader(training.prompts, data.prompts_per_step, seed, data.shuffle)
+        return PromptLoader(training.prompts, config.prompts_taken, seed, data.shuffle)
     places = places_by_domain((source for _, source, _ in training.ground_truths()), domains_of(data.domains))
     return MixedLoader(training.prompts, places, counts(data.mixture, data.prompts_per_step), seed, data.shuffle)
 
@@ -371,8 +371,12 @@ def build_rollouts(
         return DatasetRollouts(prompts, ranks, config.data.prompts_per_step)
     assert generator is not None
     is_dynamic = bool(algorithm.resolved.dynamic_sampling)
-    shapes = algorithm.resolved.dynamic_sampling_by == "shaped_reward"
+    chosen = algorithm.resolved
+    shapes = chosen.dynamic_sampling_by == "shaped_reward"
     shape = partial(objective.shape_rewards, max_response_tokens=config.data.max_response_tokens) if shapes else None
+    informative = Informative(
+        shape, chosen.dynamic_sampling_low, chosen.dynamic_sampling_high, chosen.dynamic_sampling_max_tokens
+    )
     per_call = (algorithm.prompts_per_round if is_dynamic else None) or config.data.prompts_per_step
     if rollout.max_staleness is not None:
         engine = config.engine
@@ -388,7 +392,7 @@ def build_rollouts(
             tail=rollout.tail,
             capacity=engine.max_num_seqs * replicas,
             most_prompts=per_call * algorithm.sampling_rounds if is_dynamic else 0,
-            shape=shape,
+            informative=informative,
         )
     rollouts = EngineRollouts(
         generator,
@@ -408,7 +412,7 @@ def build_rollouts(
         logger,
         groups_per_step=config.data.prompts_per_step,
         max_rounds=algorithm.sampling_rounds,
-        shape=shape,
+        informative=informative,
     )
 
 

@@ -20,7 +20,7 @@ from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DynamicSampling
 from fivefold.rollout.staleness import Admission, staleness
-from fivefold.rollout.stats import BatchPlan, differ, gather_stats, rollout_metrics
+from fivefold.rollout.stats import BatchPlan, Informative, differ, gather_stats, rollout_metrics
 from fivefold.types import Group, Prompt, Sample, Sampling
 from tests.support.tiny_models import VOCAB as MODEL_VOCAB
 from tests.support.toy import CHOICES, LENGTH, ToyModel, ToyTokenizer, target, toy_parts, toy_prompts, toy_run
@@ -152,6 +152,46 @@ def test_groups_may_be_compared_by_the_reward_that_the_method_makes():
     assert not differ([short, replace(wrong, reward_failed=True)], shape)
 
 
+def test_prompts_may_be_kept_by_their_mean_reward_and_their_longest_response():
+    """Against the filter of PRIME's recipe, written out: a mean beyond a bound, or a response as good as cut, is left out."""
+
+    def group(rewards: list[float], lengths: list[int]) -> list[Sample]:
+        return [Sample([0] * n, [0.0] * n, "", True, 0, reward=r) for r, n in zip(rewards, lengths, strict=True)]
+
+    keeps = Informative(low=0.2, high=0.8, max_tokens=18)
+    for right in range(6):
+        for longest in (5, 18, 19, 20):
+            rewards, lengths = [1.0] * right + [0.0] * (5 - right), [3, longest, 4, 2, 1]
+            accuracy = sum(rewards) / 5
+            left_out = accuracy > 0.8 or accuracy < 0.2 or max(lengths) >= 20 - 1
+            assert keeps(group(rewards, lengths)) == (not left_out), (right, longest)
+    assert Informative(low=0.2)(group([1.0, 1.0], [1, 1])) and not Informative(high=0.8)(group([1.0, 1.0], [1, 1]))
+    assert Informative(max_tokens=2)(group([1.0, 0.0], [2, 2])) and not Informative(max_tokens=1)(group([1.0, 0.0], [2, 2]))
+    failed = [replace(sample, reward_failed=True) for sample in group([0.0, 0.0], [1, 1])]
+    assert keeps(group([1.0], [1]) * 1 + group([0.0], [1]) + failed) and not keeps(failed)
+
+
+def one_round(mesh, run_dir: Path):
+    """(rewards of what was used, of what was not, whether each was wanted) of one round of eight prompts for three."""
+    from fivefold.rollout.sources import DynamicSampling
+
+    run = toy_parts(mesh, run_dir, "grpo", methods.Choices(), ToyModel(), 1, group_size=4)
+    run.engine.update_weights(ToyModel().weights(), 0)
+    wanted = Informative(low=0.05, high=0.2)
+    source = DynamicSampling(run.rollouts, mesh.ranks, run.logger, groups_per_step=3, max_rounds=1, informative=wanted)
+    return [(group.index, group.is_used, wanted(group.samples)) for group in source.next(0)]
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_one_round_keeps_first_what_is_wanted_and_fills_up_with_others(cluster, tmp_path, layout):
+    groups = sorted(group for rank in cluster.run(one_round, f"megatron:{layout}", tmp_path) for group in rank)
+    assert [index for index, *_ in groups] == list(range(8))
+    assert [is_used for _, is_used, _ in groups] == [True] * 3 + [False] * 5
+    # What is wanted stands before what is not.
+    found = [is_wanted for *_, is_wanted in groups]
+    assert found == sorted(found, reverse=True) and 0 < sum(found) < 8
+
+
 def twice(mesh, run_dir: Path):
     """Tokens of each group: of two prompts, and of the same with the first one again."""
     run = toy_parts(mesh, run_dir, "grpo", methods.Choices(), ToyModel(), 1)
@@ -202,7 +242,7 @@ def unequal_runs(mesh, run_dir: Path):
 
 def test_unequal_groups_train_with_every_objective(cluster, tmp_path):
     (found,) = cluster.run(unequal_runs, "megatron:d1", tmp_path)
-    assert len(found) == 26
+    assert len(found) == 27
     for name, rewards in found.items():
         assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.5, (name, rewards)
 

@@ -156,6 +156,13 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
         findings.ignore("whiten_by", "whiten is off")
     if overrides.difficulty_by is not None and low is None and high is None:
         findings.ignore("difficulty_by", "neither difficulty_low nor difficulty_high is set")
+    low, high = chosen.dynamic_sampling_low, chosen.dynamic_sampling_high
+    if low is not None and high is not None:
+        message = f"must satisfy dynamic_sampling_low <= dynamic_sampling_high: got {low:g} and {high:g}"
+        findings.require(low <= high, "dynamic_sampling_low and dynamic_sampling_high", message)
+    for key in ("dynamic_sampling_low", "dynamic_sampling_high", "dynamic_sampling_max_tokens"):
+        if getattr(overrides, key) is not None and not chosen.dynamic_sampling:
+            findings.ignore(key, "dynamic_sampling is off")
     if overrides.dynamic_sampling_by is not None and not chosen.dynamic_sampling:
         findings.ignore("dynamic_sampling_by", "dynamic_sampling is off")
     elif overrides.dynamic_sampling_by == "shaped_reward" and not chosen.overlong_buffer and chosen.reward_clip is None:
@@ -168,8 +175,9 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (
         "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer",
-        "overlong_penalty", "overlong_filter", "overlong_zero", "dynamic_sampling", "dynamic_sampling_by", "difficulty_low",
-        "difficulty_high", "difficulty_by",
+        "overlong_penalty", "overlong_filter", "overlong_zero", "dynamic_sampling", "dynamic_sampling_by",
+        "dynamic_sampling_low", "dynamic_sampling_high", "dynamic_sampling_max_tokens", "difficulty_low", "difficulty_high",
+        "difficulty_by",
     ):  # fmt: skip
         findings.require(getattr(overrides, key) in (None, False), key, nothing)
     findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")

@@ -221,6 +221,11 @@ class Choices:
     """Sample further prompts in the place of those whose responses all have the same reward."""
     dynamic_sampling_by: Literal["reward", "shaped_reward"] | None = None
     """What it compares: the reward, or what the method makes of it (`overlong_buffer`, `reward_clip`)."""
+    dynamic_sampling_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
+    dynamic_sampling_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
+    """Keep prompts instead whose mean reward is not below the one and not above the other."""
+    dynamic_sampling_max_tokens: Annotated[int, above(0)] | None = None
+    """Of those only prompts none of whose responses is longer than this."""
 
 
 LearnsFrom = Literal["rollouts", "responses", "pairs"]

@@ -831,6 +831,13 @@ class RunConfig:
         return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 
     @property
+    def prompts_taken(self) -> int:
+        """Prompts that an epoch counts for a step: those of the round, where every step of dynamic sampling has one."""
+        algorithm = self.algorithm
+        has_one = bool(algorithm.resolved.dynamic_sampling) and algorithm.sampling_rounds == 1 and not self.data.mixture
+        return (algorithm.prompts_per_round if has_one else None) or self.data.prompts_per_step
+
+    @property
     def samples_per_step(self) -> int:
         return self.data.prompts_per_step * self.algorithm.samples_per_prompt + self.data.expert_per_step
 

@@ -63,8 +63,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Dynamic sampling": (
         Metric("dynamic_sampling/rounds", "rounds", "Rounds of sampling of the step; absent where engines sample ahead."),
         Metric("dynamic_sampling/prompts", "prompts", "Prompts that were sampled for the step."),
-        Metric("dynamic_sampling/kept_fraction", "fraction", "Sampled prompts whose responses differ in reward."),
-        Metric("dynamic_sampling/zero_variance_used", "groups", "Groups of equal rewards that filled up the step."),
+        Metric(
+            "dynamic_sampling/kept_fraction",
+            "fraction",
+            "Sampled prompts that the step wants: whose responses differ in reward.",
+        ),
+        Metric(
+            "dynamic_sampling/zero_variance_used", "groups", "Groups of others, of equal rewards, that filled up the step."
+        ),
         Metric(
             "filtered/<sampled>",
             "",

@@ -90,12 +90,13 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
 
 
 def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None:
-    per_step, rows = config.data.prompts_per_step, training.rows
+    per_step, rows = config.prompts_taken, training.rows
     if not rows:
         findings.error("data.train", f"has no prompt of at most data.max_prompt_tokens = {config.data.max_prompt_tokens}")
     elif rows < per_step:
         findings.error(
-            "data.prompts_per_step", f"must not be larger than the training set: got {per_step} for {rows} prompts"
+            "data.prompts_per_step" if per_step == config.data.prompts_per_step else "algorithm.prompts_per_round",
+            f"must not be larger than the training set: got {per_step} for {rows} prompts",
         )
     elif config.uses_critic and config.trainer.steps is None and training.whole:
         steps = config.trainer.epochs * (rows // per_step)

@@ -20,7 +20,7 @@ from fivefold.reward.pool import Scoring
 from fivefold.rollout.generation import Generator, first_numbers
 from fivefold.rollout.group_files import read_groups, write_groups
 from fivefold.rollout.staleness import Admission, staleness
-from fivefold.rollout.stats import Shape, differ
+from fivefold.rollout.stats import Informative
 from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 _POLL_SECONDS = 0.05
@@ -79,15 +79,15 @@ class AsyncRollouts:
         tail: Literal["wait", "carry", "drop"] = "wait",
         capacity: int = 0,
         most_prompts: int = 0,
-        shape: Shape | None = None,
+        informative: Informative | None = None,
     ) -> None:
         """`tail`: whether a step waits for groups that may not be used later, or samples their prompts again, or drops them;
         `capacity`: requests that the engine can have in flight, over all its replicas; `most_prompts`: of a step with
         dynamic sampling (DAPO, 2503.14476, section 3.2), until which groups without reward variance are left out;
-        `shape`: what is compared of rewards, as in DynamicSampling."""
+        `informative`: which groups those are, as in DynamicSampling."""
         self._generator, self._prompts, self._log, self._sampling = generator, prompts, log, sampling
         self._admission, self._seed, self._group_size, self._tail = admission, seed, group_size, tail
-        self._capacity, self._most_prompts, self._shape = capacity, most_prompts, shape
+        self._capacity, self._most_prompts, self._informative = capacity, most_prompts, informative or Informative()
         self._engine, self._ranks = generator.engine, generator.rewards.ranks
         self._stream: Stream = self._engine.stream()
         self._ids = count()
@@ -213,11 +213,11 @@ class AsyncRollouts:
             group.scoring.append(self._generator.rewards.submit(group.prompt, sample))
 
     def _choice(self, step: int, left_out: list[int]) -> dict[int, bool] | None:
-        """What the step takes -> whether its rewards differ, the same on all ranks; `left_out` gets what it does not want.
+        """What the step takes -> whether it is informative, the same on all ranks; `left_out` gets what it does not want.
         Collective."""
         leads = self._engine.replica.leads
         complete = [(place, group) for place, group in self._open.items() if leads and group.is_complete]
-        mine = [[place, differ(group.samples.values(), self._shape)] for place, group in complete]
+        mine = [[place, self._informative(group.samples.values())] for place, group in complete]
         rows = self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2))
         ready = {place: bool(differs) for place, differs in torch.cat(rows).tolist() if place in self._unused}
         if self._most_prompts and self._leave_out(ready, left_out):

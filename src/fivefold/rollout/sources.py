@@ -16,7 +16,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import RolloutSource
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
-from fivefold.rollout.stats import Shape, differ
+from fivefold.rollout.stats import Informative
 from fivefold.types import Group, Prompt, Sample, Sampling
 
 
@@ -143,10 +143,11 @@ class ExpertRollouts:
 
 
 class DynamicSampling:
-    """Further groups in the place of those without reward variance (DAPO, 2503.14476, section 3.2).
+    """Further groups in the place of those without reward variance (DAPO, 2503.14476, section 3.2), or whose mean reward is
+    outside of bounds (PRIME, 2502.01456).
 
-    Asks another source again within a step until enough groups are informative: their samples differ in reward. After the
-    last round, groups of zero variance fill up what is missing. Groups that are left out come last and are not used: the
+    Asks another source again within a step until enough groups are informative. After the last round the others fill up what
+    is missing. Groups that are left out come last and are not used: the
     metrics are those of all that was sampled.
     """
 
@@ -158,11 +159,11 @@ class DynamicSampling:
         *,
         groups_per_step: int,
         max_rounds: int,
-        shape: Shape | None = None,
+        informative: Informative | None = None,
     ) -> None:
-        """`shape` makes of rewards what is compared; when left out they are compared as they are."""
+        """`informative` says of a group's samples whether the step wants them."""
         self._source, self._ranks, self._log = source, ranks, log
-        self._needed, self._max_rounds, self._shape = groups_per_step, max_rounds, shape
+        self._needed, self._max_rounds, self._informative = groups_per_step, max_rounds, informative or Informative()
 
     def next(self, step: int) -> list[Group]:
         """This rank's groups of all rounds, the chosen ones first."""
@@ -172,7 +173,7 @@ class DynamicSampling:
         rounds = begin = 0
         while len(informative) < self._needed and rounds < self._max_rounds:
             groups = self._source.next(step)
-            mine = [[begin + group.index, differ(group.samples, self._shape)] for group in groups]
+            mine = [[begin + group.index, self._informative(group.samples)] for group in groups]
             own |= {begin + group.index: group for group in groups}
             gathered = torch.cat(self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2)))
             for index, is_informative in sorted(gathered.tolist()):

@@ -5,6 +5,7 @@ A sample whose reward failed ends here: nothing behind compares with it, learns 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -139,11 +140,36 @@ Shape = Callable[[Tensor, Tensor], Tensor]
 
 def differ(samples: Iterable[Sample], shape: Shape | None = None) -> bool:
     """Whether the rewards of these samples differ, as far as they are known; after `shape`, where there is one."""
+    return len(_known_rewards(samples, shape).unique()) > 1
+
+
+def _known_rewards(samples: Iterable[Sample], shape: Shape | None) -> Tensor:
     known = [sample for sample in samples if not sample.reward_failed]
     rewards_N = torch.tensor([sample.reward for sample in known], dtype=torch.double)
-    if shape is not None:
-        rewards_N = shape(rewards_N, torch.tensor([sample.loss_tokens for sample in known]))
-    return len(rewards_N.unique()) > 1
+    return rewards_N if shape is None else shape(rewards_N, torch.tensor([sample.loss_tokens for sample in known]))
+
+
+@dataclass(frozen=True)
+class Informative:
+    """Which groups dynamic sampling keeps: those whose rewards differ, or whose mean reward is within bounds."""
+
+    shape: Shape | None = None
+    """Makes of rewards what is looked at."""
+    low: float | None = None
+    high: float | None = None
+    """Bounds, which belong to them."""
+    max_tokens: int | None = None
+    """Longest response that one of them may have."""
+
+    def __call__(self, samples: Iterable[Sample]) -> bool:
+        samples = list(samples)
+        if self.max_tokens is not None and any(len(sample.token_ids) > self.max_tokens for sample in samples):
+            return False
+        if self.low is None and self.high is None:
+            return differ(samples, self.shape)
+        rewards_N = _known_rewards(samples, self.shape)
+        low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+        return len(rewards_N) > 0 and low <= float(rewards_N.mean()) <= high
 
 
 def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[float]]:

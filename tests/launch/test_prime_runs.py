@@ -1,0 +1,192 @@
+"""Whole runs of PRIME from the command line: metrics, layouts, adapters, ranks of its own, kill and resume, export, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fivefold.observability.metrics import undocumented
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
+from tests.support.whole_runs import REWARD, assert_same, make_judge, make_model, metrics
+from tests.support.zygote import THREADS
+
+RUN = """
+model: {{path: {root}/model}}
+policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
+prm: {{optimizer: {{lr: 2.0e-3, eps: 1.0e-4}}, updates_per_step: 4}}
+algorithm: {{name: prime, group_size: 4, updates_per_step: 2, process_reward: {{target: reward}}}}
+data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
+reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
+trainer: {{run_dir: {root}/runs/base, steps: 4, loggers: [console]}}
+launch: {{threads: {threads}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("prime")
+    make_model(root)
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    return root
+
+
+def train(root: Path, name: str, *overrides: str) -> tuple[list[dict[str, float]], str]:
+    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(root, name), done.stdout
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    return train(root, "base", "trainer.save_every=2", "trainer.keep=9")
+
+
+def test_a_run_tells_what_its_process_reward_model_does(root, base):
+    rows, told = base
+    names = {"loss", "accuracy", "pair_accuracy", "score_mean", "grad_norm", "lr", "skipped_updates"}
+    assert all({f"prm/{name}" for name in names} <= set(row) for row in rows)
+    assert undocumented(name for row in rows for name in row) == []
+    assert f"prm      {root}/model against {root}/model, learning rate 0.002, 4 updates before its rewards" in told
+    # It begins as what it is compared with: scores are 0, and nobody knows.
+    assert 0.6 < rows[0]["prm/loss"] < 0.75 and rows[-1]["prm/score_mean"] != 0
+    assert (root / "runs/base/checkpoints/step-000002/prm").is_dir()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("policy.backend=megatron:d2", "prm.backend=megatron:t2"),
+        ("policy.backend=megatron:p2", "prm.backend=megatron:c2"),
+        ("launch.allocation=megatron[policy]:d1+megatron[prm]:d1",),
+        pytest.param(("launch.allocation=megatron[policy]:t2+megatron[prm]:d2",), marks=pytest.mark.slow),
+    ],
+    ids=lambda given: "-".join(key.rpartition("=")[2] for key in given),
+)
+def test_a_run_has_the_same_metrics_on_other_layouts(root, base, given):
+    name = "-".join(key.rpartition("=")[2].replace(":", "") for key in given)
+    assert_same(train(root, name, *given)[0], base[0])
+
+
+def test_a_run_that_was_killed_goes_on_on_another_layout_as_if_nothing_had_been(root, base):
+    moved = ["policy.backend=megatron:d2", "prm.backend=megatron:p2"]
+    killed = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed", "trainer.save_every=2", *moved)
+    wait_for((root / "runs/killed/checkpoints/step-000002").exists, killed)
+    everyone = children_of(killed.pid)
+    killed.kill()
+    wait_for(lambda: gone(everyone) and is_free(root / "runs/killed"))
+    found, told = train(root, "killed", "policy.backend=megatron:t2", "prm.backend=megatron:d2")
+    assert "resumed after step 2" in told
+    assert_same(found, base[0])
+
+
+def slow_prm():
+    """The process reward model takes its time behind its second update of the second step."""
+    from fivefold.megatron.model import MegatronModel
+
+    train_step = MegatronModel.train_step
+
+    def following(self, *arguments):
+        # The rates tell them apart.
+        if self._updater.optimizer.param_groups[0]["max_lr"] == 2e-3 and self.version == 6:
+            (Path(os.environ["FIVEFOLD_TEST_ROOT"]) / "slow").touch()
+            time.sleep(3)
+        return train_step(self, *arguments)
+
+    MegatronModel.train_step = following
+
+
+def test_sigterm_between_updates_of_the_process_reward_model_loses_none_of_them(root, base, tmp_path, monkeypatch):
+    monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/asked", hook=slow_prm)
+    wait_for((tmp_path / "slow").exists, process)
+    everyone = children_of(process.pid)
+    os.kill(min(child.pid for child in psutil.Process(process.pid).children()), signal.SIGTERM)
+    done = process.finish()
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    wait_for(lambda: gone(everyone))
+    assert "in step 2, which goes on after" in done.stdout, done.stdout
+    found, told = train(root, "asked", "policy.backend=megatron:d2")
+    assert "goes on after" in told
+    assert_same(found, base[0])
+
+
+def test_with_adapters_it_is_compared_with_itself_without_them(root):
+    """The same as with a copy of the weights that it began with."""
+    adapters = ["prm.lora.rank=4", "prm.lora.alpha=8", "trainer.steps=2"]
+    one, _ = train(root, "adapters", *adapters)
+    copied = root / "copy"
+    if not copied.exists():
+        copied.symlink_to(root / "model")
+    other, _ = train(root, "adapters-copy", *adapters, f"prm.reference_path={copied}")
+    assert_same(one, other)
+    assert any(row["prm/score_mean"] != 0 for row in one)
+
+
+@pytest.mark.parametrize("given", ["reference: policy", "granularity: response", "update: after, loss: dpo"])
+def test_other_choices_have_the_metrics_of_one_process_on_another_layout(root, given):
+    choice = f"algorithm.process_reward={{target: reward, {given}}}"
+    one, _ = train(root, f"one-{given[:6]}", choice, "trainer.steps=2")
+    two, _ = train(
+        root, f"two-{given[:6]}", choice, "trainer.steps=2", "policy.backend=megatron:d2", "prm.backend=megatron:t2"
+    )
+    if given == "reference: policy":
+        # Before the first update model and policy are one, and which of them says more is rounding.
+        for row in (one[0], two[0]):
+            del row["prm/accuracy"], row["prm/score_mean"]
+    assert_same(two, one)
+
+
+def test_sampling_ahead_has_process_rewards_too(root):
+    rows, _ = train(root, "ahead", "rollout.max_staleness=1", "trainer.steps=2")
+    assert all(row["prm/loss"] > 0 for row in rows)
+
+
+def test_the_model_is_exported_as_a_language_model(root, base, tmp_path):
+    import torch
+    import transformers
+
+    checkpoint = root / "runs/base/checkpoints/step-000004"
+    done = fivefold("export", checkpoint, tmp_path / "prm", "--model", "prm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    learned, began = load(tmp_path / "prm").state_dict(), load(root / "model").state_dict()
+    assert learned.keys() == began.keys()
+    assert max(float((learned[name] - began[name]).abs().max()) for name in began) > 1e-3
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in learned.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["algorithm.name=grpo", "algorithm.process_reward.coef=1"], "algorithm.process_reward.coef must be 0: credit: response"),
+        (["prm.updates_per_step=3"], "data.prompts_per_step must be a multiple of prm.updates_per_step"),
+        (["algorithm.process_reward={target: reward, loss: dpo}"], "write update: after"),
+        (["prm.backend=megatron:d3"], "prm.backend shares the policy's ranks"),
+        (["prm.tokens_per_micro_batch=8"], "prm.tokens_per_micro_batch must hold the longest sequence"),
+        (["reward.functions={}", "reward.model.path={root}/judge", "algorithm.process_reward.target=correct"],
+         "correct needs a reward function that decides"),
+        (["prm.path={root}/judge"], "must have the policy's vocabulary"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_starts(root, tmp_path, given, told):
+    from tests.support.tiny_models import make_model as make_tiny
+
+    judge = root / "judge"
+    if not judge.exists():
+        make_judge(root) if "reward" in given[0] else make_tiny("qwen3", judge)
+    done = fivefold("check", root / "run.yaml", *(key.format(root=root) if "{root}" in key else key for key in given))
+    assert done.returncode != 0 and told in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_section_without_a_model_is_reported(root):
+    done = fivefold("check", root / "run.yaml", "algorithm={name: grpo, group_size: 4}")
+    assert "prm has no effect: grpo has no process reward model: set algorithm.process_reward.coef" in done.stdout, (
+        done.stdout
+    )
