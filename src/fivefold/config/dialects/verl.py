@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.dialects import shared, verl_async, verl_sft
+from fivefold.config.dialects import shared, verl_async, verl_prime, verl_sft
 from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
@@ -40,6 +40,7 @@ PROGRAMS = (
     "verl.experimental.transfer_queue.main_ppo",
     "recipe.entropy.main_entropy",
     SPPO,
+    verl_prime.PROGRAM,
     "siirl.main_dag",
     "siirl.client.main_dag",
 )
@@ -371,6 +372,9 @@ def rewards(source: Source) -> dict[str, Any]:
         ("reward_model.enable", "reward_model.model.path"),
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
     ):
+        if verl_prime.is_prime(source):
+            # The model there is one that learns, and rewards tokens.
+            break
         if source.flag(enabled):
             pool = source.under(enabled.removesuffix("enable"))
             if "reward.functions" in found:
@@ -490,6 +494,7 @@ DERIVED = (
     evaluation_interval,
     profiler,
     tracked,
+    verl_prime.prime,
 )
 
 TABLE = Table(
@@ -514,14 +519,15 @@ TABLE = Table(
 
 
 OTHER_TABLES = (verl_sft.TABLE,)
-_AHEAD = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in verl_async.DEFAULTS.items()}
+_PROGRAMS = verl_async.DEFAULTS | {verl_prime.PROGRAM: verl_prime.DEFAULTS}
+_OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in _PROGRAMS.items()}
 """Tables of programs whose configuration has other defaults."""
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
     """The table of a program's settings: PPO's, or that of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
-    if (own := _AHEAD.get(str(settings.get("-m")))) is not None:
+    if (own := _OWN_DEFAULTS.get(str(settings.get("-m")))) is not None:
         return own
     return TABLE if is_rl or not verl_sft.looks_like(settings) else verl_sft.TABLE
 

@@ -7,6 +7,7 @@ from typing import Any
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.verl_async import bypasses
+from fivefold.config.dialects.verl_prime import is_prime
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -164,7 +165,8 @@ def kl(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {"coef": 0.0}
     control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
     in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
-    in_reward = source.flag("algorithm.use_kl_in_reward") and bool(control.number("kl_coef"))
+    # PRIME's recipe loads the reference and takes nothing off any reward.
+    in_reward = source.flag("algorithm.use_kl_in_reward") and bool(control.number("kl_coef")) and not is_prime(source)
     is_adaptive = control.text("type") == "adaptive"
     reward = _estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
     if in_loss:

@@ -5,7 +5,7 @@ What a note says of verl's code was read in verl b178a3cd (2026-01-29).
 
 from __future__ import annotations
 
-from fivefold.config.dialects import shared
+from fivefold.config.dialects import shared, verl_prime
 from fivefold.config.dialects.adapters import rows_of_verl
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
@@ -144,7 +144,6 @@ SECTIONS = (
             "Of the recipe sppo: 1 / the temperature of the log mean exp that rewards are compared with, and what the "
             "squared distance multiplies them with.",
         ),
-        lacks("algorithm.reward_dpo_coef algorithm.reward_gt_coef", "another recipe's method"),
     ),
     Section.of(
         "Data",
@@ -191,14 +190,7 @@ SECTIONS = (
         to("data.trust_remote_code", "model.trust_remote_code", shared.flag),
         lacks("data.tool_config_path data.function_tool_path", _TOOLS),
         lacks("data.mm_processor_kwargs", _NOT_TEXT),
-        lacks(
-            (
-                "data.accuracy_lower_bound data.accuracy_upper_bound data.filter_accuracy data.filter_truncate "
-                "data.oversample_factor"
-            ),
-            "PRIME's filter of prompts by accuracy",
-            [False],
-        ),
+        verl_prime.FILTER,
     ),
     Section.of(
         "Model",
@@ -657,16 +649,7 @@ SECTIONS = (
             "SGLang (the function speaks with the one that is named) on as many GPUs, behind those of the machines' ranks. "
             "Without one the reward is the model's score.",
         ),
-        lacks(
-            (
-                "reward_model.model.ref_path reward_model.model.ref_type reward_model.model.update "
-                "reward_model.model.beta_train reward_model.model.loss_type reward_model.model.optim.* "
-                "reward_model.model.tokenizer_path reward_model.model.enable_gradient_checkpointing "
-                "reward_model.model.fsdp_config.min_num_params reward_model.model.fsdp_config.optimizer_offload "
-                "reward_model.prime_granularity reward_model.prime_norm reward_model.mini_batch_size"
-            ),
-            "PRIME's reward model, which learns with the policy",
-        ),
+        verl_prime.REWARDS,
         lacks("reward_model.elliptical.*", "rewards for exploration, by what the policy's hidden states have seen"),
         fixed(
             "reward_model.model.input_tokenizer",

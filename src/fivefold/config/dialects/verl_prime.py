@@ -1,0 +1,252 @@
+"""verl's recipe of PRIME: rloo over outcomes and implicit process rewards, the reward model, the filter of prompts.
+
+Read in verl-recipe 48ea0a79 (prime/): prime_core_algos.py has the advantage and the losses, prime_dp_rm.py the rewards of
+tokens, prime_ray_trainer.py the filter and the length of the run, prime_trainer.yaml what a configuration leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.table import Row, fixed, used
+
+PROGRAM = "recipe.prime.main_prime"
+_A, _R, _P = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "reward_model."
+_MODEL, _ACTOR_MODEL = _P + "model.", "actor_rollout_ref.model."
+
+DEFAULTS: dict[str, Any] = {
+    "data.filter_accuracy": True,
+    "data.accuracy_lower_bound": 0.2,
+    "data.accuracy_upper_bound": 0.8,
+    "data.oversample_factor": 4.0,
+    "data.filter_truncate": True,
+    "data.truncation": "right",
+    _R + "n": 4,
+    _A + "entropy_coeff": 0.001,
+    _P + "enable": True,
+    _P + "prime_granularity": "token",
+    _P + "prime_norm": "batch_norm",
+    _P + "mini_batch_size": f"${{{_A}ppo_mini_batch_size}}",
+    _MODEL + "ref_path": f"${{{_MODEL}path}}",
+    _MODEL + "enable_gradient_checkpointing": f"${{{_ACTOR_MODEL}enable_gradient_checkpointing}}",
+    _MODEL + "fsdp_config.param_offload": f"${{oc.select:{_A}fsdp_config.param_offload,false}}",
+    _MODEL + "fsdp_config.optimizer_offload": f"${{oc.select:{_A}fsdp_config.optimizer_offload,false}}",
+    _MODEL + "update": "before",
+    _MODEL + "optim.lr": 1e-6,
+    _MODEL + "optim.lr_warmup_steps": -1,
+    _MODEL + "optim.weight_decay": 0.0,
+    _MODEL + "optim.betas": [0.9, 0.999],
+    _MODEL + "optim.grad_clip": 10.0,
+    _MODEL + "beta_train": 0.05,
+    _MODEL + "loss_type": "ce",
+    "algorithm.adv_estimator": "rloo",
+    "algorithm.kl_ctrl.kl_coef": 0.0,
+    "algorithm.reward_gt_coef": 5,
+    "algorithm.reward_dpo_coef": 5,
+    "trainer.val_before_train": False,
+}
+"""What the recipe takes for a key that a configuration leaves out, where that is not main_ppo's."""
+
+FILTER: list[Row] = used(
+    "data.accuracy_lower_bound data.accuracy_upper_bound data.filter_accuracy data.filter_truncate data.oversample_factor",
+    "algorithm.dynamic_sampling_low algorithm.dynamic_sampling_high algorithm.dynamic_sampling_max_tokens "
+    "algorithm.prompts_per_round algorithm.sampling_rounds",
+    "PRIME's, of recipe.prime.main_prime: one round of train_batch_size x oversample_factor prompts, of which "
+    "train_batch_size are kept, first those that fit. Of the others a sort there says which fill up, here the first do.",
+)
+REWARDS: list[Row] = [
+    *used(
+        [
+            "algorithm.reward_dpo_coef",
+            "algorithm.reward_gt_coef",
+            *(
+                _P + name
+                for name in (
+                    "prime_granularity",
+                    "prime_norm",
+                    "mini_batch_size",
+                    "micro_batch_size_per_gpu",
+                    "use_dynamic_bsz",
+                    "ulysses_sequence_parallel_size",
+                )
+            ),
+            *(
+                _MODEL + name
+                for name in (
+                    "ref_path",
+                    "update",
+                    "beta_train",
+                    "loss_type",
+                    "enable_gradient_checkpointing",
+                    "optim.lr",
+                    "optim.lr_warmup_steps",
+                    "optim.weight_decay",
+                    "optim.betas",
+                    "optim.grad_clip",
+                    "fsdp_config.param_offload",
+                    "fsdp_config.optimizer_offload",
+                )
+            ),
+        ],
+        "algorithm.process_reward prm",
+        "Of recipe.prime.main_prime. Rewards are over the largest return of the step, in verl over that of a GPU's share of "
+        "it; mini_batch_size counts responses. algorithm.use_kl_in_reward loads the reference there and takes nothing off. "
+        "A run of the recipe ends one step before trainer.total_training_steps.",
+    ),
+    *fixed(
+        [
+            _MODEL + name
+            for name in (
+                "ref_type",
+                "tokenizer_path",
+                "optim.lr_warmup_steps_ratio",
+                "optim.min_lr_ratio",
+                "optim.warmup_style",
+                "optim.lr_scheduler_type",
+                "optim.total_training_steps",
+                "fsdp_config.min_num_params",
+            )
+        ],
+        "of PRIME's recipe, and without effect there: the reference is frozen, the rate constant behind lr_warmup_steps",
+    ),
+]
+"""Rows of the recipe's keys."""
+
+_OWN = (
+    "data.filter_accuracy", "data.filter_truncate", _MODEL + "update", _MODEL + "loss_type", _P + "prime_norm",
+    "algorithm.reward_dpo_coef",
+)  # fmt: skip
+"""Keys that say that the recipe is meant."""
+_REFUSED = {"whole": ", with which the recipe fails", "none": ", a reward model that does not learn"}
+
+
+def is_prime(source: Source) -> bool:
+    return source.text("-m") == PROGRAM
+
+
+def prime(source: Source) -> dict[str, Any]:
+    """The recipe's method, reward model and filter; another program has nothing of them."""
+    if not is_prime(source):
+        for key in _OWN:
+            if source.has(key) and source.raw(key) not in (None, False, "False", "false"):
+                source.lacks(key, f"PRIME's, which is a program of its own: say -m={PROGRAM}")
+        return {}
+    if source.text("algorithm.adv_estimator") != "rloo":
+        source.lacks("algorithm.adv_estimator", "another advantage than rloo, with which the recipe fails")
+    found = {**_advantage(source), **_filter(source), **_length(source)}
+    if not found["algorithm.process_reward.coef"]:
+        return found
+    return found | _process_reward(source) | _model(source, found["data.prompts_per_step"])
+
+
+def _advantage(source: Source) -> dict[str, Any]:
+    """Leave-one-out of each source of rewards, the return from each token on, whitened (compute_rloo_advantage_return)."""
+    coef = source.number("algorithm.reward_dpo_coef") if source.flag(_P + "enable") else 0.0
+    outcome = source.number("algorithm.reward_gt_coef")
+    if not outcome:
+        source.lacks("algorithm.reward_gt_coef", "process rewards without the outcome's")
+    chosen = {"name": "prime", "advantage": "leave_one_out", "normalize": "none", "credit": "discounted", "gamma": 1.0}
+    chosen |= {"whiten": True, "process_reward.coef": coef, "process_reward.outcome_coef": outcome if coef else None}
+    return {f"algorithm.{key}": value for key, value in chosen.items()}
+
+
+def _process_reward(source: Source) -> dict[str, Any]:
+    names: dict[str, dict[str | None, str]] = {
+        _P + "prime_granularity": {"token": "token"},
+        _P + "prime_norm": {"batch_norm": "step", "none": "none", None: "none"},
+        _MODEL + "loss_type": {"ce": "ce", "dpo": "dpo"},
+        _MODEL + "update": {"before": "before", "after": "after", "reverse": "after"},
+    }
+    chosen = {}
+    for key, known in names.items():
+        value = source.text(key)
+        if value not in known:
+            shown = ", ".join(name for name in known if name)
+            source.lacks(key, f"{value}{_REFUSED.get(str(value), '')}: known here are {shown}")
+        chosen[key] = known.get(value)
+    granularity, normalize, loss, update = chosen.values()
+    if loss == "dpo" and source.text(_MODEL + "update") != "reverse":
+        source.lacks(_MODEL + "loss_type", "dpo without update=reverse, with which the recipe fails")
+    said = {"beta": source.number(_MODEL + "beta_train"), "granularity": granularity, "normalize": normalize, "loss": loss}
+    # Its scores are the outcomes, of functions that give parts of 1 too.
+    said |= {"update": update, "reference": "initial", "target": "reward"}
+    return {f"algorithm.process_reward.{key}": value for key, value in said.items()}
+
+
+def _filter(source: Source) -> dict[str, Any]:
+    """One round of prompts, of which 1 / oversample_factor are kept, those that fit first (filter_and_downsample)."""
+    factor, group = source.number("data.oversample_factor") or 1.0, source.count(_R + "n")
+    drawn = int(source.count("data.train_batch_size") * factor)
+    kept, rest = divmod(int(drawn * group // factor), group)
+    if rest or not kept:
+        source.lacks("data.oversample_factor", f"a part of a prompt's responses: {drawn} prompts x {group} over {factor:g}")
+    updates, odd = divmod(kept, source.count(_A + "ppo_mini_batch_size"))
+    if odd or not updates:
+        source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size, or larger than the {kept} prompts of a step")
+    found: dict[str, Any] = {"data.prompts_per_step": kept, "algorithm.updates_per_step": max(updates, 1)}
+    if kept == drawn:
+        return found | {"algorithm.dynamic_sampling": False}
+    by_accuracy, by_length = source.flag("data.filter_accuracy"), source.flag("data.filter_truncate")
+    if not by_accuracy and not by_length:
+        source.lacks("data.oversample_factor", "prompts that are sampled and left out by no rule")
+    found |= {
+        "algorithm.dynamic_sampling": True,
+        "algorithm.sampling_rounds": 1,
+        "algorithm.prompts_per_round": drawn,
+        # Without bounds every reward is within them.
+        "algorithm.dynamic_sampling_low": source.number("data.accuracy_lower_bound") if by_accuracy else -1e9,
+        "algorithm.dynamic_sampling_high": source.number("data.accuracy_upper_bound") if by_accuracy else None,
+    }
+    if by_length:
+        # A response of one token less than the longest is as good as cut there.
+        found["algorithm.dynamic_sampling_max_tokens"] = source.count("data.max_response_length") - 2
+    return found
+
+
+def _length(source: Source) -> dict[str, Any]:
+    """The recipe counts steps from 1 and ends when that number reaches the total: one step before it."""
+    steps = source.whole("trainer.total_training_steps")
+    return {"trainer.steps": max(1, steps - 1)} if steps and steps > 0 else {}
+
+
+def _model(source: Source, prompts: int) -> dict[str, Any]:
+    """The reward model: its weights, optimizer, and how it is computed. It always lies on FSDP."""
+    said, group = source.under(_MODEL), source.count(_R + "n")
+    path, frozen = shared.path(source, _MODEL + "path"), shared.path(source, _MODEL + "ref_path")
+    samples, mini = prompts * group, source.count(_P + "mini_batch_size")
+    updates, rest = divmod(samples, mini) if mini else (0, 0)
+    if rest or not updates or prompts % max(updates, 1):
+        source.lacks(
+            _P + "mini_batch_size",
+            f"updates of {mini} responses, into which the {samples} of a step do not divide by whole prompts",
+        )
+        updates = 1
+    if updates > 1 and source.text(_MODEL + "update") in ("after", "reverse"):
+        said.lacks("update", "rewards of an update's responses by the model that the updates before it have left")
+    if source.flag(_P + "use_dynamic_bsz"):
+        source.lacks(_P + "use_dynamic_bsz", "a loss that is divided by another number than that of responses")
+    longest = source.count("data.max_prompt_length") + source.count("data.max_response_length")
+    sequences = source.whole(_P + "micro_batch_size_per_gpu") or 1
+    gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
+    # Only lr_warmup_steps acts: the share is of a number of steps that nobody sets.
+    warmup = said.whole("optim.lr_warmup_steps")
+    found: dict[str, Any] = {
+        "path": path,
+        "reference_path": None if frozen == path else frozen,
+        "backend": str(shared.world_layout(gpus, cp=source.whole(_P + "ulysses_sequence_parallel_size") or 1)),
+        "updates_per_step": updates,
+        "tokens_per_micro_batch": sequences * longest,
+        "recompute": "full" if said.flag("enable_gradient_checkpointing") else "none",
+        "offload.parameters": said.flag("fsdp_config.param_offload") or None,
+        "offload.optimizer": said.flag("fsdp_config.optimizer_offload") or None,
+        "optimizer.lr": said.number("optim.lr"),
+        "optimizer.betas": [float(beta) for beta in said.items("optim.betas")],
+        "optimizer.weight_decay": said.number("optim.weight_decay"),
+        "optimizer.clip_grad": said.number("optim.grad_clip"),
+        "optimizer.schedule_per": "step",
+        "optimizer.warmup_from": 0,
+        "optimizer.warmup_steps": max(0, warmup or 0),
+    }
+    return {f"prm.{key}": value for key, value in found.items()}
