@@ -30,7 +30,9 @@ def test_the_row_written_out_is_the_row_of_the_code(name, monkeypatch):
     correction = methods.CorrectionConfig(**told.pop("rollout_correction", {}))
     monkeypatch.setitem(methods.METHODS, "blank", methods.Method(learns_from=methods.METHODS[name].learns_from))
     expert = methods.ExpertConfig(**told.pop("expert", {}))
-    written = methods.resolve("blank", methods.Choices(kl=kl, rollout_correction=correction, expert=expert, **told))
+    process = methods.ProcessRewardConfig(**told.pop("process_reward", {}))
+    choices = methods.Choices(kl=kl, rollout_correction=correction, expert=expert, process_reward=process, **told)
+    written = methods.resolve("blank", choices)
     assert Objective.of(written) == Objective.of(methods.resolve(name))
     assert written.dynamic_sampling == methods.resolve(name).dynamic_sampling
 

@@ -164,7 +164,7 @@ def _process_reward(source: Source) -> dict[str, Any]:
         value = source.text(key)
         if value not in known:
             shown = ", ".join(name for name in known if name)
-            source.lacks(key, f"{value}{_REFUSED.get(str(value), '')}: known here are {shown}")
+            source.lacks(key, f"{value or 'none'}{_REFUSED.get(value or 'none', '')}: known here are {shown}")
         chosen[key] = known.get(value)
     granularity, normalize, loss, update = chosen.values()
     if loss == "dpo" and source.text(_MODEL + "update") != "reverse":
