@@ -279,40 +279,42 @@ def build_models(
     def adapters_of(lora: LoraConfig) -> dict[str, Any]:
         return {"adapters": directories.get(lora.path or ""), "seed": config.trainer.seed} if lora.rank else {}
 
+    def without_adapters(learner: MegatronModel | None, own: Ranks) -> FrozenModel:
+        return on_replicas_of(ranks, None if learner is None else cast(Model, WithoutAdapters(learner)), own)
+
+    def frozen(where: str, key: str, path: str | None) -> FrozenModel:
+        files = files_of(path or config.model.path)
+        same_vocabulary(key, load_spec(files["directory"]), spec)
+        return build_model(meshes, config.settings(where), config.others[where].first_rank, **files)
+
     own, learner = _on_its_ranks(
         meshes, config.policy, 0, total_updates=(steps - warmup) * updates, **trained, **adapters_of(config.policy.lora)
     )
-    policy = on_replicas_of(meshes.ranks, learner, own)
+    policy = on_replicas_of(ranks, learner, own)
     reference: FrozenModel | None = None
     critic: Model | None = None
+    prm: Model | None = None
+    prm_reference: FrozenModel | None = None
     if config.reference_is_base:
-        base = None if learner is None else cast(Model, WithoutAdapters(learner))
-        reference = on_replicas_of(meshes.ranks, base, own)
+        reference = without_adapters(learner, own)
     elif objective.needs_reference:
-        files, settings = files_of(config.reference.path or config.model.path), config.settings("reference")
-        same_vocabulary("reference.path", load_spec(files["directory"]), spec)
-        reference = build_model(meshes, settings, config.reference.first_rank, **files)
+        reference = frozen("reference", "reference.path", config.reference.path)
     if objective.needs_critic:
         trained = files_of(config.critic.path or config.model.path) | learning | adapters_of(config.critic.lora)
         same_vocabulary("critic.path", load_spec(trained["directory"]), spec)
         settings, trained["total_updates"] = config.settings("critic"), steps * updates
         critic = build_model(meshes, settings, config.critic.first_rank, value_head=True, **trained)
-    prm: Model | None = None
-    prm_reference: FrozenModel | None = None
-    if config.uses_prm:
-        trained = files_of(config.prm.path or config.model.path) | adapters_of(config.prm.lora)
-        trained |= {"updates_per_step": config.prm.updates_per_step, "bucket_mb": bucket_mb}
+    if objective.needs_prm:
+        trained = files_of(config.prm.path or config.model.path) | learning | adapters_of(config.prm.lora)
         same_vocabulary("prm.path", load_spec(trained["directory"]), spec)
+        trained["updates_per_step"] = config.prm.updates_per_step
         settings, trained["total_updates"] = config.settings("prm"), steps * config.prm.updates_per_step
         own, learner = _on_its_ranks(meshes, settings, config.prm.first_rank, **trained)
         prm = on_replicas_of(ranks, learner, own)
         if config.prm_reference_is_base:
-            base = None if learner is None else cast(Model, WithoutAdapters(learner))
-            prm_reference = on_replicas_of(ranks, base, own)
+            prm_reference = without_adapters(learner, own)
         elif config.has_prm_reference:
-            files = files_of(config.prm.reference.path or config.model.path)
-            same_vocabulary("prm.reference_path", load_spec(files["directory"]), spec)
-            prm_reference = build_model(meshes, config.settings("prm.reference"), config.prm.first_rank, **files)
+            prm_reference = frozen("prm.reference", "prm.reference_path", config.prm.reference.path)
     return Models(
         policy,
         reference,

@@ -13,8 +13,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm:d1t2", marks=pytest.mark.vllm)])
-def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path, engine):
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [("grpo", "transformers"), ("prime", "transformers"), pytest.param("grpo", "vllm:d1t2", marks=pytest.mark.vllm)],
+)
+def test_a_method_raises_the_reward_of_a_warm_started_model(tmp_path, method, engine):
     def do(*arguments: object) -> None:
         done = fivefold(*arguments)
         assert done.returncode == 0, done.stderr
@@ -39,8 +42,15 @@ def test_grpo_raises_the_reward_of_a_warm_started_model(tmp_path, engine):
     do("export", tmp_path / "runs/sft/checkpoints/step-000045", tmp_path / "warm")
     run = [f"model.path={tmp_path}/warm", *data, f"trainer.run_dir={tmp_path}/runs/grpo", "policy.backend=megatron:t2"]
     run.append(f"engine.backend={engine}")
+    if method == "prime":
+        run += ["algorithm={name: prime, group_size: 8}", "prm.backend=megatron:d2", "prm.optimizer.lr=1.0e-4"]
     do("train", EXAMPLES / "grpo.yaml", *run, "trainer.steps=60", "trainer.eval_every=0", "trainer.stop_at={}")
-    rewards = [row["reward/mean"] for row in metrics(tmp_path, "grpo") if row["step"] > 0]
+    rows = [row for row in metrics(tmp_path, "grpo") if row["step"] > 0]
+    rewards = [row["reward/mean"] for row in rows]
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     assert 0.02 < first < 0.7, rewards
     assert last > first + 0.15, rewards
+    if method == "prime":
+        # At first it is what it is compared with and knows nothing; then it tells right from wrong before it has seen them.
+        right = [row["prm/accuracy"] for row in rows]
+        assert sum(right[-10:]) / 10 > 0.7 and rows[-1]["prm/loss"] < rows[0]["prm/loss"], right

@@ -171,3 +171,15 @@ def test_check_says_before_a_run_that_337_gib_fit_no_gpu(tmp_path: Path, capsys)
     assert cli.main(["check", str(run)]) == 2
     said = capsys.readouterr().err
     assert "no model.safetensors" in said and "Traceback" not in said
+
+
+def test_what_a_process_reward_model_can_give_up_is_named():
+    """Policy, model and what that is compared with, 8 billion parameters each, on eight GPUs: 2 + 4 + 12 / 8 bytes, twice, and 2."""
+    prime = config(
+        algorithm={"name": "prime", "group_size": 4}, policy={"backend": "megatron:d8"}, prm={"backend": "megatron:d4t2"}
+    )
+    memory = memory_of(prime, SPEC)
+    count = memory.parameters // 2
+    assert memory.learners["prm"].state == pytest.approx((2 + 4 + 12 / 4 + 2) * count / 2, rel=1e-3)
+    said = refused(prime)
+    assert "prm.offload: {parameters: true, gradients: true, optimizer: true}" in said and "prm.reference" not in said

@@ -147,6 +147,20 @@ def test_a_critic_and_a_reward_model_take_their_place(models):
     assert both.sampling["critic"] == both.sampling["reward_model"] == 2 * count
 
 
+def test_a_process_reward_model_is_counted_with_what_it_is_compared_with(models):
+    """18 bytes a parameter that it trains and 2 of the other; while the policy learns those that were not offloaded."""
+    spec = load_spec(models("qwen3"))
+    one = Sharded(spec, ParallelLayout(), tokens_per_micro_batch=64)
+    count = rank_parameters(spec, ParallelLayout())[0].total
+    stays = estimate(spec, "d1", learners={"prm": one}, prm_reference=Sharded(spec, ParallelLayout()))
+    assert stays.training_of("prm")["prm"] == stays.training["prm"] == stays.sampling["prm"] == (18 + 2) * count
+    everything = frozenset({"parameters", "gradients", "optimizer"})
+    leaves = estimate(
+        spec, "d1", learners={"prm": one}, prm_reference=Sharded(spec, ParallelLayout()), offloads={"prm": everything}
+    )
+    assert leaves.training_of("prm")["prm"] == 18 * count and leaves.training["prm"] == leaves.sampling["prm"] == 0
+
+
 def test_each_model_is_counted_by_its_own_layout_on_the_ranks_that_hold_most_together(models):
     """Of two stages the first of the policy has the embedding, the last one the output layer; a whole reference is everywhere."""
     spec, values = load_spec(models("qwen3")), load_spec(models("qwen3"), value_head=True)

@@ -43,13 +43,16 @@ def turns(mesh, run_dir: Path):
     from fivefold.trainer.train import train
 
     present, log = set(), []
-    choices = methods.Choices(kl=methods.KLConfig(coef=0.1, place="reward", estimator="k1"))
+    penalty, rewards = methods.KLConfig(coef=0.1, place="reward", estimator="k1"), methods.ProcessRewardConfig(coef=1.0)
+    choices = methods.Choices(kl=penalty, process_reward=rewards)
     run = toy_parts(mesh, run_dir, "ppo", choices, ToyModel(), 2)
     models = replace(
         run.models,
         policy=Recorded("policy", present, log),
         reference=Recorded("reference", present, log),
         critic=Recorded("critic", present, log, value_head=True),
+        prm=Recorded("prm", present, log),
+        prm_reference=Recorded("prm.reference", present, log),
     )
     run.trainer.models = models
     at_rollout = []
@@ -63,7 +66,7 @@ def test_only_the_model_whose_turn_it_is_is_on_the_device(cluster, tmp_path):
     ((log, at_rollout),) = cluster.run(turns, "megatron:d1", tmp_path)
     assert {(name, what) for name, what, _ in log} == {
         ("policy", "forward"), ("reference", "forward"), ("critic", "forward"), ("critic", "train"), ("policy", "train"),
-        ("policy", "weights"),
+        ("policy", "weights"), ("prm", "forward"), ("prm", "train"), ("prm.reference", "forward"),
     }  # fmt: skip
     assert all(present == (name,) for name, what, present in log if what != "weights"), log
     assert [present for _, what, present in log if what == "weights"][1:] == [("policy",)], (

@@ -140,7 +140,7 @@ def _check_layout(findings: Findings, config: RunConfig, part: Role, spec: Model
     try:
         spec.check_layout(part.settings.layout, part.settings.megatron.pipeline_split)
     except ValueError as error:
-        findings.error(f"{part.where}.backend" if part.where in config.own_layouts else part.key, f": {error}")
+        findings.error(f"{part.section}.backend" if part.where in config.own_layouts else part.key, f": {error}")
 
 
 def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSpec) -> None:

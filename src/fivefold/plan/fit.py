@@ -76,7 +76,8 @@ def _advice(config: RunConfig, measure: Measure) -> str:
     texts, everything = [text for text, _ in _settings(config)], config
     for text in texts:
         # Each change is made to what the changes before it left.
-        everything = dict(_settings(everything))[text]
+        # What one of them has from the policy is changed already.
+        everything = dict(_settings(everything)).get(text, everything)
     for text, changed in [("", everything), *_layouts(everything, measure)]:
         if fits(changed):
             return f"together these make it fit: {'; '.join(filter(None, [*texts, text]))} ({_gib(needed(changed))})"
@@ -119,7 +120,8 @@ def _shares_devices(config: RunConfig) -> bool:
 
 def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
     """Layouts that shard the model further: with the ranks that there are, then with more."""
-    for where, own in {"policy": config.layout, **config.own_layouts}.items():
+    own_layouts = {name: own for name, own in config.own_layouts.items() if name != "prm.reference"}
+    for where, own in {"policy": config.layout, **own_layouts}.items():
         for factor in (2, 4, 8):
             if own.dp % factor == 0:
                 yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
