@@ -121,7 +121,9 @@ class MegatronModel:
             if loads and external is not None:
                 external.load(directory)
             elif loads:
-                source = SafetensorsSource(directory) if torch_dist is None else TorchDistSource(torch_dist, self.spec)
+                source = (
+                    SafetensorsSource(directory, self.spec) if torch_dist is None else TorchDistSource(torch_dist, self.spec)
+                )
                 self.value_head_is_new = value_head and not source.has_value_head
                 load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
             if lora is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.models.parameters import Table
+from fivefold.models.parameters import MTP_BEHIND, MTPNames, Table
 from fivefold.models.spec import ModelSpec
 
 
@@ -20,3 +20,5 @@ class Family:
     """Parsed `config.json` -> spec; raises ValueError for what our layers do not compute, by its key."""
     table: Callable[[ModelSpec], Table]
     """Every parameter of a model of this spec, in the files and in Megatron-Core."""
+    mtp: MTPNames = MTP_BEHIND
+    """How its files name layers of multi-token prediction."""

@@ -91,6 +91,9 @@ class ModelSpec:
     yarn: YarnSpec | None = None
     value_head: bool = False
     """It ends in one number a token instead of a distribution: a critic or a reward model."""
+    mtp_layers: int = 0
+    """Layers behind the last one that each predict a further token (multi-token prediction, DeepSeek-V3, 2412.19437, section
+    2.2); they are no part of what the model itself computes, and its parameter counts leave them out."""
 
     @property
     def padded_vocab(self) -> int:
@@ -119,7 +122,8 @@ class ModelSpec:
         return self.hidden * (q + 2 * kv) + q * self.hidden + bias + norms + (2 * self.head_dim if self.qk_norm else 0)
 
     def has_experts(self, layer: int) -> bool:
-        return self.moe is not None and self.moe.layers[layer]
+        """Whether `layer` has experts; one of multi-token prediction, counted behind the others, is like the last of them."""
+        return self.moe is not None and self.moe.layers[min(layer, self.layers - 1)]
 
     def expert_parameters(self, layer: int) -> int:
         """Parameters of all routed experts of a layer."""
