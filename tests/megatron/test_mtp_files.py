@@ -27,7 +27,7 @@ def exported(mesh, directory: Path, moved: float, torch_dist: Path | None = None
     if torch_dist is not None:
         source = TorchDistSource(find_torch_dist(torch_dist), model.spec)
     weights = ((name, tensor + moved) for name, tensor in model.weights())
-    return {name: tensor.clone() for name, tensor in with_mtp(weights, source, model.spec)}
+    return {name: tensor.clone() for name, tensor in with_mtp(weights, source, model.spec, {})}
 
 
 @pytest.mark.parametrize("name", list(MTP_VARIANTS))

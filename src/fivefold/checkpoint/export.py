@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -81,7 +81,9 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         source = None if critic else _mtp_source(path, directory, model.spec, state, find_torch_dist(config.model.path))
         out.mkdir(parents=True, exist_ok=True)
         has_mtp = source is not None and bool(source.mtp_names)
-        weights = model.weights() if source is None else with_mtp(model.weights(), source, model.spec)
+        weights = model.weights()
+        if source is not None:
+            weights = with_mtp(weights, source, model.spec, dict(model.mtp_weights()) if model.has_mtp else {})
         if form == "adapter":
             assert lora is not None
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.adapters()}
@@ -104,7 +106,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         _make_classifier(out / "config.json")
     if model.spec.mtp_layers and form != "adapter":
         if has_mtp:
-            said += ", layers of multi-token prediction as the model had them"
+            said += f", layers of multi-token prediction as {'they were trained' if model.has_mtp else 'the model had them'}"
         else:
             _without_mtp(out / "config.json")
     return f"{out}: {total / 2**20:,.1f} MiB of weights {said}"
@@ -125,7 +127,7 @@ def _base_weights(part: str, config: RunConfig, directory: Path, state: RunState
 
 
 def _mtp_source(path: str, directory: Path, spec: ModelSpec, state: RunState, torch_dist: Path | None) -> Source | None:
-    """Where the model's layers of multi-token prediction are, which a run does not train; None where it has none."""
+    """Where the layers of multi-token prediction are with which a run began; None where the model has none."""
     if not spec.mtp_layers:
         return None
     if torch_dist is not None:
@@ -137,9 +139,11 @@ def _mtp_source(path: str, directory: Path, spec: ModelSpec, state: RunState, to
     return SafetensorsSource(directory, spec, find_mtp_tensors(directory, spec))
 
 
-def with_mtp(weights: Iterable[tuple[str, Tensor]], source: Source, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def with_mtp(
+    weights: Iterable[tuple[str, Tensor]], source: Source, spec: ModelSpec, trained: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """`weights`, and the layers of multi-token prediction that `source` has: what they share with the model as it is there,
-    everything else unchanged."""
+    what was `trained`, and everything else unchanged."""
     wanted, copies = source.mtp_names, mtp_copies(spec)
     shared = {name: copies[name] for name in wanted if name in copies}
     if spec.tied:
@@ -150,7 +154,7 @@ def with_mtp(weights: Iterable[tuple[str, Tensor]], source: Source, spec: ModelS
             yield copy, tensor
     for name in wanted:
         if name not in shared:
-            yield name, source[name][:]
+            yield name, trained[name] if name in trained else source[name][:]
 
 
 def _without_mtp(path: Path) -> None:

@@ -11,7 +11,7 @@ from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.method_rules import check_method
 from fivefold.config.mixture import counts
 from fivefold.config.ranges import check_values, suggest
-from fivefold.config.schema import DataConfig, LoraConfig, OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
+from fivefold.config.schema import DataConfig, LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig, RolloutConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
 from fivefold.models.adapters import ALL
@@ -295,6 +295,7 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
     _check_shared_prefix(findings, config)
     _check_adapters(findings.at("policy"), config.policy)
+    _check_mtp(findings.at("policy"), config.policy)
     if config.uses_critic:
         _check_adapters(findings.at("critic"), config.critic.settings(config.policy))
         critic, steps = config.critic, config.trainer.steps
@@ -347,6 +348,25 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
     ):
         value = megatron.transformer.get(key)
         findings.require(not value, f"megatron.transformer.{key}", f"must be left out with adapters, {why}: got {value}")
+
+
+def _check_mtp(findings: Findings, policy: PolicyConfig) -> None:
+    """What the training of layers of multi-token prediction needs; `findings` are at the policy's section."""
+    mtp, megatron, usual = policy.mtp, policy.megatron, MTPConfig()
+    if not mtp.train:
+        for item in fields(mtp):
+            if getattr(mtp, item.name) != getattr(usual, item.name):
+                findings.ignore(f"mtp.{item.name}", "mtp.train is false: no loss of further tokens is computed")
+        return
+    findings.require(not policy.lora.rank, "mtp.train", "must be false with adapters (lora): they alone are trained then")
+    message = "must be false with mtp.train: what lies ahead of a prompt's end differs between the samples that share it"
+    findings.require(not policy.share_prefix, "share_prefix", message)
+    for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
+        found = getattr(megatron, key)
+        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with mtp.train: got {found}")
+    key = "pipeline_model_parallel_layout"
+    message = "must be left out with mtp.train: the last stage has the layers of multi-token prediction"
+    findings.require(key not in megatron.pipeline, f"megatron.pipeline.{key}", message)
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:

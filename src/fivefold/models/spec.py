@@ -122,7 +122,7 @@ class ModelSpec:
         return self.hidden * (q + 2 * kv) + q * self.hidden + bias + norms + (2 * self.head_dim if self.qk_norm else 0)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether `layer` has experts; one of multi-token prediction, counted behind the others, is like the last of them."""
+        """Whether `layer` has experts; one of multi-token prediction, counted behind the others, is as the last of them."""
         return self.moe is not None and self.moe.layers[min(layer, self.layers - 1)]
 
     def expert_parameters(self, layer: int) -> int:
@@ -180,3 +180,16 @@ class ModelSpec:
                 f"got tp={layout.tp} in {layout}; choose a power of two"
             )
         (stages or PipelineSplit()).split_layers(self.layers, layout)
+
+    def check_mtp(self, layout: ParallelLayout) -> None:
+        """Raise ValueError where this model's layers of multi-token prediction cannot be trained on `layout`."""
+        if not self.mtp_layers:
+            raise ValueError(
+                "policy.mtp.train needs layers of multi-token prediction, and num_nextn_predict_layers in config.json of this "
+                f"{self.family} model is 0 or missing: leave policy.mtp.train out, or take a model that has them"
+            )
+        if self.tied and layout.pp > 1:
+            raise ValueError(
+                f"policy.mtp.train needs p1 where the output layer is the embedding, of which the last stage would have two "
+                f"copies: got {layout}; choose a layout without p"
+            )

@@ -15,7 +15,7 @@ from typing import Any
 
 from fivefold.errors import shown
 from fivefold.files import read_json_object
-from fivefold.models.families import is_of_mtp, parameters_of
+from fivefold.models.families import is_of_mtp, mtp_parameters_of, parameters_of
 from fivefold.models.parameters import OUTPUT, VALUE_HEAD
 from fivefold.models.shapes import Shape, file_shapes
 from fivefold.models.spec import ModelSpec
@@ -100,16 +100,16 @@ def _header(path: Path, name: str, entry: Any) -> TensorHeader:
     return TensorHeader(path.name, dtype, tuple(shape))
 
 
-def check_tensor_files(directory: Path, spec: ModelSpec) -> None:
+def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
     """Raise ValueError where the files are damaged, lack a tensor of the family, hold one that it does not have, or hold one
-    in another shape or in a dtype that is not read."""
+    in another shape or in a dtype that is not read; `has_mtp`: layers of multi-token prediction are wanted too."""
     places = tensor_places(directory)
     headers: dict[str, TensorHeader] = {}
     for file in sorted(set(places.values())):
         headers |= read_headers(directory / file)
     wanted = {
         name: shape
-        for parameter in parameters_of(spec)
+        for parameter in parameters_of(spec) + (mtp_parameters_of(spec) if has_mtp else [])
         for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True)
     }
     _check_names(directory, set(places), set(headers), wanted, spec)

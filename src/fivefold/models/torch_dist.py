@@ -271,12 +271,12 @@ def _is_fused(rest: str, spec: ModelSpec, layer: int) -> bool:
     return rest in _ALIASES and spec.mla is not None
 
 
-def check_torch_dist(directory: Path, spec: ModelSpec) -> None:
-    """Raise ValueError where files of the checkpoint are missing, or its tensors are not those of the model; it need not
-    have layers of multi-token prediction."""
+def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
+    """Raise ValueError where files of the checkpoint are missing, or its tensors are not those of the model; `has_mtp`: it
+    must have layers of multi-token prediction too."""
     names, seen, missing = TorchDistNames.read(directory), set(), []
     ahead = mtp_parameters_of(spec)
-    for item in parameters_of(spec) + [item for item in ahead if names.find(item)]:
+    for item in parameters_of(spec) + [item for item in ahead if has_mtp or names.find(item)]:
         found = names.find(item)
         seen |= {each.tensor.name for each in found}
         if not found and not (item.row == OUTPUT.mcore and spec.value_head):

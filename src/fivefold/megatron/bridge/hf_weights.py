@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.layout import Coordinates, ParallelLayout
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.models.adapters import TENSORS, LoraSpec, adapter_tensors
-from fivefold.models.families import is_of_mtp, parameters_of
+from fivefold.models.families import is_of_mtp, mtp_parameters_of, parameters_of
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter
 from fivefold.models.shapes import Shape
 from fivefold.models.spec import ModelSpec
@@ -107,7 +107,7 @@ def load_parameters(
     parameters: dict[str, Tensor], source: Source, spec: ModelSpec, place: Coordinates, layout: ParallelLayout
 ) -> None:
     """Fill `parameters` (by Megatron-Core name, layers and experts counted over the whole model) from `source`."""
-    filled = fill_parameters(parameters, source, parameters_of(spec), spec, place, layout)
+    filled = fill_parameters(parameters, source, parameters_of(spec) + mtp_parameters_of(spec), spec, place, layout)
     if spec.tied and (copy := parameters.get(OUTPUT.mcore)) is not None:
         # The last stage of a pipeline keeps its own copy of the tied embedding.
         full = [source[name] for name in EMBEDDING.hf]
