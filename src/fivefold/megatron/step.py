@@ -373,7 +373,8 @@ def forward_backward(
         micro, output = _forward(iterator, model, batching)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-            output, *numbers = output.split([len(each.targets_S) for each in (micro, *micro.ahead)], dim=1)
+            sizes = [len(micro.targets_S), *(len(each.targets_S) for each in micro.ahead)]
+            output, *numbers = output.split(sizes, dim=1)
             output_T, entropy_T = _whole(output, micro, mesh)
             share = loss_fn(output_T, entropy_T, replace(micro.batch, update_micro_batches=update_micro_batches))
             # Megatron-Core counts tokens for a division that does not take place.

@@ -185,8 +185,8 @@ class ModelSpec:
         """Raise ValueError where this model's layers of multi-token prediction cannot be trained on `layout`."""
         if not self.mtp_layers:
             raise ValueError(
-                "policy.mtp.train needs layers of multi-token prediction, and num_nextn_predict_layers in config.json of this "
-                f"{self.family} model is 0 or missing: leave policy.mtp.train out, or take a model that has them"
+                "policy.mtp.train needs layers of multi-token prediction, and num_nextn_predict_layers in config.json of "
+                f"this {self.family} model is 0 or missing: leave policy.mtp.train out, or take a model that has them"
             )
         if self.tied and layout.pp > 1:
             raise ValueError(

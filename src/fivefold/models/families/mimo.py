@@ -15,4 +15,4 @@ MTP = MTPNames(
     hidden_first=True,
 )
 
-FAMILY = Family("mimo", QWEN2.read, QWEN2.table, MTP)
+FAMILY = Family("mimo", QWEN2.read, QWEN2.table, known_as=("qwen2", "Qwen2ForCausalLM"), mtp=MTP)
