@@ -182,8 +182,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def stand_in(directory: Path, config: RunConfig) -> str:
-    """A model that the layout can divide, with experts where the configuration speaks of some, and with a layer of multi-token
-    prediction where that is trained."""
+    """A model that the layout can divide, with experts and further tokens' layers where the configuration speaks of some."""
     layout: ParallelLayout = config.layout
     split: PipelineSplit = config.policy.megatron.pipeline_split
     name = str(config.model.path)

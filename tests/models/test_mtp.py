@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fivefold.layout import ParallelLayout
 from fivefold.models.families import is_of_mtp, load_spec, mtp_copies, mtp_parameters_of, parameters_of
 from fivefold.models.shapes import file_shapes
 from fivefold.models.tensor_files import check_tensor_files, find_mtp_tensors
+from fivefold.plan.memory import rank_parameters
 from tests.support.tiny_models import MTP_VARIANTS, load_tensors
 
 
@@ -67,3 +69,15 @@ def test_files_with_the_layers_are_those_of_the_model_whether_all_are_there_or_n
     save_file(left | {"model.layers.9.enorm.weight": torch.zeros(64)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds 1 tensors that a .* does not have"):
         check_tensor_files(tmp_path, spec)
+
+
+@pytest.mark.parametrize("name", list(MTP_VARIANTS))
+def test_their_memory_is_planned_where_they_are_trained(models, name):
+    """Every number of them on the last stage, and with a pipeline the copy of the embedding."""
+    spec, files = load_spec(models(name)), load_tensors(models(name))
+    own = [hf for parameter in mtp_parameters_of(spec) for hf in parameter.hf if "e_score_correction_bias" not in hf]
+    numbers = sum(files[hf].numel() for hf in own)
+    for layout, copy in (("megatron:d1", 0), ("megatron:p2", spec.padded_vocab * spec.hidden)):
+        without, trained = (rank_parameters(spec, ParallelLayout.parse(layout), None, mtp) for mtp in (0, spec.mtp_layers))
+        assert [one.total - other.total for one, other in zip(trained, without, strict=True)][-1] == numbers + copy
+        assert trained[:-1] == without[:-1]

@@ -171,8 +171,8 @@ class PolicyConfig:
     """Most packed tokens in one forward-backward of one data-parallel replica."""
     skip_zero_advantage: Annotated[bool, HARMLESS] = True
     """Leave samples that add exactly nothing to the policy's gradient out of its passes: those without an advantage (of
-    groups whose rewards are equal) or without weight, where nothing else looks at them. The update is the same, its
-    metrics are those of the tokens that are computed."""
+    groups whose rewards are equal) or without weight, where nothing else looks at them (mtp.train does). The update is the
+    same, its metrics are those of the tokens that are computed."""
     share_prefix: Annotated[bool, HARMLESS] = False
     """Compute the prompt of several samples in a micro-batch once: each response attends to it and to itself. Samples of a
     group then go to one replica, as far as that pays. Needs c1, layers of plain PyTorch and routers without losses."""
