@@ -188,7 +188,7 @@ class PolicyConfig:
 
     def shares_prefix_on(self, layout: ParallelLayout) -> bool:
         """A model of these settings computes prompts once on this layout, which may be a critic's or a reference's."""
-        return self.share_prefix and layout.cp == 1 and not self.megatron.options.has_router_terms
+        return self.share_prefix and layout.cp == 1 and not self.megatron.options.has_router_terms and not self.mtp.train
 
     def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
         """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no
