@@ -328,13 +328,19 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
         findings.ignore(key, "every prompt has one sample")
 
 
+def _ignore_settings(findings: Findings, section: str, given: LoraConfig | MTPConfig, reason: str) -> None:
+    """Report what is set in a section that does nothing."""
+    usual = type(given)()
+    for item in fields(given):
+        if getattr(given, item.name) != getattr(usual, item.name):
+            findings.ignore(f"{section}.{item.name}", reason)
+
+
 def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
     """What adapters need; `findings` are at the model's section."""
     lora, megatron, usual = settings.lora, settings.megatron, LoraConfig()
     if not lora.rank:
-        for item in fields(lora):
-            if getattr(lora, item.name) != getattr(usual, item.name):
-                findings.ignore(f"lora.{item.name}", "lora.rank is 0: there are no adapters")
+        _ignore_settings(findings, "lora", lora, "lora.rank is 0: there are no adapters")
         return
     if lora.path is not None and lora.init != usual.init:
         findings.ignore("lora.init", "the adapters of lora.path are not drawn")
@@ -352,11 +358,9 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
 
 def _check_mtp(findings: Findings, policy: PolicyConfig) -> None:
     """What the training of layers of multi-token prediction needs; `findings` are at the policy's section."""
-    mtp, megatron, usual = policy.mtp, policy.megatron, MTPConfig()
+    mtp, megatron = policy.mtp, policy.megatron
     if not mtp.train:
-        for item in fields(mtp):
-            if getattr(mtp, item.name) != getattr(usual, item.name):
-                findings.ignore(f"mtp.{item.name}", "mtp.train is false: no loss of further tokens is computed")
+        _ignore_settings(findings, "mtp", mtp, "mtp.train is false: no loss of further tokens is computed")
         return
     findings.require(not policy.lora.rank, "mtp.train", "must be false with adapters (lora): they alone are trained then")
     message = "must be false with mtp.train: what lies ahead of a prompt's end differs between the samples that share it"
