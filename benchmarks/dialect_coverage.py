@@ -182,7 +182,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def stand_in(directory: Path, config: RunConfig) -> str:
-    """A model that the layout can divide, with experts where the configuration speaks of some."""
+    """A model that the layout can divide, with experts and further tokens' layers where the configuration speaks of some."""
     layout: ParallelLayout = config.layout
     split: PipelineSplit = config.policy.megatron.pipeline_split
     name = str(config.model.path)
@@ -193,9 +193,10 @@ def stand_in(directory: Path, config: RunConfig) -> str:
     train_tokenizer("char", ["1+=user asnt"], path)
     if config.data.chat_template_kwargs:
         (path / "chat_template.jinja").write_text(TEMPLATE)
+    own = {"id2label": {"0": "x"}, "num_nextn_predict_layers": int(config.policy.mtp.train)}
     for layers in range(1, 400):
         (path / "config.json").write_text(
-            json.dumps({**QWEN3, **(EXPERTS if experts else {}), "num_hidden_layers": layers, "id2label": {"0": "x"}})
+            json.dumps({**QWEN3, **(EXPERTS if experts else {}), "num_hidden_layers": layers, **own})
         )
         try:
             load_spec(str(path), False).check_layout(layout, split)

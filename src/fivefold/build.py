@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fivefold.algo import Objective
 from fivefold.algo.values import ValueLoss
-from fivefold.build_engine import build_engine, start_judges
+from fivefold.build_engine import as_engines_know, build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
@@ -104,7 +104,8 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     directory = directories[config.described_by(config.model.path)]
     spec = load_spec(directory)
     spec.check_layout(ranks.layout, config.policy.megatron.pipeline_split)
-    check_config(directory)
+    known = as_engines_know(directory)
+    check_config(known)
     tokenizer_directory = directories[config.tokenizer]
     tokenizer = load_tokenizer(str(tokenizer_directory), config.model.trust_remote_code)
     training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
@@ -139,7 +140,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     if generates:
         # An engine looks at how much of the device is free when it starts.
         with models.on_device():
-            engine = build_engine(config, directory, tokenizer, ranks, device, logger.log)
+            engine = build_engine(config, known, tokenizer, ranks, device, logger.log)
             if checkpoint is not None and (checkpoint / WORK).is_dir():
                 # The run goes on between two optimizer steps: they have the device first.
                 engine.sleep()
@@ -420,9 +421,9 @@ def build_rollouts(
 
 def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> BatchPlan:
     """How samples become batches; a sample's work is that of its tokens and of its attention."""
-    # Routers that add something look at every token of an update.
+    # Routers that add something, and multi-token prediction, look at every token of an update.
     adds = spec.moe is not None and config.policy.megatron.options.has_router_terms
-    skips = config.policy.skip_zero_advantage and not adds
+    skips = config.policy.skip_zero_advantage and not adds and not config.policy.mtp.train
     lora = config.policy.lora.spec
     per_token = training_flops(spec, 1, 0, lora)
     per_pair = training_flops(spec, 1, 1, lora) - per_token

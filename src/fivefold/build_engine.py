@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import uuid
@@ -14,6 +15,7 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
+from fivefold.distributed.scratch import scratch_directory
 from fivefold.engines.absent import AbsentEngine
 from fivefold.engines.servers.http import own_address
 from fivefold.engines.servers.placement import Machine, behind, machines_of, place_servers
@@ -25,7 +27,7 @@ from fivefold.interfaces import Engine, EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.transformer_config import DTYPES
 from fivefold.models.config_json import read_config
-from fivefold.models.families import load_spec
+from fivefold.models.families import FAMILIES, load_spec
 from fivefold.plan.engine_checks import engine_cache, token_bytes
 from fivefold.plan.memory import CPU_CACHE
 
@@ -64,6 +66,24 @@ def build_engine(
         EngineReplica(ranks.turn, ranks.layout.world_size),
         settings.sleep,
     )
+
+
+def as_engines_know(directory: Path) -> Path:
+    """`directory`; of a model that engines know under another family's name a directory of links to its files, whose
+    config.json has that name."""
+    config = read_config(directory)
+    known_as = FAMILIES[load_spec(directory).family].known_as
+    if known_as is None:
+        return directory
+    found = scratch_directory()
+    for file in directory.iterdir():
+        if file.name != "config.json":
+            (found / file.name).symlink_to(file.resolve())
+    config |= {"model_type": known_as[0], "architectures": [known_as[1]], "num_nextn_predict_layers": 0}
+    # Names of code in the repository, which never runs.
+    config.pop("auto_map", None)
+    (found / "config.json").write_text(json.dumps(config))
+    return found
 
 
 def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) -> dict[str, Any]:

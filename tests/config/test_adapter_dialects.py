@@ -1,4 +1,4 @@
-"""Adapters as each system asks for them, with its own defaults: what they become here, by hand."""
+"""Adapters and multi-token prediction as each system asks for them, with its own defaults: what they become, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from fivefold.config import make_config
 from fivefold.config.dialects import find_dialect
 from fivefold.config.loader import read_mapping
-from fivefold.config.schema import LoraConfig
+from fivefold.config.schema import LoraConfig, MTPConfig
 
 M = "actor_rollout_ref.model."
 VERL = ["data.train_files=a.parquet", f"{M}path=m", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
@@ -83,3 +83,40 @@ def test_a_critic_of_verl_has_its_own_adapters():
 def test_what_adapters_cannot_do_is_refused_by_name(system, words, tree, says):
     refused = lora_of(system, *words, tree=tree)[1]
     assert any(says in each for each in refused), refused
+
+
+MTP = f"{M}mtp."
+
+
+@pytest.mark.parametrize(("system", "words", "wanted"), [
+    ("verl", [], MTPConfig()),
+    ("verl", [f"{MTP}enable=True"], MTPConfig()),
+    ("verl", [f"{MTP}enable_train=True", f"{MTP}mtp_loss_scaling_factor=0.3"], MTPConfig()),
+    ("verl", [f"{MTP}enable=True", f"{MTP}enable_train=True"], MTPConfig(train=True, loss_scaling_factor=0.1, detach_encoder=False)),
+    ("verl", [f"{MTP}enable=True", f"{MTP}enable_train=True", f"{MTP}mtp_loss_scaling_factor=0.2", f"{MTP}detach_encoder=True"], MTPConfig(train=True, loss_scaling_factor=0.2, detach_encoder=True)),
+    ("siirl", [f"{MTP}enable=True", f"{MTP}enable_train=True", f"{MTP}mtp_loss_scaling_factor=0"], MTPConfig(train=True, loss_scaling_factor=0.0)),
+])  # fmt: skip
+def test_the_layers_of_multi_token_prediction_learn_as_verl_says(system, words, wanted):
+    found = find_dialect(system)({}, [*MEGATRON, *words], environment={})  # type: ignore[call-arg]
+    assert make_config({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"].get("mtp", {})}}).policy.mtp == wanted
+    assert not [each for each in found.outcomes if each.is_refused and "mtp" in each.key]
+
+
+def test_they_learn_in_sft_of_verl_too():
+    words = ["data.train_files=a.parquet", "model.path=m", "engine=megatron", "optim.lr=1e-5", "model.mtp.enable=True",
+             "model.mtp.enable_train=True", "model.mtp.detach_encoder=True"]  # fmt: skip
+    found = find_dialect("verl")({}, words, environment={})  # type: ignore[call-arg]
+    assert found.tree["algorithm"]["name"] == "sft"
+    wanted = MTPConfig(train=True, loss_scaling_factor=0.1, detach_encoder=True)
+    assert make_config({"model": {"path": "m"}, "policy": {"mtp": found.tree["policy"]["mtp"]}}).policy.mtp == wanted
+
+
+@pytest.mark.parametrize(("system", "words", "says"), [
+    ("verl", [*MEGATRON, f"{MTP}enable=True", f"{MTP}enable_rollout=True"], "speculative decoding"),
+    ("skyrl", [*SKYRL, "trainer.mtp.enabled=true", "trainer.mtp.loss_weight=0.2"], "learns the same without them"),
+    ("skyrl", [*SKYRL, "trainer.policy.megatron_config.mtp_num_layers=1"], "learns the same without them"),
+])  # fmt: skip
+def test_what_only_makes_rollouts_faster_is_said_and_left_out(system, words, says):
+    found = find_dialect(system)({}, words, environment={})  # type: ignore[call-arg]
+    (outcome,) = [each for each in found.outcomes if says in each.reason]
+    assert not outcome.changes_result and "mtp" not in found.tree.get("policy", {})

@@ -38,7 +38,8 @@ def test_every_family_has_a_test_model():
     import transformers
 
     made = {getattr(transformers, f"{prefix}Config").model_type for prefix, _ in (VARIANTS | MOE_VARIANTS).values()}
-    assert made == set(FAMILIES)
+    # MiMo is made of Qwen2 by add_mtp.
+    assert made | {"mimo"} == set(FAMILIES)
 
 
 NEW_FAMILY = """

@@ -82,11 +82,64 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+MTP_VARIANTS = {
+    "mimo": ("qwen2", 1),
+    "mimo_two": ("qwen2", 2),
+    "deepseek_v3_mtp": ("deepseek_v3", 1),
+    "glm4_moe_mtp": ("glm4_moe", 2),
+}
+"""Name -> (the variant that is the model itself, its layers of multi-token prediction)."""
+MTP_PARTS = {
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+}
+"""Names of a layer's own parts in the files: norms of embedding and hidden state, their projection, the last norm."""
+
+
+def add_mtp(directory: Path, layers: int, family: str) -> None:
+    """Put layers of multi-token prediction behind the model in `directory`, each in the form of its last layer."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    config, state = json.loads((directory / "config.json").read_text()), load_tensors(directory)
+    own, hidden = config["num_hidden_layers"], config["hidden_size"]
+    generator = torch.Generator().manual_seed(13)
+
+    def draw(*shape: int) -> torch.Tensor:
+        noise = torch.randn(shape, generator=generator) * 0.1
+        return noise + 1 if len(shape) == 1 else noise
+
+    last = f"model.layers.{own - 1}."
+    for depth in range(layers):
+        start = f"model.mtp_layers.{depth}." if family == "mimo" else f"model.layers.{own + depth}."
+        *norms, projection, final = MTP_PARTS["mimo" if family == "mimo" else "deepseek_v3"]
+        state[f"{start}{projection}.weight"] = draw(hidden, 2 * hidden)
+        state |= {f"{start}{norm}.weight": draw(hidden) for norm in (*norms, final)}
+        for name in [name for name in state if name.startswith(last)]:
+            is_bias = name.endswith("bias")
+            state[start + name.removeprefix(last)] = draw(*state[name].shape) - (1 if is_bias else 0)
+        if family != "mimo":
+            state[f"{start}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+            state[f"{start}shared_head.head.weight"] = state["lm_head.weight"].clone()
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_nextn_predict_layers": layers}
+    if family == "mimo":
+        config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 def make_model(name: str, directory: Path, **sizes: Any) -> Path:
     """Write the variant `name` into `directory`, with weights large enough that every part matters."""
     import torch
     import transformers
 
+    if name in MTP_VARIANTS:
+        whole, layers = MTP_VARIANTS[name]
+        make_model(whole, directory, **sizes)
+        add_mtp(directory, layers, "mimo" if whole == "qwen2" else whole)
+        return directory
     prefix, changes = (VARIANTS | MOE_VARIANTS)[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -23,9 +23,14 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.hub import model_snapshot
 from fivefold.layout import ParallelLayout
 from fivefold.megatron import mesh
+from fivefold.megatron.bridge import SafetensorsSource, Source, TorchDistSource
 from fivefold.megatron.bridge.torch_dist import write_torch_dist
 from fivefold.megatron.model import MegatronModel
 from fivefold.models.adapters import CONFIG, TENSORS, peft_config
+from fivefold.models.families import mtp_copies
+from fivefold.models.parameters import EMBEDDING, OUTPUT
+from fivefold.models.spec import ModelSpec
+from fivefold.models.tensor_files import INDEX, SINGLE, find_mtp_tensors
 from fivefold.models.torch_dist import find_torch_dist
 
 Form = Literal["huggingface", "megatron", "adapter"]
@@ -63,7 +68,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         # A checkpoint of adapters holds nothing else.
         wanted = _COPIED if lora is None else (*_COPIED, "*.safetensors")
         directory = model_snapshot(path, wanted, state.commits.get(path))
-    weights = None if lora is None else _base_weights(part, config, directory, state)
+    base = None if lora is None else _base_weights(part, config, directory, state)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
@@ -72,9 +77,14 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         # One process holds the whole model: what split it into stages does not apply.
         settings = beside.settings(config.policy) if beside else config.policy
         settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
-        model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic, torch_dist=weights)
+        model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic, torch_dist=base)
         model.load(checkpoint / part)
+        source = None if critic else _mtp_source(path, directory, model.spec, state, find_torch_dist(config.model.path))
         out.mkdir(parents=True, exist_ok=True)
+        has_mtp = source is not None and bool(source.mtp_names)
+        weights = model.weights()
+        if source is not None:
+            weights = with_mtp(weights, source, model.spec, dict(model.mtp_weights()) if model.has_mtp else {})
         if form == "adapter":
             assert lora is not None
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.adapters()}
@@ -82,10 +92,10 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
             (out / CONFIG).write_text(json.dumps(peft_config(model.spec, lora, path), indent=2))
             total, said = sum(tensor.nbytes for tensor in tensors.values()), f"as adapters of {path}"
         elif form == "megatron":
-            total = write_torch_dist(model.weights(), model.spec, out)
+            total = write_torch_dist(weights, model.spec, out)
             said = "as a torch_dist checkpoint of Megatron-Core"
         else:
-            files, total = write_safetensors(model.weights(), out, int(shard_gb * 2**30))
+            files, total = write_safetensors(weights, out, int(shard_gb * 2**30))
             said = f"in {files} file{'s' if files > 1 else ''}"
     finally:
         mesh.destroy()
@@ -95,6 +105,11 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
                 shutil.copy(file, out / file.name)
     if critic:
         _make_classifier(out / "config.json")
+    if model.spec.mtp_layers and form != "adapter":
+        if has_mtp:
+            said += f", layers of multi-token prediction as {'they were trained' if model.has_mtp else 'the model had them'}"
+        else:
+            _without_mtp(out / "config.json")
     return f"{out}: {total / 2**20:,.1f} MiB of weights {said}"
 
 
@@ -115,6 +130,43 @@ def _base_weights(part: str, config: RunConfig, directory: Path, state: RunState
 def _beside(config: RunConfig, part: str) -> LearnerConfig | None:
     """The section of a model that learns beside the policy; None for the policy."""
     return {"policy": None, "critic": config.critic, "prm": config.prm}[part]
+
+
+def _mtp_source(path: str, directory: Path, spec: ModelSpec, state: RunState, torch_dist: Path | None) -> Source | None:
+    """Where the layers of multi-token prediction are with which a run began; None where the model has none."""
+    if not spec.mtp_layers:
+        return None
+    if torch_dist is not None:
+        return TorchDistSource(torch_dist, spec)
+    if not Path(path).is_dir():
+        # Of a model from a hub its files are wanted that hold them: the one, where no list names them.
+        files = find_mtp_tensors(directory, spec).values() if (directory / INDEX).is_file() else [SINGLE]
+        directory = model_snapshot(path, (*_COPIED, *sorted(set(files))), state.commits.get(path))
+    return SafetensorsSource(directory, spec, find_mtp_tensors(directory, spec))
+
+
+def with_mtp(
+    weights: Iterable[tuple[str, Tensor]], source: Source, spec: ModelSpec, trained: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights`, and the layers of multi-token prediction that `source` has: what they share with the model as it is there,
+    what was `trained`, and everything else unchanged."""
+    wanted, copies = source.mtp_names, mtp_copies(spec)
+    shared = {name: copies[name] for name in wanted if name in copies}
+    if spec.tied:
+        shared = {name: EMBEDDING.hf[0] if whole in OUTPUT.hf else whole for name, whole in shared.items()}
+    for name, tensor in weights:
+        yield name, tensor
+        for copy in (copy for copy, whole in shared.items() if whole == name):
+            yield copy, tensor
+    for name in wanted:
+        if name not in shared:
+            yield name, trained[name] if name in trained else source[name][:]
+
+
+def _without_mtp(path: Path) -> None:
+    """Say in config.json that there are no layers of multi-token prediction."""
+    config = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
+    path.write_text(json.dumps(config, indent=2))
 
 
 def _parts(checkpoint: Path) -> list[str]:

@@ -141,6 +141,21 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class MTPConfig:
+    """The layers of multi-token prediction that some models have behind their last one (DeepSeek-V3, 2412.19437, section
+    2.2). The model computes without them, and an export has them."""
+
+    train: bool = False
+    """Train them too: the cross-entropy of the response tokens that lie further ahead, as a mean over these tokens and over
+    the layers, is added to the policy's loss. Otherwise they stay as they are."""
+    loss_scaling_factor: Annotated[float, at_least(0)] = 0.1
+    """Of what is added."""
+    detach_encoder: bool = False
+    """Their loss stops at the hidden states and embeddings that they are given; the output layer, which they share with the
+    model, learns from it all the same, and clip_grad is of all gradients together."""
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     backend: Annotated[str, HARMLESS] = "megatron:d1"
     """Backend and layout: docs/layouts.md has the grammar."""
@@ -156,12 +171,13 @@ class PolicyConfig:
     """Most packed tokens in one forward-backward of one data-parallel replica."""
     skip_zero_advantage: Annotated[bool, HARMLESS] = True
     """Leave samples that add exactly nothing to the policy's gradient out of its passes: those without an advantage (of
-    groups whose rewards are equal) or without weight, where nothing else looks at them. The update is the same, its
-    metrics are those of the tokens that are computed."""
+    groups whose rewards are equal) or without weight, where nothing else looks at them (mtp.train does). The update is the
+    same, its metrics are those of the tokens that are computed."""
     share_prefix: Annotated[bool, HARMLESS] = False
     """Compute the prompt of several samples in a micro-batch once: each response attends to it and to itself. Samples of a
     group then go to one replica, as far as that pays. Needs c1, layers of plain PyTorch and routers without losses."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     offload: Annotated[OffloadConfig, HARMLESS] = field(default_factory=OffloadConfig)
@@ -172,13 +188,13 @@ class PolicyConfig:
 
     def shares_prefix_on(self, layout: ParallelLayout) -> bool:
         """A model of these settings computes prompts once on this layout, which may be a critic's or a reference's."""
-        return self.share_prefix and layout.cp == 1 and not self.megatron.options.has_router_terms
+        return self.share_prefix and layout.cp == 1 and not self.megatron.options.has_router_terms and not self.mtp.train
 
     def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
         """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no
         layout. How this layout's pipeline is split says nothing of another one's."""
-        # A model has adapters where its own section says so.
-        own = {"lora": LoraConfig(), **own}
+        # A model has adapters where its own section says so, and only the policy predicts further tokens.
+        own = {"lora": LoraConfig(), "mtp": MTPConfig(), **own}
         settings = replace(self, **own) if backend is None else replace(self, backend=backend, **own)
         if megatron is None:
             is_same = settings.backend == self.backend or settings.layout.is_same(self.layout)

@@ -15,6 +15,7 @@ from fivefold.config.schema import (
     DataConfig,
     LearnerConfig,
     LoraConfig,
+    MTPConfig,
     OptimizerConfig,
     PolicyConfig,
     RolloutConfig,
@@ -331,6 +332,7 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
             _check_adapters(findings.at(where), beside.settings(config.policy))
             own = {item.name for item in fields(beside) if getattr(beside, item.name) is not None}
             _check_model(findings.at(where), beside.settings(config.policy), own, longest)
+    _check_mtp(findings.at("policy"), config.policy)
     if config.uses_critic:
         warmup, steps = config.critic.warmup_steps, config.trainer.steps
         findings.require(
@@ -360,13 +362,19 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
         findings.ignore(key, "every prompt has one sample")
 
 
+def _ignore_settings(findings: Findings, section: str, given: LoraConfig | MTPConfig, reason: str) -> None:
+    """Report what is set in a section that does nothing."""
+    usual = type(given)()
+    for item in fields(given):
+        if getattr(given, item.name) != getattr(usual, item.name):
+            findings.ignore(f"{section}.{item.name}", reason)
+
+
 def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
     """What adapters need; `findings` are at the model's section."""
     lora, megatron, usual = settings.lora, settings.megatron, LoraConfig()
     if not lora.rank:
-        for item in fields(lora):
-            if getattr(lora, item.name) != getattr(usual, item.name):
-                findings.ignore(f"lora.{item.name}", "lora.rank is 0: there are no adapters")
+        _ignore_settings(findings, "lora", lora, "lora.rank is 0: there are no adapters")
         return
     if lora.path is not None and lora.init != usual.init:
         findings.ignore("lora.init", "the adapters of lora.path are not drawn")
@@ -380,6 +388,23 @@ def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
     ):
         value = megatron.transformer.get(key)
         findings.require(not value, f"megatron.transformer.{key}", f"must be left out with adapters, {why}: got {value}")
+
+
+def _check_mtp(findings: Findings, policy: PolicyConfig) -> None:
+    """What the training of layers of multi-token prediction needs; `findings` are at the policy's section."""
+    mtp, megatron = policy.mtp, policy.megatron
+    if not mtp.train:
+        _ignore_settings(findings, "mtp", mtp, "mtp.train is false: no loss of further tokens is computed")
+        return
+    findings.require(not policy.lora.rank, "mtp.train", "must be false with adapters (lora): they alone are trained then")
+    message = "must be false with mtp.train: what lies ahead of a prompt's end differs between the samples that share it"
+    findings.require(not policy.share_prefix, "share_prefix", message)
+    for key, needed in (("transformer_impl", "torch"), ("bridge_type", "native")):
+        found = getattr(megatron, key)
+        findings.require(found == needed, f"megatron.{key}", f"must be {needed} with mtp.train: got {found}")
+    key = "pipeline_model_parallel_layout"
+    message = "must be left out with mtp.train: the last stage has the layers of multi-token prediction"
+    findings.require(key not in megatron.pipeline, f"megatron.pipeline.{key}", message)
 
 
 def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str], longest: int) -> None:

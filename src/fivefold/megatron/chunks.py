@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from fivefold.config.schema import PolicyConfig
 from fivefold.megatron.layers.adapters import ExpertAdapters, adapt, adapt_experts, adapters_in, is_adapter
-from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec
+from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec, mtp_block_spec
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.patches.quiet import quiet
@@ -32,6 +32,9 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
     stages = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)[mesh.pp.rank()]
     virtual = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+    ahead = None
+    if policy.mtp.train:
+        ahead = mtp_block_spec(config, spec.has_experts(spec.layers), policy.mtp.detach_encoder)
     chunks: list[PolicyModel] = []
     for number, layers in enumerate(stages):
         stage = number if virtual else None
@@ -55,6 +58,7 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
                 seq_len_interpolation_factor=spec.rope_linear_factor,
                 vp_stage=stage,
                 value_head=spec.value_head,
+                mtp_block_spec=ahead if mesh.is_last_stage and number == len(stages) - 1 else None,
             ).to(mesh.device)
         assert len(chunk.decoder.layers) == len(layers)
         chunk.layers_of_model = layers
@@ -139,10 +143,15 @@ def _whole_name(name: str, chunk: PolicyModel) -> str:
 
 
 def routers(chunks: list[PolicyModel]) -> dict[int, Router]:
-    """The routers of this rank by layer, counted over the whole model."""
-    return {
+    """The routers of this rank by layer, counted over the whole model, those of multi-token prediction behind the others."""
+    found = {
         chunk.layers_of_model[index]: layer.mlp.router
         for chunk in chunks
         for index, layer in enumerate(chunk.decoder.layers)
         if isinstance(layer.mlp, MoE)
     }
+    for chunk in chunks:
+        for depth, layer in enumerate(chunk.mtp.layers if chunk.mtp_process else ()):
+            if isinstance(layer.transformer_layer.mlp, MoE):
+                found[chunk.config.num_layers + depth] = layer.transformer_layer.mlp.router
+    return found

@@ -37,7 +37,7 @@ from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.transformer_config import transformer_config
 from fivefold.models.adapters import adapter_tensors, check_adapter_files
-from fivefold.models.families import load_spec
+from fivefold.models.families import load_spec, mtp_parameters_of
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files
 from fivefold.models.torch_dist import check_torch_dist
@@ -89,6 +89,8 @@ class MegatronModel:
         with mesh.active():
             self.spec: ModelSpec = load_spec(directory, value_head)
             self.spec.check_layout(mesh.layout, policy.megatron.pipeline_split)
+            if policy.mtp.train:
+                self.spec.check_mtp(mesh.layout)
             lora, loads = policy.lora.spec, read_weights or policy.lora.spec is not None
             config = transformer_config(self.spec, mesh, policy)
             self._chunks = build_chunks(config, self.spec, mesh, policy)
@@ -104,6 +106,8 @@ class MegatronModel:
                 fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
                 equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
                 share_prefix=policy.shares_prefix_on(mesh.layout) and config.transformer_impl != "transformer_engine",
+                mtp_layers=config.mtp_num_layers or 0,
+                mtp_factor=policy.mtp.loss_scaling_factor,
             )
             kind = policy.megatron.bridge_type
             if value_head and kind != "native":
@@ -113,15 +117,19 @@ class MegatronModel:
             if kind != "native" and lora is not None:
                 raise ValueError(f"bridge_type must be native for adapters (policy.lora): got {kind}")
             if loads:
-                check = partial(check_tensor_files, directory)
-                _check_files(check if torch_dist is None else partial(check_torch_dist, torch_dist), self.spec, mesh.ranks)
+                check = (
+                    partial(check_tensor_files, directory) if torch_dist is None else partial(check_torch_dist, torch_dist)
+                )
+                _check_files(partial(check, has_mtp=policy.mtp.train), self.spec, mesh.ranks)
             external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
             self.value_head_is_new = False
             """The directory has no value head, so it started at 0."""
             if loads and external is not None:
                 external.load(directory)
             elif loads:
-                source = SafetensorsSource(directory) if torch_dist is None else TorchDistSource(torch_dist, self.spec)
+                source = (
+                    SafetensorsSource(directory, self.spec) if torch_dist is None else TorchDistSource(torch_dist, self.spec)
+                )
                 self.value_head_is_new = value_head and not source.has_value_head
                 load_parameters(named_weights(self._chunks), source, self.spec, mesh.ranks.coords, mesh.layout)
             if lora is not None:
@@ -135,6 +143,8 @@ class MegatronModel:
             stream = WeightStream(lambda: weights(self._chunks), self.spec, mesh, bucket_mb)
             self._stream = stream if external is None else external.weights
             self._lora, self._bucket_mb = lora, bucket_mb
+            self.has_mtp = policy.mtp.train
+            """Layers of multi-token prediction are trained with it."""
             self._updater = None
             self._finalize = step.FinalizeOnce()
             if total_updates is None:
@@ -285,6 +295,15 @@ class MegatronModel:
             self._settle()
             tensors = adapter_tensors(self.spec, self._lora)
             stream = WeightStream(lambda: adapter_weights(self._chunks), self.spec, self._mesh, self._bucket_mb, tensors)
+        return self._mesh.iterate(stream())
+
+    def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of the layers of multi-token prediction, on every rank; collective."""
+        assert self.has_mtp, "a model built without policy.mtp.train has no such layers"
+        with self._mesh.active():
+            self._settle()
+            own = partial(named_weights, self._chunks)
+            stream = WeightStream(own, self.spec, self._mesh, self._bucket_mb, mtp_parameters_of(self.spec))
         return self._mesh.iterate(stream())
 
     @_on_its_mesh

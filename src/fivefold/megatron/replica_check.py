@@ -47,9 +47,7 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
         for name, tensor, _ in named
         if name in dense and not getattr(tensor, "tensor_model_parallel", False)
     }
-    ends = [
-        chunk for chunk in chunks if chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process)
-    ]
+    ends = [chunk for chunk in chunks if _has_end(chunk)]
     comparisons = [("data-parallel replicas", mesh.dp, dense)]
     comparisons.append(("expert replicas", mesh.expert_dp, experts))
     comparisons.append(("tensor-parallel duplicates", mesh.tp, duplicates))
@@ -71,6 +69,12 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
             + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
             + ". Go back to a checkpoint from before; trainer.guard.every sets how often this is compared"
         )
+
+
+def _has_end(chunk: PolicyModel) -> bool:
+    """Whether it holds an embedding that is the output layer too, or that multi-token prediction has a copy of."""
+    tied = chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process)
+    return tied or bool(chunk.config.mtp_num_layers and (chunk.pre_process or chunk.mtp_process))
 
 
 def _router_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from fivefold.distributed.balance import micro_batches_needed, plan_micro_batches
 from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_positions, make_packing
 from fivefold.megatron.layers.moe import Router
+from fivefold.megatron.layers.mtp import Ahead
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.shared_prefix import make_pieces, make_units, place_copies, prefixes_of
 from fivefold.types import LossFn, LossOutput, TokenBatch, to_device
@@ -54,6 +55,8 @@ class MicroBatch:
     """The samples of this micro-batch, whole."""
     token_index_T: Tensor
     """Where their tokens lie in the batch that it is a part of."""
+    ahead: tuple[Ahead, ...] = ()
+    """Of each layer of multi-token prediction, where they are trained."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,18 @@ class BatchingConfig:
     """Replicas pad their micro-batches to the longest one's length: they gather tokens from each other."""
     share_prefix: bool
     """The prompt of several samples in one micro-batch is computed once."""
+    mtp_layers: int = 0
+    """Layers of multi-token prediction that are trained."""
+    mtp_factor: float = 0.0
+    """Of the mean of their losses."""
 
 
 class MicroBatches:
     """The micro-batches of a batch: the same number on every data-parallel replica."""
 
-    def __init__(self, batch: TokenBatch, batching: BatchingConfig) -> None:
+    def __init__(self, batch: TokenBatch, batching: BatchingConfig, mtp_layers: int = 0) -> None:
+        """With `mtp_layers` they have what so many layers of multi-token prediction are given."""
+        self._mtp_layers = mtp_layers
         batching.mesh.ranks.heartbeat.begin()
         layout = batching.mesh.layout
         self._multiple = chunk_multiple(layout.cp)
@@ -147,13 +156,13 @@ class MicroBatches:
         padding = total - sum(sizes)
         assert padding >= 0, f"{sum(sizes)} tokens in a micro-batch of {total}"
         # Where each local token lies among the batch's tokens, -1 for padding, and the piece that it belongs to.
-        source = torch.full((total // layout.cp,), -1)
-        owner = source.clone()
+        local = torch.full((total // layout.cp,), -1)
+        owner = local.clone()
         starts, begin = [], 0
         for number_of_piece, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
             positions = local_positions(size, layout.cp, mesh.ranks.coords.cp)
             starts.append(begin)
-            source[begin : begin + len(positions)] = torch.where(positions < piece.length, piece.begin + positions, -1)
+            local[begin : begin + len(positions)] = torch.where(positions < piece.length, piece.begin + positions, -1)
             owner[begin : begin + len(positions)] = torch.where(positions < piece.length, number_of_piece, -1)
             begin += len(positions)
         lengths, prefixes = sizes, prefixes_of(pieces, starts)
@@ -162,10 +171,10 @@ class MicroBatches:
         packing = make_packing(
             lengths, mesh.device, self._batching.fused, layout.cp, mesh.ranks.coords.cp, prefixes=prefixes
         )
-        real = source >= 0
-        token_ids = torch.where(real, batch.token_ids_T[source.clamp(min=0)] if len(batch.token_ids_T) else 0, 0)
+        real = local >= 0
+        token_ids = torch.where(real, batch.token_ids_T[local.clamp(min=0)] if len(batch.token_ids_T) else 0, 0)
         place = torch.full((len(batch.token_ids_T),), -1)
-        place[source[real]] = real.nonzero()[:, 0]
+        place[local[real]] = real.nonzero()[:, 0]
         place_copies(place, pieces)
         predicted = batch.loss_mask_T.nonzero()[:, 0]
         predicted = predicted[place[predicted - 1] >= 0]
@@ -176,6 +185,17 @@ class MicroBatches:
             wanted[torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1] = True
             output = source = (wanted & (place >= 0)).nonzero()[:, 0]
 
+        ahead = []
+        for depth in range(self._mtp_layers):
+            targets, ids = targets_ahead(batch, depth), tokens_ahead(batch, depth + 1)
+            targets = targets[place[targets - 2 - depth] >= 0]
+            ahead.append(
+                Ahead(
+                    to_device(torch.where(real, ids[local.clamp(min=0)] if len(ids) else 0, 0), mesh.device),
+                    to_device(place[targets - 2 - depth], mesh.device),
+                    to_device(batch.token_ids_T[targets], mesh.device),
+                )
+            )
         members = None
         if self._batching.experts:
             members = to_device(owner[None] == torch.arange(max(1, len(pieces)))[:, None], mesh.device)
@@ -188,12 +208,30 @@ class MicroBatches:
             output_index_S=to_device(output, mesh.device),
             batch=batch.to(mesh.device),
             token_index_T=self._batch.token_index(samples),
+            ahead=tuple(ahead),
         )
 
     @property
     def length(self) -> int:
         """The sequence length for Megatron-Core's schedule; without a fixed one it asks the stage before."""
         return self._budget if self._batching.fixed_length else self._total_multiple
+
+
+def tokens_ahead(batch: TokenBatch, steps: int) -> Tensor:
+    """[T] the token so many steps behind each one; 0 behind the end of its sample."""
+    found, start = torch.zeros_like(batch.token_ids_T), 0
+    for length in batch.lengths_N:
+        found[start : start + max(0, length - steps)] = batch.token_ids_T[start + steps : start + length]
+        start += length
+    return found
+
+
+def targets_ahead(batch: TokenBatch, depth: int) -> Tensor:
+    """Places of the tokens that a layer of multi-token prediction is trained to predict: response tokens of which the one
+    2 + depth before is in the same sample (DeepSeek-V3, eq. 24)."""
+    lengths_N = torch.tensor(batch.lengths_N, dtype=torch.long)
+    positions_T = torch.arange(len(batch.token_ids_T)) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
+    return (batch.loss_mask_T & (positions_T >= 2 + depth)).nonzero()[:, 0]
 
 
 class FinalizeOnce:
@@ -225,6 +263,7 @@ def _forward(iterator: Iterator[MicroBatch], model: Any, batching: BatchingConfi
         targets_S=micro.targets_S,
         valid_vocab=batching.vocab,
         temperature=micro.batch.temperature,
+        ahead=micro.ahead,
     )
     return micro, output
 
@@ -322,10 +361,11 @@ def forward_backward(
 
     Megatron-Core multiplies the loss by it, and divides the gradients again; what routers add is multiplied here.
     """
-    mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
-    counts = torch.tensor([micro_batches.tokens, len(batch.lengths_N), micro_batches.filled])
+    mesh, micro_batches = batching.mesh, MicroBatches(batch, batching, batching.mtp_layers)
+    ahead = [len(targets_ahead(batch, depth)) for depth in range(batching.mtp_layers)]
+    counts = torch.tensor([micro_batches.tokens, len(batch.lengths_N), micro_batches.filled, *ahead])
     dist.all_reduce(counts, group=mesh.ranks.dp)
-    tokens, sequences, update_micro_batches = counts.tolist()
+    tokens, sequences, update_micro_batches, *ahead = counts.tolist()
     for router in routers:
         router.update_scale = loss_scale / max(1, tokens) if batch.update_tokens else 0.0
 
@@ -333,11 +373,19 @@ def forward_backward(
         micro, output = _forward(iterator, model, batching)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+            sizes = [len(micro.targets_S), *(len(each.targets_S) for each in micro.ahead)]
+            output, *numbers = output.split(sizes, dim=1)
             output_T, entropy_T = _whole(output, micro, mesh)
             share = loss_fn(output_T, entropy_T, replace(micro.batch, update_micro_batches=update_micro_batches))
             # Megatron-Core counts tokens for a division that does not take place.
             none = torch.zeros((), dtype=torch.int, device=mesh.device)
-            return share.loss, none, LossOutput(share.loss.detach(), share.sums, share.maxima)
+            if not numbers:
+                return share.loss, none, LossOutput(share.loss.detach(), share.sums, share.maxima)
+            means = [-own[0].sum() / max(1, count) for own, count in zip(numbers, ahead, strict=True)]
+            # Forward a sum over ranks of which each has its own tokens; backward as it is.
+            mtp = reduce_from_tensor_model_parallel_region(torch.stack(means).mean(), group=mesh.cp)
+            sums = share.sums | {"policy/mtp_loss": mtp.detach()}
+            return share.loss + batching.mtp_factor * mtp, none, LossOutput(share.loss.detach(), sums, share.maxima)
 
         return output, loss
 

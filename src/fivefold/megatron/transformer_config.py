@@ -75,6 +75,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         **_RECOMPUTE[policy.recompute],
         **_moe_settings(spec),
         **_mla_settings(spec),
+        "mtp_num_layers": spec.mtp_layers if policy.mtp.train else None,
         **policy.megatron.options.effective("transformer"),
         **policy.megatron.options.effective("pipeline"),
     }

@@ -176,6 +176,7 @@ def read_decoder(
         tied=read_flag(config, "tie_word_embeddings"),
         rotary_fraction=rope.fraction,
         yarn=rope.yarn,
+        mtp_layers=read_whole(config, "num_nextn_predict_layers", 0, low=0, high=MOST_LAYERS),
     )
 
 

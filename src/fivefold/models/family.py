@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.models.parameters import Table
+from fivefold.models.parameters import MTP_BEHIND, MTPNames, Table
 from fivefold.models.spec import ModelSpec
 
 
@@ -20,3 +20,8 @@ class Family:
     """Parsed `config.json` -> spec; raises ValueError for what our layers do not compute, by its key."""
     table: Callable[[ModelSpec], Table]
     """Every parameter of a model of this spec, in the files and in Megatron-Core."""
+    known_as: tuple[str, str] | None = None
+    """(`model_type`, architecture) by which transformers and the engines compute this model, where they have no name of its
+    own for it."""
+    mtp: MTPNames = MTP_BEHIND
+    """How its files name layers of multi-token prediction."""

@@ -6,7 +6,7 @@ A family's table is made of the rows below and of its own; `expand` writes it ou
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from fivefold.models.spec import ModelSpec
@@ -21,6 +21,8 @@ class Sharding(Enum):
     """By output dimension."""
     ROW = "row"
     """By input dimension."""
+    COLUMN_SWAPPED = "column_swapped"
+    """By output dimension; the halves of the input dimension lie the other way round in the files."""
     VOCABULARY = "vocabulary"
     """By rows of the vocabulary, padded with zeros to `ModelSpec.padded_vocab`."""
     QKV = "qkv"
@@ -97,6 +99,56 @@ def expand(table: Table, spec: ModelSpec) -> list[MappedParameter]:
     return found + [_fill(row) for row in table if row.place is Place.LAST]
 
 
+@dataclass(frozen=True)
+class MTPNames:
+    """How files name layers of multi-token prediction: `{layer}` is counted on from the model's own, `{depth}` from 0."""
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False
+    """The projection's input is [hidden state; embedding]; Megatron-Core's is the other way round."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """(name in the layer, name in the model) of what a layer shares with the model and files hold once more."""
+
+    def start(self, spec: ModelSpec, depth: int) -> str:
+        """What the names of a layer begin with."""
+        return self.layer.format(layer=spec.layers + depth, depth=depth)
+
+
+def expand_mtp(table: Table, names: MTPNames, spec: ModelSpec) -> list[MappedParameter]:
+    """Every parameter of the layers of multi-token prediction but what they share with the model, in order of layers.
+
+    Each is a layer as the model's last one, behind norms of an embedding and a hidden state and their common projection
+    (DeepSeek-V3, eq. 21-23).
+    """
+    own = (
+        ("enorm", names.embedding_norm, Sharding.REPLICATE),
+        ("hnorm", names.hidden_norm, Sharding.REPLICATE),
+        ("eh_proj", names.projection, Sharding.COLUMN_SWAPPED if names.hidden_first else Sharding.COLUMN),
+        ("final_layernorm", names.final_norm, Sharding.REPLICATE),
+    )
+    found: list[MappedParameter] = []
+    for depth in range(spec.mtp_layers):
+        layer, start = spec.layers + depth, names.start(spec, depth)
+        for part, name, sharding in own:
+            mcore = f"mtp.layers.{{depth}}.{part}.weight"
+            found.append(
+                MappedParameter(mcore.format(depth=depth), (f"{start}{name}.weight",), sharding, None, mcore, layer)
+            )
+        present = {Place.LAYER, Place.SPARSE if spec.has_experts(layer) else Place.DENSE}
+        experts = range(spec.moe.num_experts) if spec.moe is not None and spec.has_experts(layer) else range(0)
+        inside = [_fill(row, layer) for row in table if row.place in present]
+        inside += [_fill(row, layer, expert) for row in table if row.place is Place.EXPERT for expert in experts]
+        theirs, ours = f"decoder.layers.{layer}.", f"mtp.layers.{depth}.transformer_layer."
+        for item in inside:
+            hf = tuple(start + name.removeprefix(f"model.layers.{layer}.") for name in item.hf)
+            found.append(replace(item, mcore=ours + item.mcore.removeprefix(theirs), hf=hf, transformers=None))
+    return found
+
+
 def _fill(row: Row, layer: int | None = None, expert: int | None = None) -> MappedParameter:
     def fill(name: str) -> str:
         return name.format(layer=layer, expert=expert)
@@ -128,6 +180,16 @@ FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Shard
 OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Sharding.VOCABULARY, Place.LAST)
 VALUE_HEAD = Row("output_layer.weight", ("score.weight",), Sharding.REPLICATE, Place.LAST)
 """The value head, in the place of the output layer: what transformers calls a sequence classifier with one label."""
+
+MTP_BEHIND = MTPNames(
+    layer="model.layers.{layer}.",
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    final_norm="shared_head.norm",
+    copies=(("embed_tokens.weight", EMBEDDING.hf[0]), ("shared_head.head.weight", OUTPUT.hf[0])),
+)
+"""DeepSeek-V3's and GLM-4.5's names: layers of multi-token prediction are counted on from the model's own."""
 
 NORMS = (
     layer_row("input_layernorm.weight", "input_layernorm.weight", Sharding.REPLICATE),

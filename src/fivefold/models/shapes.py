@@ -20,6 +20,8 @@ def file_shapes(spec: ModelSpec, parameter: MappedParameter) -> tuple[Shape | No
         "decoder.final_layernorm.weight": ((hidden,),),
         "input_layernorm.weight": ((hidden,),),
         "pre_mlp_layernorm.weight": ((hidden,),),
+        **{f"mtp.layers.{{depth}}.{norm}.weight": ((hidden,),) for norm in ("enorm", "hnorm", "final_layernorm")},
+        "mtp.layers.{depth}.eh_proj.weight": ((hidden, 2 * hidden),),
         **_gated("mlp", spec.ffn, hidden),
         **(_experts(spec) if spec.moe is not None else {}),
         **(_attention(spec) if spec.mla is None else _latent_attention(spec)),

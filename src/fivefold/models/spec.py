@@ -91,6 +91,9 @@ class ModelSpec:
     yarn: YarnSpec | None = None
     value_head: bool = False
     """It ends in one number a token instead of a distribution: a critic or a reward model."""
+    mtp_layers: int = 0
+    """Layers behind the last one that each predict a further token (multi-token prediction, DeepSeek-V3, 2412.19437, section
+    2.2); they are no part of what the model itself computes, and its parameter counts leave them out."""
 
     @property
     def padded_vocab(self) -> int:
@@ -119,7 +122,8 @@ class ModelSpec:
         return self.hidden * (q + 2 * kv) + q * self.hidden + bias + norms + (2 * self.head_dim if self.qk_norm else 0)
 
     def has_experts(self, layer: int) -> bool:
-        return self.moe is not None and self.moe.layers[layer]
+        """Whether `layer` has experts; one of multi-token prediction, counted behind the others, is as the last of them."""
+        return self.moe is not None and self.moe.layers[min(layer, self.layers - 1)]
 
     def expert_parameters(self, layer: int) -> int:
         """Parameters of all routed experts of a layer."""
@@ -176,3 +180,16 @@ class ModelSpec:
                 f"got tp={layout.tp} in {layout}; choose a power of two"
             )
         (stages or PipelineSplit()).split_layers(self.layers, layout)
+
+    def check_mtp(self, layout: ParallelLayout) -> None:
+        """Raise ValueError where this model's layers of multi-token prediction cannot be trained on `layout`."""
+        if not self.mtp_layers:
+            raise ValueError(
+                "policy.mtp.train needs layers of multi-token prediction, and num_nextn_predict_layers in config.json of "
+                f"this {self.family} model is 0 or missing: leave policy.mtp.train out, or take a model that has them"
+            )
+        if self.tied and layout.pp > 1:
+            raise ValueError(
+                f"policy.mtp.train needs p1 where the output layer is the embedding, of which the last stage would have two "
+                f"copies: got {layout}; choose a layout without p"
+            )

@@ -15,8 +15,7 @@ from typing import Any
 
 from fivefold.errors import shown
 from fivefold.files import read_json_object
-from fivefold.models.config_json import read_config, read_whole
-from fivefold.models.families import parameters_of
+from fivefold.models.families import is_of_mtp, mtp_parameters_of, parameters_of
 from fivefold.models.parameters import OUTPUT, VALUE_HEAD
 from fivefold.models.shapes import Shape, file_shapes
 from fivefold.models.spec import ModelSpec
@@ -53,6 +52,15 @@ def tensor_places(directory: Path) -> dict[str, str]:
         f"no {SINGLE} or {INDEX} in {directory}; weights in pickle files (*.bin) are not read: "
         "convert them to safetensors first"
     )
+
+
+def find_mtp_tensors(directory: Path, spec: ModelSpec) -> dict[str, str]:
+    """Name of each tensor of multi-token prediction's layers -> its file, which need not be there if an index names it."""
+    if (path := directory / INDEX).is_file():
+        places = read_json_object(path).get("weight_map") or {}
+    else:
+        places = dict.fromkeys(read_headers(directory / SINGLE) if (directory / SINGLE).is_file() else {}, SINGLE)
+    return {name: file for name, file in places.items() if is_of_mtp(name, spec)}
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
@@ -92,20 +100,19 @@ def _header(path: Path, name: str, entry: Any) -> TensorHeader:
     return TensorHeader(path.name, dtype, tuple(shape))
 
 
-def check_tensor_files(directory: Path, spec: ModelSpec) -> None:
+def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
     """Raise ValueError where the files are damaged, lack a tensor of the family, hold one that it does not have, or hold one
-    in another shape or in a dtype that is not read."""
+    in another shape or in a dtype that is not read; `has_mtp`: layers of multi-token prediction are wanted too."""
     places = tensor_places(directory)
     headers: dict[str, TensorHeader] = {}
     for file in sorted(set(places.values())):
         headers |= read_headers(directory / file)
     wanted = {
         name: shape
-        for parameter in parameters_of(spec)
+        for parameter in parameters_of(spec) + (mtp_parameters_of(spec) if has_mtp else [])
         for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True)
     }
-    next_token_layers = read_whole(read_config(directory), "num_nextn_predict_layers", 0, low=0)
-    _check_names(directory, set(places), set(headers), wanted, spec, next_token_layers)
+    _check_names(directory, set(places), set(headers), wanted, spec)
     for name, shape in wanted.items():
         if name not in headers:
             continue
@@ -121,13 +128,11 @@ def check_tensor_files(directory: Path, spec: ModelSpec) -> None:
             )
 
 
-def _check_names(
-    directory: Path, placed: set[str], there: set[str], wanted: Collection[str], spec: ModelSpec, next_token_layers: int
-) -> None:
+def _check_names(directory: Path, placed: set[str], there: set[str], wanted: Collection[str], spec: ModelSpec) -> None:
     # A value head may be new.
     needed = set(wanted) - set(VALUE_HEAD.hf)
     # Some tied models store the shared weight a second time; a critic has no use for it.
-    extra = {name for name in placed - set(wanted) if not _is_left_out(name, spec, next_token_layers)} - set(OUTPUT.hf)
+    extra = {name for name in placed - set(wanted) if not _is_left_out(name, spec)} - set(OUTPUT.hf)
     if missing := sorted(needed - placed):
         raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
     if absent := sorted(placed - there):
@@ -139,8 +144,6 @@ def _check_names(
         )
 
 
-def _is_left_out(name: str, spec: ModelSpec, next_token_layers: int) -> bool:
-    """Buffers that are computed, and the layers of multi-token prediction behind the last one, which are not trained."""
-    parts = name.split(".")
-    number = int(parts[2]) if name.startswith("model.layers.") and parts[2].isdecimal() else -1
-    return spec.layers <= number < spec.layers + next_token_layers or name.endswith(_NOT_PARAMETERS)
+def _is_left_out(name: str, spec: ModelSpec) -> bool:
+    """Buffers that are computed, and the layers of multi-token prediction, which the model computes without."""
+    return is_of_mtp(name, spec) or name.endswith(_NOT_PARAMETERS)

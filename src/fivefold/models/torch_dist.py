@@ -16,7 +16,7 @@ from typing import Any
 
 from fivefold.errors import first_line, shown
 from fivefold.files import read_json_object, read_text
-from fivefold.models.families import parameters_of
+from fivefold.models.families import mtp_parameters_of, parameters_of
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter, Sharding
 from fivefold.models.shapes import Shape, file_shapes
 from fivefold.models.spec import ModelSpec
@@ -25,6 +25,7 @@ METADATA, CONFIG, LATEST = ".metadata", "metadata.json", "latest_checkpointed_it
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Of tensors that are read as parameters."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_MTP_LAYER = re.compile(r"(mtp\.layers\.\d+\.transformer_layer)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.fc([12])")
 _ALIASES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -35,7 +36,7 @@ _ALIASES = {
 """Transformer Engine's layers keep a norm's weight in the product that follows it."""
 _GATE, _UP = "_w", "_v"
 """Ends of the names where gate and up are tensors of their own."""
-_OF_A_MODEL = ("embedding.", "decoder.", "output_layer.")
+_OF_A_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
 
 
 @dataclass(frozen=True)
@@ -222,28 +223,31 @@ def has_value_head(directory: Path, spec: ModelSpec) -> bool:
 
 def _spellings(item: MappedParameter) -> Iterator[tuple[str, Shape]]:
     """(name, places along the axes that are put before its own) under which a checkpoint may have a parameter."""
-    found = _LAYER.fullmatch(item.mcore)
+    found = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
     if found is None:
         yield item.mcore, ()
         return
-    layer, rest = int(found[1]), found[2]
+    rest = found[2]
     if (expert := _EXPERT.fullmatch(rest)) is not None:
         name = f"linear_fc{expert[2]}.weight"
         ways = [(f"mlp.experts.experts.{name}", (int(expert[1]),)), (f"mlp.experts.experts.{expert[1]}.{name}", ())]
     else:
         ways = [(rest, ()), *([(_ALIASES[rest], ())] if rest in _ALIASES else [])]
     for name, index in ways:
-        yield f"decoder.layers.{layer}.{name}", index
-        yield f"decoder.layers.{name}", (layer, *index)
+        if found.re is _MTP_LAYER:
+            yield f"{found[1]}.{name}", index
+        else:
+            yield f"decoder.layers.{found[1]}.{name}", index
+            yield f"decoder.layers.{name}", (int(found[1]), *index)
 
 
 def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Shape]:
     """(name, place, sizes of the axes put before its own) under which a parameter is written: as Megatron-Core's layers of
     Transformer Engine have it. Layers are one tensor where all are alike, and so are experts."""
-    found = _LAYER.fullmatch(item.mcore)
-    if found is None:
+    found = _LAYER.fullmatch(item.mcore) or _MTP_LAYER.fullmatch(item.mcore)
+    if found is None or item.layer is None:
         return item.mcore, (), ()
-    layer, rest = int(found[1]), found[2]
+    layer, rest = item.layer, found[2]
     place: Shape = ()
     sizes: Shape = ()
     if (expert := _EXPERT.fullmatch(rest)) is not None:
@@ -251,6 +255,8 @@ def stored_name(item: MappedParameter, spec: ModelSpec) -> tuple[str, Shape, Sha
         rest, place, sizes = f"mlp.experts.experts.linear_fc{expert[2]}.weight", (int(expert[1]),), (spec.moe.num_experts,)
     elif _is_fused(rest, spec, layer):
         rest = _ALIASES[rest]
+    if found.re is _MTP_LAYER:
+        return f"{found[1]}.{rest}", place, sizes
     if spec.moe is None or all(spec.has_experts(each) for each in range(spec.layers)):
         return f"decoder.layers.{rest}", (layer, *place), (spec.layers, *sizes)
     return f"decoder.layers.{layer}.{rest}", place, sizes
@@ -265,10 +271,12 @@ def _is_fused(rest: str, spec: ModelSpec, layer: int) -> bool:
     return rest in _ALIASES and spec.mla is not None
 
 
-def check_torch_dist(directory: Path, spec: ModelSpec) -> None:
-    """Raise ValueError where files of the checkpoint are missing, or its tensors are not those of the model."""
+def check_torch_dist(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
+    """Raise ValueError where files of the checkpoint are missing, or its tensors are not those of the model; `has_mtp`: it
+    must have layers of multi-token prediction too."""
     names, seen, missing = TorchDistNames.read(directory), set(), []
-    for item in parameters_of(spec):
+    ahead = mtp_parameters_of(spec)
+    for item in parameters_of(spec) + [item for item in ahead if has_mtp or names.find(item)]:
         found = names.find(item)
         seen |= {each.tensor.name for each in found}
         if not found and not (item.row == OUTPUT.mcore and spec.value_head):
@@ -278,7 +286,8 @@ def check_torch_dist(directory: Path, spec: ModelSpec) -> None:
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} tensors of a {spec.family} model, the first: {missing[:3]}")
     # A critic has no use for a language model's head, and a tied model may have its copy.
-    extra = sorted({each.name for name, each in names.tensors.items() if name != OUTPUT.mcore} - seen)
+    known = {each.name for name, each in names.tensors.items() if name != OUTPUT.mcore and not name.startswith("mtp.")}
+    extra = sorted(known - seen)
     if extra:
         raise ValueError(
             f"{directory} holds {len(extra)} tensors that a {spec.family} model of its config.json does not have, "

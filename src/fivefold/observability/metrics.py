@@ -113,6 +113,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/lr", "rate", "Learning rate of the step's last update."),
         Metric("policy/skipped_updates", "updates", "Updates skipped because loss or gradient norm was not finite."),
         Metric("policy/loss_scale", "factor", "What float16's loss is multiplied by in the step's last update."),
+        Metric("policy/mtp_loss", "nats", "Cross-entropy of the response tokens that multi-token prediction is trained on."),
         Metric("policy/skipped_fraction", "fraction", "Tokens, prompts too, that policy.skip_zero_advantage leaves out."),
         Metric("policy/entropy", "nats", "Entropy of the next-token distribution, mean over response tokens."),
         Metric("policy/logprob_mean", "nats", "Log-prob of the response tokens, mean."),

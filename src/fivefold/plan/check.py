@@ -117,12 +117,14 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
                 return
             specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
             _check_layout(findings, config, part, spec)
+            if part.settings.mtp.train:
+                spec.check_mtp(part.settings.layout)
             _check_spec(findings, config, part, spec)
             _check_adapters(findings.at(part.where), part.settings.lora, spec)
             if not again and checkpoint is not None:
-                check_torch_dist(checkpoint, spec)
+                check_torch_dist(checkpoint, spec, part.settings.mtp.train)
             elif not again:
-                check_tensor_files(Path(part.path), spec)
+                check_tensor_files(Path(part.path), spec, part.settings.mtp.train)
         except ValueError as error:
             findings.error(part.key, f": {error}")
     elif again:

@@ -125,9 +125,9 @@ class RankParameters:
 
 @lru_cache(maxsize=4096)
 def rank_parameters(
-    spec: ModelSpec, layout: ParallelLayout, stages: PipelineSplit | None = None
+    spec: ModelSpec, layout: ParallelLayout, stages: PipelineSplit | None = None, mtp_layers: int = 0
 ) -> tuple[RankParameters, ...]:
-    """Parameters of a rank of each pipeline stage, embeddings included."""
+    """Parameters of a rank of each pipeline stage, embeddings included, and so many layers of multi-token prediction."""
     embedding = spec.padded_vocab * spec.hidden
     found = []
     for stage, chunks in enumerate((stages or PipelineSplit()).split_layers(spec.layers, layout)):
@@ -138,6 +138,12 @@ def rank_parameters(
             dense += embedding
         if stage == layout.pp - 1 and not spec.value_head and not (spec.tied and layout.pp == 1):
             dense += embedding
+        if stage == layout.pp - 1 and mtp_layers:
+            # Three norms and a projection around a layer like the last one, and with a pipeline a copy of the embedding.
+            width, last = spec.hidden, spec.layers - 1
+            dense += mtp_layers * (spec.shared_parameters(last) + 3 * width + 2 * width * width)
+            dense += embedding if layout.pp > 1 else 0
+            experts += mtp_layers * spec.expert_parameters(last)
         found.append(RankParameters(dense // layout.tp, experts // (layout.ep * layout.etp)))
     return tuple(found)
 
@@ -195,12 +201,14 @@ class Sharded:
     """It runs on GPUs."""
     lora: LoraSpec | None = None
     """Only these adapters are trained."""
+    mtp_layers: int = 0
+    """Layers of multi-token prediction that are trained."""
 
     @property
     def trained(self) -> tuple[RankParameters, ...]:
         """What has gradients and moments, of a rank of each pipeline stage."""
         if self.lora is None:
-            return rank_parameters(self.spec, self.layout, self.stages)
+            return rank_parameters(self.spec, self.layout, self.stages, self.mtp_layers)
         return adapter_parameters(self.spec, self.lora, self.layout, self.stages)
 
     def held(self, size: int) -> list[Held]:
@@ -213,7 +221,7 @@ class Sharded:
             logits = min(LOGITS_BYTES, logits) + tokens * size * spec.hidden * (2 + 2 * layout.tp)
         else:
             logits = min(PLAIN_LOGITS_BYTES, 3 * logits)
-        parts = rank_parameters(self.spec, layout, self.stages)
+        parts = rank_parameters(self.spec, layout, self.stages, self.mtp_layers)
         split = self.stages.split_layers(self.spec.layers, layout)
         for stage, (own, learned, chunks) in enumerate(zip(parts, self.trained, split, strict=True)):
             # A stage works on as many micro-batches at once as there are stages behind it, interleaved ones on some more.
@@ -221,6 +229,7 @@ class Sharded:
             if len(chunks) > 1:
                 in_flight += (layout.pp - 1) / len(chunks)
             layers = [layer for chunk in chunks for layer in chunk]
+            layers += [spec.layers - 1] * (self.mtp_layers if stage == layout.pp - 1 else 0)
             kept, again = [kept_numbers(spec, layer, self.kernels) for layer in layers], 0
             if self.recompute == "full":
                 # The input of each layer, and one layer made again at a time.

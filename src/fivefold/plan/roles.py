@@ -49,6 +49,7 @@ class Role:
             min(settings.tokens_per_micro_batch, most) if self.trains else 0,
             on_gpus(config),
             settings.lora.spec,
+            spec.mtp_layers if settings.mtp.train else 0,
         )
 
 

@@ -122,10 +122,11 @@ class Space:
 
     def _trained(self, world: int) -> list[Sharded]:
         """The fastest models of so many ranks."""
+        mtp = self.spec.mtp_layers if self.base.policy.mtp.train else 0
         even = _fastest(
             _EVEN,
             (
-                self._best(Sharded(self.spec, layout, split, lora=self.base.policy.lora.spec))
+                self._best(Sharded(self.spec, layout, split, lora=self.base.policy.lora.spec, mtp_layers=mtp))
                 for layout, split in self.layouts(world)
             ),
         )

@@ -250,7 +250,9 @@ def option(source: Source, key: str, name: str, value: Any, ours: str, found: di
     elif name in ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"):
         source.lacks(key, "experts that drop tokens: log-probs of engine and trainer would differ")
     elif name.startswith("mtp_"):
-        source.fixed(key, "off") if not value else source.lacks(key, "multi-token prediction is not trained")
+        source.fixed(key, "off") if not value else source.lacks(
+            key, "multi-token prediction: policy.mtp trains it, on response tokens"
+        )
     elif name == "moe_token_dispatcher_type" and value == "flex":
         source.lacks(key, "flex needs the package deep_ep; alltoall sends the same tokens", changes_result=False)
     elif name == "moe_enable_routing_replay" and value:

@@ -195,7 +195,13 @@ SECTIONS = (
         lacks(_MEGATRON + "moe_aux_loss_coeff", "balancing of experts by loss", [0, 0.0]),
         lacks(f"{_MEGATRON}moe_enable_routing_replay", "replaying the routing of experts", [False]),
         lacks(_MEGATRON + "freeze_moe_router", "a router that does not learn", [False]),
-        lacks(_MEGATRON + "mtp_num_layers trainer.mtp.enabled", "multi-token prediction", [False]),
+        slower(
+            [f"{_MEGATRON}mtp_num_layers", "trainer.mtp.enabled"],
+            "layers of multi-token prediction that draft for the engine: they learn from the policy's own distribution, "
+            "behind detached hidden states, embeddings and output layer, and are clipped by themselves, so the policy "
+            "learns the same without them (mtp/grad_clip.py); they stay as they are",
+            [False, 0],
+        ),
         fixed(f"{_MEGATRON}mtp_* trainer.mtp.*", "read with trainer.mtp.enabled only"),
         fixed(
             f"{_MEGATRON}moe_router_score_function {_MEGATRON}moe_router_enable_expert_bias",

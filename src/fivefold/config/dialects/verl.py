@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.dialects import shared, verl_async, verl_prime, verl_sft
+from fivefold.config.dialects import mtp, shared, verl_async, verl_prime, verl_sft
 from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
@@ -258,6 +258,10 @@ def low_rank(source: Source) -> dict[str, Any]:
     return of_verl(source, _M, "policy", is_megatron(source))
 
 
+def further_tokens(source: Source) -> dict[str, Any]:
+    return mtp.of_verl(source, _M)
+
+
 def critic(source: Source) -> dict[str, Any]:
     if estimator(source) != "gae":
         return {}
@@ -479,6 +483,7 @@ DERIVED = (
     layout,
     megatron,
     low_rank,
+    further_tokens,
     dtypes,
     memory,
     micro_batch,

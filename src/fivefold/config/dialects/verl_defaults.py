@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fivefold.config.dialects import mtp
 from fivefold.config.dialects.adapters import VERL_DEFAULTS
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -58,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
     _A + "megatron.sequence_parallel": True,
     _A + "megatron.seed": 42,
     _M + "enable_gradient_checkpointing": True,
+    **{_M + name: value for name, value in mtp.DEFAULTS.items()},
     **{model + name: value for model in (_M, "critic.model.") for name, value in VERL_DEFAULTS.items()},
     _R + "n": 1,
     _R + "temperature": 1.0,

@@ -5,7 +5,7 @@ What a note says of verl's code was read in verl b178a3cd (2026-01-29).
 
 from __future__ import annotations
 
-from fivefold.config.dialects import shared, verl_prime
+from fivefold.config.dialects import mtp, shared, verl_prime
 from fivefold.config.dialects.adapters import rows_of_verl
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
@@ -18,12 +18,7 @@ _ASYNC = (
     "fully_async_policy"
 )
 _STORE = "how rollouts are stored between sampling and training"
-MTP_TRAINED = (
-    "layers that predict further tokens and are trained: with detach_encoder their loss leaves the model's gradient as it "
-    "is, but not the norm that clipping divides by"
-)
 VALIDATION_ROWS = "The first rows of each file; verl draws them at random where data.shuffle is set, over all files."
-MTP_THERE = "layers that predict further tokens are not loaded: without enable_train the model's own numbers do not see them"
 _NOT_TEXT = "images, videos and audio"
 _TOOLS = "tools and several turns"
 
@@ -245,10 +240,7 @@ SECTIONS = (
             f"{_M}override_config.** {_M}override_config",
             "changes of config.json: write them into the model's directory",
         ),
-        lacks(_M + "mtp.enable_train", MTP_TRAINED, [False]),
-        fixed(_M + "mtp.enable", MTP_THERE),
-        lacks(_M + "mtp.enable_rollout", "speculative decoding", [False], changes_result=False),
-        fixed(_M + "mtp.**", "read with mtp.enable only"),
+        mtp.rows_of_verl(_M),
         lacks(f"{_A}freeze_vision_tower {_A}freeze_non_attn_ffn", "part of the weights frozen", [False]),
         fixed("actor_rollout_ref.hybrid_engine", "the program says whether trainer and engine share the GPUs"),
         slower("actor_rollout_ref.nccl_timeout", "launch.timeout_minutes has its own default"),

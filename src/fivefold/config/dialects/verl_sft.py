@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects import shared
+from fivefold.config.dialects import mtp, shared
 from fivefold.config.dialects.adapters import VERL_DEFAULTS, of_verl, rows_of_verl
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
-from fivefold.config.dialects.verl_rows import MTP_THERE, MTP_TRAINED, VALIDATION_ROWS
+from fivefold.config.dialects.verl_rows import VALIDATION_ROWS
 
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 256,
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "engine.ulysses_sequence_parallel_size": 1,
     "ulysses_sequence_parallel_size": 1,
     "model.enable_gradient_checkpointing": True,
-    **{f"model.{name}": value for name, value in VERL_DEFAULTS.items()},
+    **{f"model.{name}": value for name, value in {**VERL_DEFAULTS, **mtp.DEFAULTS}.items()},
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 1,
@@ -75,6 +75,10 @@ def model(source: Source) -> dict[str, Any]:
 
 def low_rank(source: Source) -> dict[str, Any]:
     return of_verl(source, "model.", "policy", is_megatron(source))
+
+
+def further_tokens(source: Source) -> dict[str, Any]:
+    return mtp.of_verl(source, "model.")
 
 
 def layout(source: Source) -> dict[str, Any]:
@@ -304,9 +308,7 @@ TABLE = Table(
             ),
             fixed("optim.override_optimizer_config", "empty"),
             lacks("model.enable_activation_offload", "activations stay on the GPU", [False], changes_result=False),
-            lacks("model.mtp.enable_train", MTP_TRAINED, [False]),
-            fixed("model.mtp.enable", MTP_THERE),
-            fixed("model.mtp.**", "read with mtp.enable only"),
+            mtp.rows_of_verl("model."),
             to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
             fixed("model.fsdp_config.** model.external_lib model.use_shm model.name model", SPREAD),
             used("trainer.total_epochs trainer.total_training_steps", "trainer.epochs trainer.steps"),
@@ -337,6 +339,7 @@ TABLE = Table(
         method,
         model,
         low_rank,
+        further_tokens,
         columns,
         lengths,
         layout,

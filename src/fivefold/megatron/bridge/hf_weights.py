@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import safe_open
@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.layout import Coordinates, ParallelLayout
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.models.adapters import TENSORS, LoraSpec, adapter_tensors
-from fivefold.models.families import parameters_of
+from fivefold.models.families import is_of_mtp, mtp_parameters_of, parameters_of
 from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedParameter
 from fivefold.models.shapes import Shape
 from fivefold.models.spec import ModelSpec
@@ -28,21 +28,29 @@ class Source(Protocol):
     @property
     def has_value_head(self) -> bool: ...
 
+    @property
+    def mtp_names(self) -> list[str]: ...
+
     def __getitem__(self, name: str) -> Sliceable: ...
 
 
 class SafetensorsSource:
     """Tensors of a Hugging Face directory by name, in one file or many, read slice by slice."""
 
-    def __init__(self, directory: Path, file: str | None = None) -> None:
-        """`file` names the only one that is read."""
-        self._files = tensor_places(directory) if file is None else dict.fromkeys(read_headers(directory / file), file)
-        self._directory = directory
+    def __init__(self, directory: Path, spec: ModelSpec, files: Mapping[str, str] | None = None) -> None:
+        """`files` are the names of the tensors that are read, and of the file of each; all when left out."""
+        self._files = tensor_places(directory) if files is None else files
+        self._directory, self._spec = directory, spec
         self._open: dict[str, Any] = {}
 
     @property
     def has_value_head(self) -> bool:
         return set(VALUE_HEAD.hf) <= set(self._files)
+
+    @property
+    def mtp_names(self) -> list[str]:
+        """Tensors of layers of multi-token prediction, those that they share with the model included."""
+        return [name for name in self._files if is_of_mtp(name, self._spec)]
 
     def __getitem__(self, name: str) -> Sliceable:
         file = self._files[name]
@@ -59,6 +67,7 @@ class DrawnAdapters:
     """
 
     has_value_head = False
+    mtp_names: ClassVar[list[str]] = []
 
     def __init__(self, shapes: Mapping[str, Shape], init: str, seed: int) -> None:
         self._shapes, self._init, self._seed = shapes, init, seed
@@ -87,7 +96,9 @@ def load_adapters(
     """Fill adapters from those that PEFT wrote into `directory`, or with new ones, drawn as `init` says."""
     tensors = adapter_tensors(spec, lora)
     drawn = DrawnAdapters({item.hf[0]: shape for item, shape in tensors.items()}, init, seed)
-    source = drawn if directory is None else SafetensorsSource(directory, TENSORS)
+    source: Source = drawn
+    if directory is not None:
+        source = SafetensorsSource(directory, spec, dict.fromkeys(read_headers(directory / TENSORS), TENSORS))
     fill_parameters(parameters, source, tensors, spec, place, layout)
 
 
@@ -96,7 +107,7 @@ def load_parameters(
     parameters: dict[str, Tensor], source: Source, spec: ModelSpec, place: Coordinates, layout: ParallelLayout
 ) -> None:
     """Fill `parameters` (by Megatron-Core name, layers and experts counted over the whole model) from `source`."""
-    filled = fill_parameters(parameters, source, parameters_of(spec), spec, place, layout)
+    filled = fill_parameters(parameters, source, parameters_of(spec) + mtp_parameters_of(spec), spec, place, layout)
     if spec.tied and (copy := parameters.get(OUTPUT.mcore)) is not None:
         # The last stage of a pipeline keeps its own copy of the tied embedding.
         full = [source[name] for name in EMBEDDING.hf]

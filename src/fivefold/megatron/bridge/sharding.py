@@ -67,6 +67,16 @@ class ColumnParallel:
         return [torch.cat(list(shards))]
 
 
+class ColumnSwapped:
+    """Sharded by output dimension; the halves of the input dimension change places."""
+
+    def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
+        return torch.cat(ColumnParallel().shard(full, rank, size, spec).chunk(2, dim=1)[::-1], dim=1)
+
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
+        return [torch.cat(torch.cat(list(shards)).chunk(2, dim=1)[::-1], dim=1)]
+
+
 class RowParallel:
     """Sharded by input dimension (mcore RowParallelLinear)."""
 
@@ -116,6 +126,7 @@ class QKV:
 SHARDERS: dict[Sharding, Sharder] = {
     Sharding.REPLICATE: Replicate(),
     Sharding.COLUMN: ColumnParallel(),
+    Sharding.COLUMN_SWAPPED: ColumnSwapped(),
     Sharding.ROW: RowParallel(),
     Sharding.VOCABULARY: Vocabulary(),
     Sharding.QKV: QKV(),

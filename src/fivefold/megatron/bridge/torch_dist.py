@@ -16,7 +16,7 @@ from torch import Tensor
 from fivefold.errors import first_line
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.megatron.sharded_files import Box
-from fivefold.models.families import parameters_of
+from fivefold.models.families import mtp_parameters_of, parameters_of
 from fivefold.models.parameters import MappedParameter, Sharding
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import LATEST, Chunk, Stored, TorchDistNames, has_value_head, stored_name
@@ -31,7 +31,7 @@ class TorchDistSource:
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
         self._directory, self._spec = directory, spec
         self._names = TorchDistNames.read(directory)
-        self._items = {name: item for item in parameters_of(spec) for name in item.hf}
+        self._items = {name: item for item in parameters_of(spec) + mtp_parameters_of(spec) for name in item.hf}
         self._read = lru_cache(_KEPT_CHUNKS)(self._read_chunk)
         self._whole = lru_cache(1)(self._merge)
 
@@ -39,6 +39,12 @@ class TorchDistSource:
     def has_value_head(self) -> bool:
         """The last layer gives one number a token, and not one a word."""
         return has_value_head(self._directory, self._spec)
+
+    @property
+    def mtp_names(self) -> list[str]:
+        """Tensors of layers of multi-token prediction."""
+        held = [item for item in mtp_parameters_of(self._spec) if self._names.find(item)]
+        return [name for item in held for name in item.hf]
 
     def __getitem__(self, name: str) -> Sliceable:
         item = self._items[name]
@@ -86,11 +92,13 @@ class TorchDistSource:
 
 def write_torch_dist(weights: Iterable[tuple[str, Tensor]], spec: ModelSpec, out: Path) -> int:
     """Write (Hugging Face name, tensor) pairs of a whole model below the empty directory `out`, as Megatron-LM lays a
-    release out; the bytes. One process of an initialized process group."""
+    release out; the bytes. Layers of multi-token prediction need not be among them. One process of an initialized process
+    group."""
     given = dict(weights)
     sharded: dict[str, ShardedTensor | ShardedObject] = {}
     size = 0
-    for item in parameters_of(spec):
+    ahead = [item for item in mtp_parameters_of(spec) if set(item.hf) <= set(given)]
+    for item in parameters_of(spec) + ahead:
         parts = [given[name].detach().cpu() for name in item.hf]
         if item.sharding is Sharding.VOCABULARY:
             data = parts[0].new_zeros(spec.padded_vocab, *parts[0].shape[1:])

@@ -71,6 +71,8 @@ class Packing(PackedSeqParams):
     """Keys of each piece, one piece after the other, into the gathered tokens; None where they are the local tokens."""
     sequence_mask_ST: Tensor | None = None
     """Which real tokens of this rank each sequence has; for layers with experts."""
+    ahead: Sequence[Any] = ()
+    """What each layer of multi-token prediction is given, where there are some."""
     most_queries: int = 0
     most_keys: int = 0
     _turns: tuple[Tensor, Tensor] | None = None

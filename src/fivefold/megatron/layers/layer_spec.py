@@ -16,6 +16,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +29,7 @@ from fivefold.megatron.layers.attention import PackedAttention, Packing
 from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
 from fivefold.megatron.layers.mla import MLANorm, MultiLatentAttention
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
+from fivefold.megatron.layers.mtp import Ahead, mtp_spec
 from fivefold.megatron.layers.norm import RMSNorm
 from fivefold.megatron.layers.recompute import LastLinear
 from fivefold.megatron.layers.self_attention import SelfAttention
@@ -57,9 +59,15 @@ def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerB
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def _layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+def mtp_block_spec(config: TransformerConfig, has_experts: bool, detach: bool) -> MultiTokenPredictionBlockSubmodules:
+    """The layers of multi-token prediction, each around a layer with or without experts."""
+    # A norm comes behind such a layer and is computed again with it, so all that the layer gives is read.
+    return mtp_spec(config.mtp_num_layers, _layer(config, has_experts, last=RowParallelLinear), detach)
+
+
+def _layer(config: TransformerConfig, has_experts: bool, last: type[RowParallelLinear] = LastLinear) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=LastLinear)
+    dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=last)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared, router=Router)
     # Checkpoints name norms as fused layers do, so that either kind of layer reads the other's.
@@ -151,17 +159,19 @@ class PolicyModel(GPTModel):
         targets_S: Tensor,
         valid_vocab: int,
         temperature: float,
+        ahead: tuple[Ahead, ...] = (),
     ) -> Tensor:
         """Last stage: [2, S] log-prob and entropy of `targets_S`, the tokens behind `before_S`; other stages: hidden states.
 
-        With a value head: [2, S] the value at `before_S`, and 0.
+        With a value head: [2, S] the value at `before_S`, and 0. Behind them the same of what each layer of multi-token
+        prediction is to predict, at temperature 1, where `ahead` says what that is.
 
         All tokens are this rank's part of the sequences; `sequence_mask_ST` marks the real tokens of each sequence.
         """
         if sequence_mask_ST is not None and self.config.sequence_parallel:
             group = self.pg_collection.tp
             sequence_mask_ST = sequence_mask_ST.chunk(group.size(), 1)[group.rank()]
-        packing.sequence_mask_ST = sequence_mask_ST
+        packing.sequence_mask_ST, packing.ahead = sequence_mask_ST, ahead
         hidden = super().forward(
             input_ids=token_ids_T[None],
             position_ids=packing.positions_T[None] if packing.positions_T is not None else None,
@@ -175,15 +185,12 @@ class PolicyModel(GPTModel):
             return torch.stack([values_S, torch.zeros_like(values_S)])
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         head = cast(LogProbHead, self.output_layer)
-        logprobs_S, entropy_S = head(
-            hidden,
-            weight=weight,
-            source_index_S=source_index_S,
-            targets_S=targets_S,
-            valid_vocab=valid_vocab,
-            temperature=temperature,
-        )
-        return torch.stack([logprobs_S, entropy_S])
+        asked = [(source_index_S, targets_S, temperature), *((each.source_index_S, each.targets_S, 1.0) for each in ahead)]
+        numbers = [
+            head(own, weight, source_index_S, targets_S, valid_vocab, heat)
+            for own, (source_index_S, targets_S, heat) in zip(hidden.chunk(len(asked)), asked, strict=True)
+        ]
+        return torch.cat([torch.stack(each) for each in numbers], dim=1)
 
     def _preprocess(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
         first, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -196,4 +203,9 @@ class PolicyModel(GPTModel):
         return (first, angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        return hidden_states
+        """The hidden states, and behind them those of the layers of multi-token prediction where they are asked."""
+        if not (self.mtp_process and kwargs["packed_seq_params"].ahead):
+            return hidden_states
+        wanted = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
+        given = {name: kwargs[name] for name in wanted}
+        return cast(Tensor, self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given))

@@ -14,7 +14,7 @@ from typing import Any
 from fivefold.errors import shown
 from fivefold.models.config_json import check_types, read_config
 from fivefold.models.family import Family
-from fivefold.models.parameters import MappedParameter, expand
+from fivefold.models.parameters import MappedParameter, expand, expand_mtp
 from fivefold.models.spec import ModelSpec
 
 
@@ -48,5 +48,23 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def parameters_of(spec: ModelSpec) -> list[MappedParameter]:
-    """Every parameter of the model in order of layers."""
+    """Every parameter of the model in order of layers; those of multi-token prediction are not among them."""
     return expand(FAMILIES[spec.family].table(spec), spec)
+
+
+def mtp_parameters_of(spec: ModelSpec) -> list[MappedParameter]:
+    """Every parameter of the layers of multi-token prediction but what they share with the model."""
+    family = FAMILIES[spec.family]
+    return expand_mtp(family.table(spec), family.mtp, spec)
+
+
+def is_of_mtp(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor of the files belongs to a layer of multi-token prediction."""
+    names = FAMILIES[spec.family].mtp
+    return name.startswith(tuple(names.start(spec, depth) for depth in range(spec.mtp_layers)))
+
+
+def mtp_copies(spec: ModelSpec) -> dict[str, str]:
+    """Name of a tensor that a layer of multi-token prediction shares with the model -> its name there."""
+    names = FAMILIES[spec.family].mtp
+    return {names.start(spec, depth) + own: whole for depth in range(spec.mtp_layers) for own, whole in names.copies}

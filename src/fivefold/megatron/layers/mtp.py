@@ -1,0 +1,91 @@
+"""Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): Megatron-Core's layers, over our packed sequences.
+
+Layer d of them (from 0) joins the hidden state at position i, of the layer before, with the embedding of token i+1+d and
+predicts token i+2+d; embedding and output layer are the model's own. Which tokens those are is known where a micro-batch is
+made: no rank has to ask another for them, and nothing crosses the end of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from fivefold.megatron.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What one layer of multi-token prediction is given and predicts, of a micro-batch on this rank."""
+
+    token_ids_T: Tensor
+    """The token that each local token's hidden state is joined with; 0 behind the end of its sample."""
+    source_index_S: Tensor
+    """Places of the local tokens whose prediction counts."""
+    targets_S: Tensor
+    """The tokens that they are to predict."""
+
+
+def mtp_spec(layers: int, layer: ModuleSpec, detach: bool) -> MultiTokenPredictionBlockSubmodules:
+    """So many layers of multi-token prediction around transformer layers; `detach`: what they are given is not trained."""
+    submodules = MultiTokenPredictionLayerSubmodules(
+        enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=RMSNorm
+    )
+    kind = DetachedPredictionLayer if detach else PredictionLayer
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(module=kind, submodules=submodules)] * layers)
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """Megatron-Core's layer, told by the packing which tokens lie ahead."""
+
+    def _get_embeddings(
+        self, input_ids: Tensor, position_ids: Tensor, embedding: Any, hidden_states: Tensor, packed_seq_params: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids_T = packed_seq_params.ahead[self.layer_number - 1].token_ids_T
+        return input_ids, position_ids, embedding(input_ids=ids_T[None], position_ids=position_ids), hidden_states
+
+    def _checkpointed_forward(
+        self, forward_func: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor, **rest: Any
+    ) -> Tensor:
+        """Megatron-Core would hand the packing to a function that takes tensors only."""
+        if self.config.recompute_method == "block":
+            return forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **rest)
+
+        def compute(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return forward_func(hidden_states=hidden, decoder_input=embedded, **rest)
+
+        result: Tensor = tensor_parallel.checkpoint(compute, False, hidden_states, decoder_input)
+        return result
+
+
+class DetachedPredictionLayer(PredictionLayer):
+    """The loss of its predictions stops at the hidden states and embeddings that it is given."""
+
+    def _get_embeddings(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids, positions, embedded, hidden = super()._get_embeddings(*args, **kwargs)
+        # Layers that are recomputed in backward pass gradients on to their parameters only where their input wants one.
+        stopped: Tensor = _StopGradient.apply(embedded)
+        return ids, positions, stopped, hidden.detach().requires_grad_()
+
+
+class _StopGradient(torch.autograd.Function):
+    """A gradient of 0 instead of none: gradients that are reduced as they come wait for every parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
