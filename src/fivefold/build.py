@@ -310,6 +310,7 @@ def build_models(
         values_per_update=config.algorithm.values_per == "update",
         reference_is_base=config.reference_is_base,
         updates=updates,
+        router_replay=config.policy.router_replay,
     )
 
 

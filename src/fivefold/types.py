@@ -49,6 +49,15 @@ class DatasetResponse:
     """It was cut off at the longest response."""
 
 
+NO_ROUTE = -1
+"""In place of an expert's number: the router chooses."""
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """The smallest that has the numbers of so many experts, and NO_ROUTE."""
+    return torch.int8 if num_experts <= 128 else torch.int16
+
+
 MODEL_PART = "model"
 """Name of a reward model's score among the parts of a reward."""
 
@@ -270,6 +279,11 @@ class TokenBatch:
     """Tokens that the surrogate treats in another way, chosen among all of the update."""
     expert_T: Tensor | None = None
     """Tokens of an expert's responses and their prompts, next to what was sampled."""
+    routes_TLK: Tensor | None = None
+    """Experts that the policy sends each token to, [tokens, layers with experts, K] of `route_dtype`; NO_ROUTE where it
+    chooses. None: it chooses everywhere."""
+    records_routes: bool = False
+    """A forward pass is to fill in `routes_TLK` with what the model chooses."""
     update_tokens: int = 0
     """Response tokens of the whole update that are computed, over all replicas."""
     expert_tokens: int = 0
@@ -305,7 +319,7 @@ class TokenBatch:
         return self.loss_weights_T / (counted * max(self.update_micro_batches, 1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields with one number a token."""
+        """The fields with one row a token."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 

@@ -294,6 +294,7 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
     _check_shared_prefix(findings, config)
+    _check_router_replay(findings, config)
     _check_adapters(findings.at("policy"), config.policy)
     if config.uses_critic:
         _check_adapters(findings.at("critic"), config.critic.settings(config.policy))
@@ -325,6 +326,12 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
     findings.require(not options.has_router_terms, key, message)
     if config.algorithm.samples_per_prompt == 1:
         findings.ignore(key, "every prompt has one sample")
+
+
+def _check_router_replay(findings: Findings, config: RunConfig) -> None:
+    mode, key = config.policy.router_replay, "policy.router_replay"
+    if mode == "R2" and config.algorithm.updates == 1:
+        findings.ignore(key, "with one optimizer step a step, R2 replays what its routers choose anyway")
 
 
 def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:
