@@ -49,15 +49,6 @@ class DatasetResponse:
     """It was cut off at the longest response."""
 
 
-NO_ROUTE = -1
-"""In place of an expert's number: the router chooses."""
-
-
-def route_dtype(num_experts: int) -> torch.dtype:
-    """The smallest that has the numbers of so many experts, and NO_ROUTE."""
-    return torch.int8 if num_experts <= 128 else torch.int16
-
-
 MODEL_PART = "model"
 """Name of a reward model's score among the parts of a reward."""
 
@@ -80,6 +71,8 @@ class Sample:
     """Optimizer steps taken by the weights that sampled its first token."""
     token_versions: list[int] | None = None
     """The same per token, where the weights changed within the response."""
+    routes_TLK: Tensor | None = None
+    """Experts that the engine sent prompt and response to, as far as it has read them (fivefold.routes)."""
     loss_mask: list[bool] | None = None
     """Which tokens carry loss; all of them when left out."""
     reward: float = float("nan")
@@ -237,6 +230,8 @@ class Completion:
     """Optimizer steps taken by the weights that sampled its first token."""
     token_versions: list[int] | None = None
     """The same per token, where the weights changed within the response."""
+    routes_TLK: Tensor | None = None
+    """Experts that prompt and response were sent to, as far as they were read, where the engine is asked for them."""
 
 
 @dataclass
@@ -280,8 +275,7 @@ class TokenBatch:
     expert_T: Tensor | None = None
     """Tokens of an expert's responses and their prompts, next to what was sampled."""
     routes_TLK: Tensor | None = None
-    """Experts that the policy sends each token to, [tokens, layers with experts, K] of `route_dtype`; NO_ROUTE where it
-    chooses. None: it chooses everywhere."""
+    """Experts that the policy sends each token to (fivefold.routes); None: it chooses everywhere."""
     records_routes: bool = False
     """A forward pass is to fill in `routes_TLK` with what the model chooses."""
     update_tokens: int = 0

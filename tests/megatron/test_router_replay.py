@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from fivefold.config.schema import MegatronConfig
-from fivefold.types import NO_ROUTE, TokenBatch
+from fivefold.routes import NO_ROUTE
+from fivefold.types import TokenBatch
 from tests.megatron.test_shared_prefix import GROUPS, samples_of
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2, Case

@@ -16,8 +16,9 @@ from fivefold.models.families import load_spec
 from fivefold.plan.estimate import needs_old_logprobs
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats
+from fivefold.routes import NO_ROUTE
 from fivefold.trainer.minibatches import MiniBatches, without_skipped
-from fivefold.types import NO_ROUTE, Group, Prompt, Sample
+from fivefold.types import Group, Prompt, Sample
 from tests.support.cluster import Together
 from tests.support.tiny_models import VOCAB
 

@@ -332,6 +332,20 @@ def _check_router_replay(findings: Findings, config: RunConfig) -> None:
     mode, key = config.policy.router_replay, "policy.router_replay"
     if mode == "R2" and config.algorithm.updates == 1:
         findings.ignore(key, "with one optimizer step a step, R2 replays what its routers choose anyway")
+    if mode != "R3":
+        return
+    engine, algorithm = config.engine, config.algorithm
+    message = f"must be off or R2 where no engine samples: {algorithm.name} learns from the data; got R3"
+    findings.require(not algorithm.offline, key, message)
+    message = (
+        "must be off or R2 with SGLang: R3 needs the experts that the engine chose; engine.backend: vllm or transformers"
+    )
+    findings.require(algorithm.offline or engine.kind != "sglang", key, message)
+    findings.require(
+        bool(engine.vllm.get("enable_prefix_caching", True)),
+        "engine.vllm.enable_prefix_caching",
+        "must be true or left out with policy.router_replay: R3: vLLM keeps routes by the blocks of its prefix cache",
+    )
 
 
 def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:

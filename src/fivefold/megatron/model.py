@@ -251,8 +251,8 @@ class MegatronModel:
 
     @torch.no_grad()
     def _expert_metrics(self, tokens: int) -> dict[str, float]:
-        """Load of each layer's experts (largest over mean), the routers' losses a token, and the share of the routes given to
-        them that they choose as well; the same on every rank."""
+        """Load of each layer's experts (largest over mean), routers' losses a token, and which share of the routes given to
+        them they choose as well; the same on every rank."""
         if self.spec.moe is None:
             return {}
         found: dict[str, float] = {}
@@ -372,10 +372,8 @@ class WithoutAdapters:
 
 def _moe_layers(spec: ModelSpec, routers: dict[int, Router]) -> MoELayers | None:
     """Which layers have experts; None of a model without."""
-    if spec.moe is None:
-        return None
-    layers = [layer for layer in range(spec.layers) if spec.has_experts(layer)]
-    return MoELayers(len(layers), tuple(map(layers.index, routers)), spec.moe.num_experts, spec.moe.top_k)
+    routes = spec.routes
+    return None if routes is None else MoELayers(routes, tuple(map(routes.layers.index, routers)))
 
 
 def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:

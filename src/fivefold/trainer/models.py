@@ -17,9 +17,10 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import FrozenModel, Model
+from fivefold.routes import NO_ROUTE
 from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.minibatches import MiniBatch, select_tokens, skipped_share, without_skipped
-from fivefold.types import NO_ROUTE, RolloutStats, StepReport, TokenBatch, token_versions
+from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
 
 @dataclass(frozen=True)

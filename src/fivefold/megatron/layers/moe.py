@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fivefold.megatron import kernels
 from fivefold.megatron.layers.routing import Choice, Routing
-from fivefold.types import route_dtype
 
 
 class _AddLoss(torch.autograd.Function):
@@ -77,7 +76,7 @@ class Router(TopKRouter):
         choice = Choice(None if routes_TLK is None else routes_TLK[:, self.place])
         weights_TE, chosen_TE = self.choose(logits_TE, choice)
         if routing.recorded is not None:
-            routing.recorded[self.place] = choice.own_TK.to(route_dtype(self.num_experts))
+            routing.recorded[self.place] = choice.own_TK
         if torch.is_grad_enabled():
             with torch.no_grad():
                 real_T = sequence_mask_ST.any(0)

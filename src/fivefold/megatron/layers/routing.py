@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.types import NO_ROUTE, route_dtype
+from fivefold.models.spec import RouteShape
+from fivefold.routes import NO_ROUTE, no_routes
 
 
 @dataclass
@@ -71,17 +72,15 @@ class Choice:
 class MoELayers:
     """The layers with experts of a model, and which of them this rank has."""
 
-    count: int
+    routes: RouteShape
     """Of the whole model."""
     own: tuple[int, ...]
-    """Numbers among them, by the places of this rank's routers."""
-    num_experts: int
-    top_k: int
+    """Numbers among its layers, by the places of this rank's routers."""
 
     def local(self, routes_TLK: Tensor, source_T: Tensor) -> Tensor:
         """[T, own layers, K] of local tokens, which lie at `source_T` in the batch; NO_ROUTE of padding, which is at -1."""
         real_T = source_T >= 0
-        found_TLK = torch.full((len(source_T), len(self.own), self.top_k), NO_ROUTE, dtype=routes_TLK.dtype)
+        found_TLK = routes_TLK.new_full((len(source_T), len(self.own), self.routes.top_k), NO_ROUTE)
         found_TLK[real_T] = routes_TLK[source_T[real_T]][:, torch.tensor(self.own, dtype=torch.long)]
         return found_TLK
 
@@ -104,7 +103,7 @@ class RouteRecord:
         """[tokens, layers, K] on the host of every rank of the replica; collective."""
         layers = self._layers
         # The expert's number and 1, or 0 where another rank has it: so the sum over ranks is what one of them has.
-        found_TLK = torch.zeros(tokens, layers.count, layers.top_k, dtype=route_dtype(layers.num_experts))
+        found_TLK = no_routes(tokens, layers.routes) + 1
         own = torch.tensor(layers.own, dtype=torch.long)
         for routing, place_T, index_T in self._parts.values() if layers.own else ():
             assert routing.recorded is not None
@@ -112,7 +111,7 @@ class RouteRecord:
             # Tensor-parallel ranks divide the tokens among them.
             begin = tp.rank() * len(chosen_TLK)
             here_T = (place_T >= begin) & (place_T < begin + len(chosen_TLK))
-            found_TLK[index_T[here_T][:, None], own] = chosen_TLK[place_T[here_T] - begin] + 1
+            found_TLK[index_T[here_T][:, None], own] = chosen_TLK[place_T[here_T] - begin].to(found_TLK.dtype) + 1
         if replica.size() > 1 and tokens:
             dist.all_reduce(found_TLK.view(torch.uint8), group=replica)
         return found_TLK - 1
