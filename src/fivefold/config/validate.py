@@ -163,6 +163,11 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         "must be server where a model has ranks of its own: in the trainer's processes vLLM is in all of them or none; got "
         f"{engine.mode} with {config.world_size} ranks, of which {policy.world_size} hold the policy",
     )
+    message = (
+        f"must be server with policy.router_replay: R3: in the ranks vLLM tells routes to one of them only; got {layout}"
+    )
+    replays = config.policy.router_replay == "R3"
+    findings.require(not replays or layout.tp == 1 or engine.is_server, "engine.mode", message)
     findings.require(layout.pp == 1, "engine.backend", f"must have p1: tensor parallelism shards engines here; got {layout}")
     findings.require(
         layout.ep in (1, layout.tp),
