@@ -333,6 +333,7 @@ def build_models(
         prm_reference=prm_reference,
         prm_reference_is_base=config.prm_reference_is_base,
         prm_updates=config.prm.updates_per_step,
+        router_replay=config.policy.router_replay,
     )
 
 
@@ -441,6 +442,7 @@ def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> Batc
         skipped=objective.skipped if skips else nothing_skipped,
         domain_of=domains_of(config.data.domains) if config.algorithm.resolved.whiten_by == "domain" else None,
         share_prefix=config.policy.shares_prefix_on(config.layout),
+        routes=spec.routes if config.policy.router_replay == "R3" else None,
     )
 
 

@@ -65,6 +65,7 @@ def build_engine(
         settings.max_num_seqs,
         EngineReplica(ranks.turn, ranks.layout.world_size),
         settings.sleep,
+        config.policy.router_replay == "R3",
     )
 
 
@@ -98,6 +99,9 @@ def _vllm_arguments(config: RunConfig, directory: Path, device: torch.device) ->
         "skip_tokenizer_init": not settings.sampling.stop,
         "tokenizer": config.model.tokenizer or str(directory),
     }
+    if config.policy.router_replay == "R3":
+        # It finds the routes of cached prompts by their blocks.
+        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     if "kv_cache_memory_bytes" not in settings.vllm:
         is_cpu = device.type == "cpu"
         arguments |= {"kv_cache_memory_bytes": CPU_CACHE} if is_cpu else {"gpu_memory_utilization": settings.memory_fraction}
@@ -119,6 +123,8 @@ def _build_servers(
     settings, layout = config.engine, config.engine.layout
     ends, processes, each = stop_token_ids(directory, tokenizer), {}, None
     run, connect = ranks.broadcast_from_main(uuid.uuid4().hex), _client(settings.kind)
+    if config.policy.router_replay == "R3":
+        connect = partial(connect, routes=load_spec(directory).routes)
     if not settings.url:
         assert layout is not None
         start = _start_sglang if settings.kind == "sglang" else _start_vllm

@@ -71,6 +71,8 @@ class Sample:
     """Optimizer steps taken by the weights that sampled its first token."""
     token_versions: list[int] | None = None
     """The same per token, where the weights changed within the response."""
+    routes_TLK: Tensor | None = None
+    """Experts that the engine sent prompt and response to, as far as it has read them (fivefold.routes)."""
     loss_mask: list[bool] | None = None
     """Which tokens carry loss; all of them when left out."""
     reward: float = float("nan")
@@ -228,6 +230,8 @@ class Completion:
     """Optimizer steps taken by the weights that sampled its first token."""
     token_versions: list[int] | None = None
     """The same per token, where the weights changed within the response."""
+    routes_TLK: Tensor | None = None
+    """Experts that prompt and response were sent to, as far as they were read, where the engine is asked for them."""
 
 
 @dataclass
@@ -274,6 +278,10 @@ class TokenBatch:
     """Tokens that the surrogate treats in another way, chosen among all of the update."""
     expert_T: Tensor | None = None
     """Tokens of an expert's responses and their prompts, next to what was sampled."""
+    routes_TLK: Tensor | None = None
+    """Experts that the policy sends each token to (fivefold.routes); None: it chooses everywhere."""
+    records_routes: bool = False
+    """A forward pass is to fill in `routes_TLK` with what the model chooses."""
     update_tokens: int = 0
     """Response tokens of the whole update that are computed, over all replicas."""
     expert_tokens: int = 0
@@ -309,7 +317,7 @@ class TokenBatch:
         return self.loss_weights_T / (counted * max(self.update_micro_batches, 1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields with one number a token."""
+        """The fields with one row a token."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 

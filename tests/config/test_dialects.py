@@ -32,6 +32,8 @@ VERL = [
     "actor_rollout_ref.model.path=m",
     "actor_rollout_ref.rollout.name=vllm",
 ]
+_ACTOR, _BY_ENGINE = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+_OF_SKYRL = "trainer.policy.megatron_config.moe_enable_routing_replay=true"
 SKYRL = ["data.train_data=['/d/a.parquet']", "trainer.policy.model.path=m", "trainer.placement.policy_num_gpus_per_node=8"]
 SKYRL += ["generator.inference_engine.num_engines=8", "generator.inference_engine.run_engines_locally=true"]
 
@@ -950,6 +952,11 @@ def test_details_of_those_runs():
     ("verl", [*ASKED_MODEL, "reward.reward_model.rollout.name=trtllm"], "", "servers of trtllm that a reward function asks"),
     ("siirl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "", "siiRL never steps the schedule"),
     ("skyrl", [*SKYRL, "trainer.algorithm.loss_reduction=prompt_mean"], "", "the mean prompt_mean"),
+    ("skyrl", [*SKYRL, "trainer.strategy=megatron", "trainer.policy.megatron_config.moe_enable_routing_replay=true"], "", "which SkyRL refuses too"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"], "", "enable_rollout_routing_replay: False, with which verl fails"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.router_replay.mode=R2", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"], "", "enable_rollout_routing_replay: True, with which verl fails"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.router_replay.mode=record"], "", "the mode record of router replay"),
+    ("verl", [*GRPO_VERL, "actor_rollout_ref.ref.router_replay.mode=R3"], "", "in another model than the policy"),
     ("areal", [], GSM8K_AREAL.replace("kl_ctl: 0.0", "kl_ctl: 0.1"), "a KL without a reference"),
     ("skyrl", [*SFT_SKYRL, "train_dataset_weights=[1.0]"], "", "drawn with replacement by weight"),
     ("skyrl", [*SFT_SKYRL, "train_dataset_splits=['train[:10%]']"], "", "the slice train[:10%]"),
@@ -1105,6 +1112,31 @@ def test_a_program_of_verls_with_rewards_of_its_own_takes_them_from_its_files():
 def test_policy_and_engine_have_the_numbers_that_verl_gives_them(words, dtypes):
     found = config("verl", *GRPO_VERL, *words)
     assert (found.policy.dtype, found.engine.dtype) == dtypes
+
+
+@pytest.mark.parametrize(("system", "words", "mode"), [
+    ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}router_replay.mode=R2"], "R2"),
+    ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}megatron.router_replay.mode=R2"], "R2"),
+    ("verl", [*VERL, "model_engine=veomni", f"{_ACTOR}veomni.router_replay.mode=R2"], "R2"),
+    ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}megatron.router_replay.mode=R3", _BY_ENGINE], "R3"),
+    ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}router_replay.mode=disabled", _BY_ENGINE], "off"),
+    ("verl", [*VERL, f"{_ACTOR}strategy=fsdp", f"{_ACTOR}router_replay.mode=R2"], "off"),
+    ("verl", VERL, "off"),
+    ("skyrl", [*SKYRL, "trainer.strategy=megatron", _OF_SKYRL, "generator.inference_engine.enable_return_routed_experts=true"], "R3"),
+    ("skyrl", [*SKYRL, "trainer.strategy=fsdp", _OF_SKYRL], "off"),
+    ("skyrl", SKYRL, "off"),
+])  # fmt: skip
+def test_routes_are_replayed_where_the_other_system_does(system, words, mode):
+    assert config(system, *words).policy.router_replay == mode
+
+
+def test_roll_replays_what_its_engine_chose():
+    replay = {
+        mode: GSM8K_ROLL.replace("actor_train:", f"actor_train:\n  router_replay: {{mode: {mode}}}")
+        for mode in ("R3", "disabled")
+    }
+    assert config("roll", tree=replay["R3"]).policy.router_replay == "R3"
+    assert config("roll", tree=replay["disabled"]).policy.router_replay == "off"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

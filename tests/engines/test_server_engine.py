@@ -74,7 +74,7 @@ def cut_midway(mesh, directory: Path, address: str):
 
     async def unnamed(*asked):
         async for answer in generate(*asked):
-            yield (*answer[:4], None)
+            yield (*answer[:4], None, None)
 
     server.generate = unnamed
     return midway(mesh, directory, engine)

@@ -156,7 +156,7 @@ class InMemory:
                 raise ServerLostError("gone")
             self.answered += 1
             self.now -= 1
-            yield number, [prompt_ids[0], seed], [0.0, 0.0], "stop", None
+            yield number, [prompt_ids[0], seed], [0.0, 0.0], "stop", None, None
 
 
 def asked(prompts: int, each: int = 4) -> list[Request]:
@@ -300,7 +300,7 @@ class Cutting(InMemory):
                 tokens.append(100 + len(prompt_ids) + len(tokens))
                 await asyncio.sleep(self.seconds)
             reason = "length" if len(tokens) == sampling.max_tokens else "abort"
-            yield number, tokens, [-float(token) for token in tokens], reason, None
+            yield number, tokens, [-float(token) for token in tokens], reason, None, None
 
 
 def cut_again_and_again(router: RequestRouter, server: Cutting, versions: range) -> None:
@@ -392,7 +392,7 @@ def test_a_response_with_stop_strings_is_not_cut(cutting):
 
 class Broken(InMemory):
     async def generate(self, name, prompt_ids, sampling, draws):
-        yield 0, [1], [0.0], "stop", None
+        yield 0, [1], [0.0], "stop", None, None
         raise RuntimeError("a prompt longer than the engine's max_model_len")
 
 

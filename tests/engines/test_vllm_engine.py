@@ -56,11 +56,13 @@ def sized(tmp_path_factory):
     return get
 
 
-def vllm_engine(mesh, directory: Path, layout: str, **changes):
+def vllm_engine(mesh, directory: Path, layout: str, own=None, **changes):
+    """`own`: vLLM's arguments besides the usual."""
     from fivefold.engines.vllm.engine import VLLMEngine
 
     arguments = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "seed": 0, "enforce_eager": True}
     arguments |= {"kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True} | of_model(read_config(directory), True)
+    arguments |= own or {}
     parsed = ParallelLayout.parse(f"vllm:{layout}")
     settings = {"verify_every": 1, "can_sleep": False} | changes
     return VLLMEngine(directory, TOKENIZER, parsed, mesh.ranks.rank, mesh.device, arguments, **settings)

@@ -206,10 +206,10 @@ def padding_routed(mesh, *arguments):
 
     original = PolicyModel.forward
 
-    def forward(self, *, sequence_mask_ST, **kwargs):
-        sequence_mask_ST = sequence_mask_ST.clone()
-        sequence_mask_ST[0] |= ~sequence_mask_ST.any(0)
-        return original(self, sequence_mask_ST=sequence_mask_ST, **kwargs)
+    def forward(self, *, routing, **kwargs):
+        mask_ST = routing.sequence_mask_ST.clone()
+        mask_ST[0] |= ~mask_ST.any(0)
+        return original(self, routing=replace(routing, sequence_mask_ST=mask_ST), **kwargs)
 
     patched(PolicyModel, "forward", forward)
     return megatron_step(mesh, *arguments)

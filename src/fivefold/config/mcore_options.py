@@ -95,7 +95,7 @@ _REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "it needs the package deep_ep": ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms",
                                          "moe_hybridep_num_sms"),
         "set policy.mtp": ("mtp_num_layers", "mtp_loss_scaling_factor"),
-        "replaying the sampler's routing is not part of this release": ("moe_enable_routing_replay",),
+        "set policy.router_replay": ("moe_enable_routing_replay",),
         "products add to the optimizer's buffer by themselves": ("gradient_accumulation_fusion",),
         "use {section}.offload, which moves state between the stages of a step": (
             "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",

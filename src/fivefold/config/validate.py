@@ -174,6 +174,11 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         "must be server where a model has ranks of its own: in the trainer's processes vLLM is in all of them or none; got "
         f"{engine.mode} with {config.world_size} ranks, of which {policy.world_size} hold the policy",
     )
+    message = (
+        f"must be server with policy.router_replay: R3: in the ranks vLLM tells routes to one of them only; got {layout}"
+    )
+    replays = config.policy.router_replay == "R3"
+    findings.require(not replays or layout.tp == 1 or engine.is_server, "engine.mode", message)
     findings.require(layout.pp == 1, "engine.backend", f"must have p1: tensor parallelism shards engines here; got {layout}")
     findings.require(
         layout.ep in (1, layout.tp),
@@ -326,6 +331,7 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     longest = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     _check_model(findings.at("policy"), config.policy, {item.name for item in fields(PolicyConfig)}, longest)
     _check_shared_prefix(findings, config)
+    _check_router_replay(findings, config)
     _check_adapters(findings.at("policy"), config.policy)
     for where, beside in config.learners.items():
         if isinstance(beside, LearnerConfig):
@@ -368,6 +374,26 @@ def _ignore_settings(findings: Findings, section: str, given: LoraConfig | MTPCo
     for item in fields(given):
         if getattr(given, item.name) != getattr(usual, item.name):
             findings.ignore(f"{section}.{item.name}", reason)
+
+
+def _check_router_replay(findings: Findings, config: RunConfig) -> None:
+    mode, key = config.policy.router_replay, "policy.router_replay"
+    if mode == "R2" and config.algorithm.updates == 1:
+        findings.ignore(key, "with one optimizer step a step, R2 replays what its routers choose anyway")
+    if mode != "R3":
+        return
+    engine, algorithm = config.engine, config.algorithm
+    message = f"must be off or R2 where no engine samples: {algorithm.name} learns from the data; got R3"
+    findings.require(not algorithm.offline, key, message)
+    message = (
+        "must be off or R2 with SGLang: R3 needs the experts that the engine chose; engine.backend: vllm or transformers"
+    )
+    findings.require(algorithm.offline or engine.kind != "sglang", key, message)
+    findings.require(
+        bool(engine.vllm.get("enable_prefix_caching", True)),
+        "engine.vllm.enable_prefix_caching",
+        "must be true or left out with policy.router_replay: R3: vLLM keeps routes by the blocks of its prefix cache",
+    )
 
 
 def _check_adapters(findings: Findings, settings: PolicyConfig) -> None:

@@ -87,6 +87,8 @@ class RedealtModel:
             batch.lengths_N,
             batch.sample_index_N,
             temperature=batch.temperature,
+            routes_TLK=batch.routes_TLK,
+            records_routes=batch.records_routes,
             samples_per_comparison=batch.samples_per_comparison,
         )
         deal = self._deal(batch) if self._moves else None
@@ -98,7 +100,13 @@ class RedealtModel:
             found.append(torch.zeros(0) if self._model is None else self._model.forward(there))
             self._pass_by()
 
-        return Pass(compute, lambda: found.pop() if deal is None else deal.back(found.pop()))
+        def result() -> Tensor:
+            if batch.records_routes:
+                assert deal is None, "routes are recorded by the model whose replicas have the samples"
+                batch.routes_TLK = there.routes_TLK
+            return found.pop() if deal is None else deal.back(found.pop())
+
+        return Pass(compute, result)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
         return _whole(self.begin_train_step(batch, loss_fn))
@@ -197,10 +205,9 @@ class Deal:
         fields = batch.tensors()
         rows_TB = torch.cat([_bytes(value_T) for value_T in fields.values()], 1)
         rows_TB = _move(rows_TB, self.lengths_N, (self.ranks, self.held_N), (self.own, self.owner_N))
-        columns = rows_TB.split([value_T.element_size() for value_T in fields.values()], 1)
+        columns = rows_TB.split([_row_bytes(value_T) for value_T in fields.values()], 1)
         moved: dict[str, Any] = {
-            name: _numbers(column_TB, value_T.dtype)
-            for (name, value_T), column_TB in zip(fields.items(), columns, strict=True)
+            name: _numbers(column_TB, value_T) for (name, value_T), column_TB in zip(fields.items(), columns, strict=True)
         }
         kept_N = self.owner_N == self.own.coords.dp
         return replace(
@@ -210,17 +217,22 @@ class Deal:
     def back(self, numbers_T: Tensor) -> Tensor:
         """[T] of the callers' replica, from what the model's has for its samples. Collective."""
         rows_TB = _move(_bytes(numbers_T), self.lengths_N, (self.own, self.owner_N), (self.ranks, self.held_N))
-        return _numbers(rows_TB, numbers_T.dtype)
+        return _numbers(rows_TB, numbers_T)
+
+
+def _row_bytes(value_T: Tensor) -> int:
+    return value_T.shape[1:].numel() * value_T.element_size()
 
 
 def _bytes(value_T: Tensor) -> Tensor:
-    """[T, bytes] of one number a token."""
-    return value_T.contiguous().view(torch.uint8).view(len(value_T), value_T.element_size())
+    """[T, bytes] of one row a token."""
+    return value_T.contiguous().view(-1).view(torch.uint8).view(len(value_T), _row_bytes(value_T))
 
 
-def _numbers(rows_TB: Tensor, dtype: torch.dtype) -> Tensor:
+def _numbers(rows_TB: Tensor, like_T: Tensor) -> Tensor:
+    """The rows as those of `like_T`."""
     # One row of a slice is contiguous as it is, but may begin where no number of this dtype can.
-    return rows_TB.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
+    return rows_TB.clone(memory_format=torch.contiguous_format).view(-1).view(like_T.dtype).view(-1, *like_T.shape[1:])
 
 
 def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker: tuple[Ranks, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from fivefold.engines.sampling import LogitsProcessor, sample_token, uniform
+from fivefold.engines.transformers_routes import BatchRoutes, RouterOutputs
 from fivefold.engines.turns import Turns
 from fivefold.interfaces import EngineReplica
 from fivefold.models.families import load_spec, parameters_of
@@ -32,8 +33,12 @@ class TransformersEngine:
         max_num_seqs: int,
         replica: EngineReplica | None = None,
         can_sleep: bool = True,
+        gives_routes: bool = False,
     ) -> None:
-        """The model in `directory`, without its weights: they come with the first `update_weights`."""
+        """The model in `directory`, without its weights: they come with the first `update_weights`.
+
+        `gives_routes`: completions say which experts their tokens were sent to.
+        """
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with no_init_weights(), torch.device(device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -41,6 +46,7 @@ class TransformersEngine:
         self._spec = load_spec(directory)
         self._model = model.eval().requires_grad_(False)
         self._parameters = parameter_map(self._model, self._spec)
+        self._routers = RouterOutputs(model, self._spec.routes) if gives_routes and self._spec.routes is not None else None
         self._tokenizer, self._device, self._max_num_seqs = tokenizer, device, max_num_seqs
         # On a CPU there is nothing to be gained.
         self._can_sleep = can_sleep and device.type != "cpu"
@@ -125,6 +131,8 @@ class _Batch:
         self._ends = {*sampling.stop_token_ids} if sampling.ignore_eos else engine._ends | {*sampling.stop_token_ids}
         self._ids: list[list[int]] = [[] for _ in rows]
         self._logprobs: list[list[float]] = [[] for _ in rows]
+        shape = engine._spec.routes
+        self._routes = None if engine._routers is None or shape is None else BatchRoutes(engine._routers, shape)
 
     def decode(self) -> Iterator[Completion]:
         """Prefill each prompt once, then one token of every row at a time."""
@@ -167,6 +175,8 @@ class _Batch:
                 use_cache=True,
             )
             cache, logits_NV = output.past_key_values, output.logits[:, -1]
+            if self._routes is not None:
+                self._routes.add_column(len(alive))
 
     def _prefill(self) -> tuple[Tensor, Any, Tensor]:
         """(logits behind each row's prompt, cache, mask); a prompt that several rows have is read once."""
@@ -187,6 +197,8 @@ class _Batch:
             logits_to_keep=1,
         )
         owner = torch.tensor([number[tuple(row.prompt_ids)] for row in self._rows], device=device)
+        if self._routes is not None:
+            self._routes.add_prompts(mask, owner)
         output.past_key_values.batch_select_indices(owner)
         return output.logits[owner, -1], output.past_key_values, mask[owner]
 
@@ -196,6 +208,8 @@ class _Batch:
         """Move new tokens to the host: (positions in `alive` of rows that go on, rows that have ended)."""
         tokens = torch.stack(token_columns, 1).tolist()
         values = torch.stack(logprob_columns, 1).tolist()
+        if self._routes is not None:
+            self._routes.collect(alive.tolist())
         keep, ended = [], []
         for place, row in enumerate(alive.tolist()):
             for token, logprob in zip(tokens[place], values[place], strict=True):
@@ -217,7 +231,9 @@ class _Batch:
         return any(text in tail for text in stop)
 
     def _completion(self, row: int, reason: Literal["stop", "length", "abort"]) -> Completion:
-        return Completion(self._rows[row].id, self._ids[row], self._logprobs[row], reason, self._engine.version)
+        request, tokens = self._rows[row], self._ids[row]
+        routes = None if self._routes is None else self._routes.of(row, len(request.prompt_ids) + len(tokens))
+        return Completion(request.id, tokens, self._logprobs[row], reason, self._engine.version, routes_TLK=routes)
 
 
 def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:

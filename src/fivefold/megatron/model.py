@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,7 @@ from fivefold.megatron.chunks import (
     routers,
 )
 from fivefold.megatron.layers.adapters import switched_off
+from fivefold.megatron.layers.routing import MoELayers
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.offload import Offload
 from fivefold.megatron.optim.updater import build_updater
@@ -95,13 +96,16 @@ class MegatronModel:
             config = transformer_config(self.spec, mesh, policy)
             self._chunks = build_chunks(config, self.spec, mesh, policy)
             self._routers = routers(self._chunks)
+            own = [layer for layer in self._routers if layer < self.spec.layers]
+            for number, layer in enumerate(own):
+                self._routers[layer].place = number
             self._batching = step.BatchingConfig(
                 mesh,
                 policy.tokens_per_micro_batch,
                 self.spec.vocab,
                 self.spec.value_head,
                 fused=config.transformer_impl == "transformer_engine",
-                experts=self.spec.moe is not None,
+                experts=_moe_layers(self.spec, own),
                 virtual=len(self._chunks),
                 fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
                 equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
@@ -171,7 +175,10 @@ class MegatronModel:
 
     @_on_its_mesh
     def forward(self, batch: TokenBatch) -> Tensor:
-        """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
+        """[T] log-probs of the response tokens, or values, on the host of every rank of the replica.
+
+        With `batch.records_routes` it fills in `batch.routes_TLK`; with routes that are given it takes them.
+        """
         self._settle()
         for model in self._models:
             model.eval()
@@ -191,6 +198,7 @@ class MegatronModel:
         for router in self._routers.values():
             router.load_E.zero_()
             router.balance.zero_()
+            router.replayed.zero_()
         try:
             gradients = step.forward_backward(
                 self._models,
@@ -253,24 +261,33 @@ class MegatronModel:
 
     @torch.no_grad()
     def _expert_metrics(self, tokens: int) -> dict[str, float]:
-        """Load of each layer's experts (largest over mean) and the routers' losses a token, the same on every rank."""
+        """Load of each layer's experts (largest over mean), routers' losses a token, and which share of the routes given to
+        them they choose as well; the same on every rank."""
         if self.spec.moe is None:
             return {}
         found: dict[str, float] = {}
         if self._routers:
-            rows = torch.stack([torch.cat([router.load_E, router.balance[None]]) for router in self._routers.values()])
+            rows = torch.stack([torch.cat([r.load_E, r.balance[None], r.replayed]) for r in self._routers.values()])
             dist.all_reduce(rows, group=self._mesh.stage)
             for layer, row in zip(self._routers, rows.double().cpu(), strict=True):
-                load_E = row[:-1]
+                load_E, (balance, replayed, same) = row[:-3], row[-3:].tolist()
                 found[f"moe/load_max/layer_{layer:02d}"] = float(load_E.max() / load_E.mean().clamp(min=1e-30))
-                found[f"moe/aux_loss/layer_{layer:02d}"] = float(row[-1]) / max(1, tokens)
+                found[f"moe/aux_loss/layer_{layer:02d}"] = balance / max(1, tokens)
+                if replayed:
+                    found[f"moe/router_agreement/layer_{layer:02d}"] = same / replayed
         if self._mesh.layout.pp > 1:
             everyone: list[dict[str, float]] = [{}] * self._mesh.layout.pp
             dist.all_gather_object(everyone, found, group=self._mesh.ranks.pp)
             found = {name: value for stage in everyone for name, value in stage.items()}
-        loads = {name: value for name, value in sorted(found.items()) if name.startswith("moe/load_max/")}
-        losses = [value for name, value in found.items() if name.startswith("moe/aux_loss/")]
-        return loads | {"moe/load_max": max(loads.values()), "moe/aux_loss": math.fsum(losses)}
+        by_name = {
+            kind: {name: value for name, value in sorted(found.items()) if name.startswith(f"moe/{kind}/")}
+            for kind in ("load_max", "aux_loss", "router_agreement")
+        }
+        loads, losses, same = by_name["load_max"], by_name["aux_loss"], by_name["router_agreement"]
+        whole = {"moe/load_max": max(loads.values()), "moe/aux_loss": math.fsum(losses.values())}
+        if same:
+            whole["moe/router_agreement"] = math.fsum(same.values()) / len(same)
+        return loads | same | whole
 
     def _settle(self) -> None:
         """Make parameters whole on every rank: with overlap_param_gather the last update's come with the next forward."""
@@ -370,6 +387,12 @@ class WithoutAdapters:
 
     def onload(self) -> None:
         self._model.onload()
+
+
+def _moe_layers(spec: ModelSpec, own: Sequence[int]) -> MoELayers | None:
+    """Which layers have experts, of them those that this rank has; None of a model without."""
+    routes = spec.routes
+    return None if routes is None else MoELayers(routes, tuple(map(routes.layers.index, own)))
 
 
 def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:

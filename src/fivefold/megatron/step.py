@@ -31,6 +31,7 @@ from fivefold.distributed.balance import micro_batches_needed, plan_micro_batche
 from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_positions, make_packing
 from fivefold.megatron.layers.moe import Router
 from fivefold.megatron.layers.mtp import Ahead
+from fivefold.megatron.layers.routing import MoELayers, RouteRecord, Routing
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.shared_prefix import make_pieces, make_units, place_copies, prefixes_of
 from fivefold.types import LossFn, LossOutput, TokenBatch, to_device
@@ -43,8 +44,8 @@ class MicroBatch:
     token_ids_T: Tensor
     """Each piece padded to what the context-parallel ranks divide; at the end a sequence of padding."""
     packing: Packing
-    sequence_mask_ST: Tensor | None
-    """[pieces, local tokens]: which real tokens a piece has; only for models with experts."""
+    routing: Routing | None
+    """Of the local tokens, by piece; only for models with experts."""
     source_index_S: Tensor
     """Places of the local tokens whose successor's log-prob, or whose own value, is wanted."""
     targets_S: Tensor
@@ -55,6 +56,8 @@ class MicroBatch:
     """The samples of this micro-batch, whole."""
     token_index_T: Tensor
     """Where their tokens lie in the batch that it is a part of."""
+    place_T: Tensor
+    """Where they lie among the local tokens; -1: on another rank."""
     ahead: tuple[Ahead, ...] = ()
     """Of each layer of multi-token prediction, where they are trained."""
 
@@ -72,7 +75,8 @@ class BatchingConfig:
     """The model ends in a value head."""
     fused: bool
     """Layers are Transformer Engine's."""
-    experts: bool
+    experts: MoELayers | None
+    """None: the model has none."""
     virtual: int
     """Virtual stages of each pipeline stage."""
     fixed_length: bool
@@ -176,6 +180,13 @@ class MicroBatches:
         place = torch.full((len(batch.token_ids_T),), -1)
         place[local[real]] = real.nonzero()[:, 0]
         place_copies(place, pieces)
+        routing = None
+        if (layers := self._batching.experts) is not None:
+            routing = Routing(to_device(owner[None] == torch.arange(max(1, len(pieces)))[:, None], mesh.device))
+            if batch.records_routes:
+                routing.recorded = {}
+            if batch.routes_TLK is not None:
+                routing.routes_TLK = to_device(layers.local(batch.routes_TLK, local), mesh.device)
         predicted = batch.loss_mask_T.nonzero()[:, 0]
         predicted = predicted[place[predicted - 1] >= 0]
         output, source = predicted, predicted - 1
@@ -196,18 +207,16 @@ class MicroBatches:
                     to_device(batch.token_ids_T[targets], mesh.device),
                 )
             )
-        members = None
-        if self._batching.experts:
-            members = to_device(owner[None] == torch.arange(max(1, len(pieces)))[:, None], mesh.device)
         return MicroBatch(
             token_ids_T=to_device(token_ids, mesh.device),
             packing=packing,
-            sequence_mask_ST=members,
+            routing=routing,
             source_index_S=to_device(place[source], mesh.device),
             targets_S=to_device(batch.token_ids_T[output], mesh.device),
             output_index_S=to_device(output, mesh.device),
-            batch=batch.to(mesh.device),
+            batch=replace(batch, routes_TLK=None).to(mesh.device),
             token_index_T=self._batch.token_index(samples),
+            place_T=place,
             ahead=tuple(ahead),
         )
 
@@ -258,7 +267,7 @@ def _forward(iterator: Iterator[MicroBatch], model: Any, batching: BatchingConfi
     output = model(
         token_ids_T=micro.token_ids_T,
         packing=micro.packing,
-        sequence_mask_ST=micro.sequence_mask_ST,
+        routing=micro.routing,
         source_index_S=micro.source_index_S,
         targets_S=micro.targets_S,
         valid_vocab=batching.vocab,
@@ -276,11 +285,17 @@ def _schedule(batching: BatchingConfig) -> Any:
 
 @torch.no_grad()
 def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig) -> Tensor:
-    """[T] log-probs of the response tokens, or values, on the host of every rank of the replica."""
+    """[T] log-probs of the response tokens, or values, on the host of every rank of the replica.
+
+    With `batch.records_routes` it fills in `batch.routes_TLK`.
+    """
     mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
+    record = RouteRecord(batching.experts) if batch.records_routes and batching.experts is not None else None
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro, output = _forward(iterator, model, batching)
+        if record is not None and micro.routing is not None:
+            record.add(micro.routing, micro.place_T, micro.token_index_T)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> tuple[MicroBatch, Tensor]:
             return micro, _whole(output, micro, mesh)[0]
@@ -298,6 +313,8 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
         collect_non_loss_data=True,
     )
     mesh.ranks.heartbeat.check_items(micro_batches.count)
+    if record is not None:
+        batch.routes_TLK = record.whole(len(batch.token_ids_T), mesh.tp, mesh.ranks.replica)
     found_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
     if mesh.is_last_stage:
         for micro, numbers_T in results:

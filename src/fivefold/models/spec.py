@@ -35,6 +35,22 @@ class MoESpec:
 
 
 @dataclass(frozen=True)
+class RouteShape:
+    """What the experts that a token is sent to are numbers of."""
+
+    total_layers: int
+    layers: tuple[int, ...]
+    """Those with experts."""
+    top_k: int
+    num_experts: int
+
+    @property
+    def bytes(self) -> int:
+        """Of an expert's number: signed, as -1 says that there is none."""
+        return 1 if self.num_experts <= 128 else 2
+
+
+@dataclass(frozen=True)
 class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, eq. 9-19)."""
 
@@ -120,6 +136,14 @@ class ModelSpec:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         bias = q + 2 * kv if self.qkv_bias else 0
         return self.hidden * (q + 2 * kv) + q * self.hidden + bias + norms + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """None without experts."""
+        if self.moe is None:
+            return None
+        layers = tuple(layer for layer in range(self.layers) if self.moe.layers[layer])
+        return RouteShape(self.layers, layers, self.moe.top_k, self.moe.num_experts)
 
     def has_experts(self, layer: int) -> bool:
         """Whether `layer` has experts; one of multi-token prediction, counted behind the others, is as the last of them."""

@@ -157,6 +157,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("moe/load_max", "ratio", "Load of the fullest expert over the mean, in the layer where it is largest."),
         Metric("moe/load_max/layer_<layer>", "ratio", "The same of one layer."),
         Metric("moe/aux_loss", "loss", "Balance losses of all layers with their coefficient, summed."),
+        Metric("moe/router_agreement", "fraction", "Routes that policy.router_replay gives and routers choose as well."),
+        Metric("moe/router_agreement/layer_<layer>", "fraction", "The same of one layer."),
         Metric("critic/moe/load_max", "ratio", "moe/load_max of a critic with experts."),
         Metric("critic/moe/load_max/layer_<layer>", "ratio", "The same of one layer."),
         Metric("critic/moe/aux_loss", "loss", "moe/aux_loss of a critic with experts."),

@@ -11,7 +11,7 @@ from fivefold.engines.servers.probe import check_servers
 from fivefold.engines.sglang import probe as sglang
 from fivefold.engines.sglang.arguments import check_sglang, refusals
 from fivefold.engines.vllm import probe as vllm
-from fivefold.engines.vllm.arguments import check_vllm, installed_version, names_versions
+from fivefold.engines.vllm.arguments import check_vllm, installed_version, names_versions, returns_routes
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
 from fivefold.models.spec import ModelSpec
@@ -43,6 +43,9 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             check_sglang(section, engine.sglang)
         else:
             check_vllm(section, engine.vllm)
+            if config.policy.router_replay == "R3" and (lacks := returns_routes(on_gpus(config))):
+                message = f"must be off or R2, or engine.backend transformers: {lacks}"
+                findings.error("policy.router_replay", message)
             rollout = config.rollout
             # Without either a step takes all that was given out: nothing is in flight when weights change.
             is_ahead = rollout.max_staleness is not None and (rollout.max_staleness > 0 or rollout.tail != "wait")

@@ -89,7 +89,9 @@ def training_batch(config: RunConfig, lengths: Lengths) -> Batch:
 
 
 def needs_old_logprobs(config: RunConfig) -> bool:
-    """The policy's log-probs before the first update are computed by a pass of their own."""
+    """The policy's log-probs, or its routes, before the first update are computed by a pass of their own."""
+    if config.policy.router_replay == "R2" and config.algorithm.updates > 1:
+        return True
     chosen = config.algorithm.resolved
     if chosen.rollout_correction.old_logprobs_from != "trainer":
         return False

@@ -89,6 +89,7 @@ class Generator:
             finished=completion.finish_reason == "stop",
             policy_version=completion.policy_version,
             token_versions=completion.token_versions,
+            routes_TLK=completion.routes_TLK,
         )
 
 

@@ -27,6 +27,7 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
             {
                 "tokens": len(sample.token_ids),
                 "has_versions": sample.token_versions is not None,
+                "routes": None if sample.routes_TLK is None else len(sample.routes_TLK),
                 "reward": None if math.isnan(sample.reward) else sample.reward,
                 **{name: getattr(sample, name) for name in _FIELDS},
             }
@@ -40,6 +41,8 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
             [version for sample in samples for version in sample.token_versions or ()], dtype=torch.int64
         ),
     }
+    if routes := [sample.routes_TLK for sample in samples if sample.routes_TLK is not None]:
+        tensors["routes_TLK"] = torch.cat(routes)
     save_file(tensors, path, metadata={"described": json.dumps(described)})
 
 
@@ -50,6 +53,8 @@ def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
         token_ids, logprobs, versions = (
             iter(file.get_tensor(name).tolist()) for name in ("token_ids_T", "logprobs_T", "versions_T")
         )
+        counts = [found["routes"] for found in described["samples"] if found.get("routes") is not None]
+        routes = iter(file.get_tensor("routes_TLK").split(counts) if counts else ())
 
     def sample(found: dict[str, Any]) -> Sample:
         length = range(found["tokens"])
@@ -57,6 +62,8 @@ def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
             token_ids=[next(token_ids) for _ in length],
             logprobs=[next(logprobs) for _ in length],
             token_versions=[next(versions) for _ in length] if found["has_versions"] else None,
+            # A copy: a view would keep those of all samples.
+            routes_TLK=None if found.get("routes") is None else next(routes).clone(),
             reward=math.nan if found["reward"] is None else found["reward"],
             **{name: found[name] for name in _FIELDS},
         )

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
 from fivefold.rollout.stats import BatchPlan, scored
+from fivefold.routes import decode_routes, encode_routes, route_columns
 from fivefold.types import Group, RolloutStats, Sample, TokenBatch
 
 _FIELDS = 4
-"""Numbers per token that travel: token id, loss mask, log-prob (its bits), version."""
-_NOTHING = torch.zeros(0, _FIELDS, dtype=torch.int32)
+"""Numbers per token that travel: token id, loss mask, log-prob (its bits), version; and behind them those of its routes."""
 
 
 def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan) -> TokenBatch:
@@ -41,9 +41,9 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
 
     used = sorted((group for group in groups if group.is_used), key=lambda group: group.index)
     samples = [(group, sample) for group in used for sample in scored([group])]
-    encoded = dict(zip(rows(stats.rank_N == ranks.rank), map(_encode, samples), strict=True))
+    encoded = dict(zip(rows(stats.rank_N == ranks.rank), (_encode(one, plan) for one in samples), strict=True))
     outgoing = rows(stats.rank_N == ranks.rank, stats.owner_N)
-    tokens_TF = torch.cat([encoded[row] for row in outgoing] or [_NOTHING])
+    tokens_TF = torch.cat([encoded[row] for row in outgoing] or [_nothing(plan)])
     arrived = outgoing
     if replicas > 1:
         arrived = rows((stats.owner_N == own) & (place_N == ranks.replica.rank()), source_N)
@@ -54,14 +54,14 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
         tokens_TF = torch.cat(ranks.all_gather_within_replica(tokens_TF))
     pieces = dict(zip(arrived, tokens_TF.split([int(length) for length in stats.lengths_N[arrived]]), strict=True))
     ordered = sorted(arrived)
-    return _batch(torch.cat([pieces[row] for row in ordered] or [_NOTHING]), ordered, stats, plan)
+    return _batch(torch.cat([pieces[row] for row in ordered] or [_nothing(plan)]), ordered, stats, plan)
 
 
 def pack_dataset(groups: list[Group], plan: BatchPlan) -> TokenBatch:
     """The batch of responses of a dataset that are all on this replica, in their order; nothing is exchanged."""
     samples = [(group, sample) for group in groups for sample in group.samples]
-    pieces = [_encode(one) for one in samples]
-    tokens_TF = torch.cat(pieces or [_NOTHING])
+    pieces = [_encode(one, plan) for one in samples]
+    tokens_TF = torch.cat(pieces or [_nothing(plan)])
     return TokenBatch(
         token_ids_T=tokens_TF[:, 0].long(),
         loss_mask_T=tokens_TF[:, 1].bool(),
@@ -71,7 +71,11 @@ def pack_dataset(groups: list[Group], plan: BatchPlan) -> TokenBatch:
     )
 
 
-def _encode(one: tuple[Group, Sample]) -> Tensor:
+def _nothing(plan: BatchPlan) -> Tensor:
+    return torch.zeros(0, _FIELDS + (0 if plan.routes is None else route_columns(plan.routes)), dtype=torch.int32)
+
+
+def _encode(one: tuple[Group, Sample], plan: BatchPlan) -> Tensor:
     """[tokens, fields] of one sample, prompt before response; log-probs keep their bits."""
     group, sample = one
     prompt, response = len(group.prompt.token_ids), len(sample.token_ids)
@@ -85,6 +89,8 @@ def _encode(one: tuple[Group, Sample]) -> Tensor:
     if sample.token_versions is not None:
         assert len(sample.token_versions) == response
         found[prompt:, 3] = torch.tensor(sample.token_versions, dtype=torch.int32)
+    if plan.routes is not None:
+        found = torch.cat([found, encode_routes(sample.routes_TLK, prompt + response, plan.routes)], 1)
     return found
 
 
@@ -97,6 +103,7 @@ def _batch(tokens_TF: Tensor, rows: list[int], stats: RolloutStats, plan: BatchP
         temperature=plan.temperature,
         rollout_logprobs_T=tokens_TF[:, 2].contiguous().view(torch.float32) if stats.has_logprobs else None,
         version_T=tokens_TF[:, 3].long() if stats.versions_differ else None,
+        routes_TLK=None if plan.routes is None else decode_routes(tokens_TF[:, _FIELDS:], plan.routes),
         expert_T=None if stats.expert_N is None else stats.expert_N[rows].repeat_interleave(stats.lengths_N[rows]),
         samples_per_comparison=plan.samples_per_comparison,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.algo.reward_shaping import repetition
 from fivefold.distributed.balance import deal, deal_sharing
 from fivefold.distributed.ranks import Ranks
+from fivefold.models.spec import RouteShape
 from fivefold.types import Group, RolloutStats, Sample
 
 
@@ -48,6 +49,8 @@ class BatchPlan:
     """data_source -> domain, where domains are told apart."""
     share_prefix: bool = False
     """Samples of one prompt that are on one replica compute it once."""
+    routes: RouteShape | None = None
+    """Of those that travel with the samples; None: none do."""
 
 
 _COLUMNS = (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,7 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
 from fivefold.engines.sampling import request_seed
 from fivefold.interfaces import FrozenModel, Model
+from fivefold.routes import NO_ROUTE
 from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.minibatches import MiniBatch, divided, select_tokens, skipped_share, without_skipped
 from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
@@ -43,6 +45,7 @@ class Models:
     """The reference is the policy without its adapters: they are on the device together."""
     updates: int = 1
     """Optimizer steps of a step: versions by which weights of two steps differ."""
+    router_replay: Literal["off", "R2", "R3"] = "off"
     prm: Model | None = None
     prm_reference: FrozenModel | None = None
     """What it is compared with; None where that is the policy."""
@@ -75,6 +78,8 @@ class Models:
         skipped_N = None if stats is None else stats.skipped_N
         trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
         everything = list(range(len(batch.lengths_N)))
+        # One update with the weights that would have recorded routes takes the same by itself.
+        records = self.router_replay == "R2" and (self.updates > 1 or "old_logprobs_T" in needs)
         wanted = {
             "old_logprobs_T": ("policy", self.policy, trained),
             "half_temperature_logprobs_T": ("policy", self.policy, trained),
@@ -85,19 +90,29 @@ class Models:
         }
         passes = []
         for name, (role, model, samples) in wanted.items():
-            if name in needs:
+            records_this = records and name == "old_logprobs_T"
+            if name in needs or records_this:
                 assert model is not None
                 temperature = batch.temperature / (2 if name == "half_temperature_logprobs_T" else 1)
                 temperature = 1.0 if name.startswith("prm_") else temperature
-                part = replace(batch.select(samples), temperature=temperature)
-                passes.append((name, role, samples, begin_forward(model, part)))
-        for _, role, _, one in passes:
+                part = replace(batch.select(samples), temperature=temperature, records_routes=records_this)
+                if model is not self.policy:
+                    # The other models are not replayed: they are not what has sampled.
+                    part.routes_TLK = None
+                passes.append((name, role, part, samples, begin_forward(model, part)))
+        for _, role, _, _, one in passes:
             with self.on_device(role):
                 one.compute()
-        for name, _, samples, one in passes:
-            found_T = torch.zeros(len(batch.token_ids_T))
-            found_T[batch.token_index(samples)] = one.result()
-            setattr(batch, name, found_T)
+        for name, _, part, samples, one in passes:
+            index_T, result_T = batch.token_index(samples), one.result()
+            if part.records_routes and part.routes_TLK is not None:
+                routes_TLK = part.routes_TLK.new_full((len(batch.token_ids_T), *part.routes_TLK.shape[1:]), NO_ROUTE)
+                routes_TLK[index_T] = part.routes_TLK
+                batch.routes_TLK = routes_TLK
+            if name in needs:
+                found_T = torch.zeros(len(batch.token_ids_T))
+                found_T[index_T] = result_T
+                setattr(batch, name, found_T)
         if "interpolation_T" in needs:
             assert stats is not None
             batch.interpolation_T = interpolation(self.policy.version - token_versions(batch, stats), self.updates)
@@ -152,23 +167,27 @@ class Models:
                 for mini in todo:
                     if self.values_per_update:
                         self._revalue(mini)
-                    begun.append((mini, begin_train_step(self.critic, mini.batch, self.value_loss)))
+                    begun.append((mini, self._begin_critic(mini)))
                     begun[-1][1].compute()
                     if self.ranks.is_everywhere:
                         finish()
         else:
             # All samples go there before the first of them is computed with: nobody waits for a rank that computes.
-            begun += [(mini, begin_train_step(self.critic, mini.batch, self.value_loss)) for mini in todo]
+            begun += [(mini, self._begin_critic(mini)) for mini in todo]
             with self.on_device("critic"):
                 for _, one in begun:
                     one.compute()
         return finish
 
+    def _begin_critic(self, mini: MiniBatch) -> Pass[StepReport]:
+        assert self.critic is not None
+        return begin_train_step(self.critic, replace(mini.batch, routes_TLK=None), self.value_loss)
+
     def _revalue(self, mini: MiniBatch) -> None:
         """Values by the critic as it is now, and advantages over this update alone, for the policy's update too."""
         assert self.critic is not None
         part, index = mini.batch, mini.source.token_index(mini.places)
-        part.values_T = self.critic.forward(part)
+        part.values_T = self.critic.forward(replace(part, routes_TLK=None))
         self.objective.assign_advantages(part, mini.stats, self.ranks)
         for name in ("values_T", "advantages_T", "returns_T"):
             getattr(mini.source, name)[index] = getattr(part, name)

@@ -101,7 +101,7 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
     for path in sorted(directory.glob(f"{_REPLICA}*")):
         with safe_open(path, framework="pt") as file:
             lengths_N, index_N = (file.get_tensor(name).tolist() for name in ("lengths_N", "sample_index_N"))
-            names = [name for name in file.keys() if name.endswith("_T")]  # noqa: SIM118
+            names = set(file.keys()) - {"lengths_N", "sample_index_N"}
             ends = torch.tensor(lengths_N, dtype=torch.long).cumsum(0).tolist()
             for name in names:
                 numbers_T = file.get_slice(name)

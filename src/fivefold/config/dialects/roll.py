@@ -134,9 +134,19 @@ def model(source: Source) -> dict[str, Any]:
 tracked = shared.tracked(
     "track_with", "tracker_kwargs.project", "exp_name", group="tracker_kwargs.group", tags="tracker_kwargs.tags"
 )
+
+
+def router_replay(source: Source) -> dict[str, Any]:
+    key = "actor_train.router_replay.mode"
+    mode = source.text(key)
+    if mode not in (None, "disabled", "R3"):
+        source.lacks(key, f"the mode {mode} of router replay, which ROLL refuses too")
+    return shared.replayed("R3" if mode == "R3" else None)
+
+
 DERIVED = (
     *(ahead, model, low_rank, method, loss, batch, lengths, columns, mixture, layout, megatron, optimizer, critic, engine),
-    *(run, tracked),
+    *(router_replay, run, tracked),
 )
 TABLE = Table(
     "ROLL",

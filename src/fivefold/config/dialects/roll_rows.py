@@ -311,7 +311,7 @@ SECTIONS = (
             ),
             "no cut changes the numbers",
         ),
-        lacks(_of("actor_train", "router_replay.mode"), "replaying the routing of experts", ["disabled"]),
+        used("actor_train.router_replay.mode", "policy.router_replay engine.mode", "ROLL has R3 alone, with servers here."),
         fixed("actor_train.router_replay.*", "read with its mode only"),
         used("critic.training_args.*", "critic.optimizer"),
         used(

@@ -237,6 +237,14 @@ def megatron_options(source: Source, start: str, ours: str) -> dict[str, Any]:
     return found
 
 
+def replayed(mode: str | None) -> dict[str, Any]:
+    """R2, R3 or None, for no replay of routes."""
+    if mode != "R3":
+        return {"policy.router_replay": mode}
+    # As the other systems have them: of a replica in the trainer's ranks, vLLM gives its routes to one rank only.
+    return {"policy.router_replay": mode, "engine.mode": "server"}
+
+
 def option(source: Source, key: str, name: str, value: Any, ours: str, found: dict[str, Any]) -> None:
     """Put one field of TransformerConfig into `found`, or say why not."""
     section = "pipeline" if name in PIPELINE else "transformer"

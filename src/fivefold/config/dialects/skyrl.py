@@ -403,6 +403,15 @@ def run(source: Source) -> dict[str, Any]:
     }
 
 
+def router_replay(source: Source) -> dict[str, Any]:
+    key, by_engine = _MEGATRON + "moe_enable_routing_replay", source.flag(_ENGINE + "enable_return_routed_experts")
+    if source.text("trainer.strategy") != "megatron" or not source.flag(key):
+        return {}
+    if not by_engine:
+        source.lacks(key, "R3 without enable_return_routed_experts of the engine, which SkyRL refuses too")
+    return shared.replayed("R3")
+
+
 DERIVED = (
     program,
     ahead,
@@ -422,6 +431,7 @@ DERIVED = (
     critic,
     sampling,
     engine,
+    router_replay,
     evaluation,
     rewards,
     run,

@@ -193,7 +193,11 @@ SECTIONS = (
         ),
         lacks(_MEGATRON + "moe_router_load_balancing_type", "balancing of experts by loss", ["none"]),
         lacks(_MEGATRON + "moe_aux_loss_coeff", "balancing of experts by loss", [0, 0.0]),
-        lacks(f"{_MEGATRON}moe_enable_routing_replay", "replaying the routing of experts", [False]),
+        used(
+            f"{_MEGATRON}moe_enable_routing_replay {_ENGINE}enable_return_routed_experts",
+            "policy.router_replay engine.mode",
+            "R3, by Megatron, with servers; SkyRL refuses one without the other.",
+        ),
         lacks(_MEGATRON + "freeze_moe_router", "a router that does not learn", [False]),
         slower(
             [f"{_MEGATRON}mtp_num_layers", "trainer.mtp.enabled"],
@@ -312,7 +316,6 @@ SECTIONS = (
             _engines("engine_init_kwargs") + f" {_ENGINE}engine_init_kwargs.** generator.engine_init_kwargs.**",
             "engine.vllm takes vLLM's own arguments: these are not carried over",
         ),
-        lacks(_ENGINE + "enable_return_routed_experts", "replaying the routing of experts", [False]),
         slower(_ENGINE + "speculative_config", "speculative decoding"),
         lacks(_ENGINE + "enable_pd", "prefill and decoding on different GPUs", [False]),
         fixed(f"{_ENGINE}num_prefill {_ENGINE}router_init_kwargs", "read with enable_pd only"),

@@ -106,6 +106,24 @@ def megatron(source: Source) -> dict[str, Any]:
     return found
 
 
+def router_replay(source: Source) -> dict[str, Any]:
+    """R3 where both trainer and engine are asked for it; verl fails where it is one of them, or R2 beside the engine."""
+    mode, by_engine = None, source.flag(_R + "enable_rollout_routing_replay")
+    for key in (f"{_A}{part}router_replay.mode" for part in ("megatron.", "veomni.", "")):
+        said = source.text(key)
+        if said in (None, "disabled"):
+            continue
+        if not is_megatron(source) and "veomni" not in key:
+            source.fixed(key, "read by Megatron and VeOmni only")
+        elif said not in ("R2", "R3"):
+            source.lacks(key, f"the mode {said} of router replay: known here are R2 and R3")
+        elif (said == "R3") != by_engine:
+            source.lacks(key, f"{said} with rollout.enable_rollout_routing_replay: {by_engine}, with which verl fails")
+        elif mode is None:
+            mode = said
+    return shared.replayed(mode)
+
+
 def dtypes(source: Source) -> dict[str, Any]:
     """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
     trainers = (
@@ -491,6 +509,7 @@ DERIVED = (
     critic,
     sampling,
     engine,
+    router_replay,
     evaluation,
     rewards,
     megatron_checkpoints,

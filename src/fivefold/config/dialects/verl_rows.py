@@ -385,8 +385,15 @@ SECTIONS = (
             ),
             KERNELS,
         ),
-        lacks("**router_replay.mode", "replaying the routing of experts", ["disabled"]),
-        fixed("**router_replay.*", "read with router_replay.mode only"),
+        used(
+            f"{_A}router_replay.mode {_A}megatron.router_replay.mode {_A}veomni.router_replay.mode "
+            f"{_R}enable_rollout_routing_replay",
+            "policy.router_replay engine.mode",
+            "By Megatron and VeOmni; actor.router_replay in releases of 2026-01. R3 leaves the last token of a sequence to "
+            "the router, as here; the reference chooses for itself in both.",
+        ),
+        lacks("**router_replay.mode", "replaying the routing of experts in another model than the policy", ["disabled"]),
+        fixed("**router_replay.*", "R2 and R3 keep routes with the samples, and read no file"),
         lacks("**qat.enable", "training for a quantized model", [False]),
         fixed("**qat.*", "read with qat.enable only"),
         used(
@@ -531,7 +538,6 @@ SECTIONS = (
         lacks(f"{_R}agent.default_agent_loop", _TOOLS, ["single_turn_agent"]),
         lacks(f"{_R}agent.agent_loop_config_path {_R}agent.custom_async_server.path", _TOOLS),
         fixed(f"{_R}agent.* {_R}agent.custom_async_server.*", "how requests are spread"),
-        lacks(_R + "enable_rollout_routing_replay", "replaying the routing of experts", [False]),
         fixed(f"{_R}prometheus.* {_R}trace.* {_R}moe_load_balance_metrics_interval", SHOWN),
         lacks(f"{_R}skip_rollout {_R}use_fire_sampling {_R}qat", "rollouts that are not sampled anew", [False]),
         lacks(_R + "limit_images", _NOT_TEXT),

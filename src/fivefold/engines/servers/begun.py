@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from fivefold.engines.sampling import request_seed
 from fivefold.types import Completion, Request
 
@@ -39,8 +42,16 @@ class Begun:
             more.finish_reason,
             versions[0] if versions else more.policy_version,
             versions if len(set(versions)) > 1 else None,
+            _routes(first.routes_TLK, more.routes_TLK),
         )
         return replace(self, found=found)
+
+
+def _routes(first_TLK: Tensor | None, more_TLK: Tensor | None) -> Tensor | None:
+    """Each token keeps those of the weights that read it first, as it keeps its version."""
+    if first_TLK is None or more_TLK is None:
+        return more_TLK
+    return torch.cat([first_TLK, more_TLK[len(first_TLK) :]])
 
 
 def _versions(found: Completion) -> list[int]:

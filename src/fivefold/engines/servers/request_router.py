@@ -304,7 +304,7 @@ class RequestRouter:
                 stream.arrivals.put(None)
 
     def _completion(self, answer: Answer, asked_at: int) -> Completion:
-        (found, tokens, logprobs, reason, versions), now = answer, self._version
+        (found, tokens, logprobs, reason, versions, routes), now = answer, self._version
         if not versions and now != asked_at:
             raise RuntimeError(
                 f"weights changed from {asked_at} to {now} while a request ran, and this release of the engine "
@@ -313,7 +313,7 @@ class RequestRouter:
         each = [version for version, count in versions or () for _ in range(count)]
         first = each[0] if each else asked_at
         mixed = each if len(versions or ()) > 1 else None
-        return Completion(found, tokens, logprobs, cast(Any, reason), first, mixed)
+        return Completion(found, tokens, logprobs, cast(Any, reason), first, mixed, routes)
 
     async def _watch(self) -> None:
         """A server that has requests and does not answer, or samples nothing, is as good as gone."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from fivefold.engines.servers.buckets import Entry
 from fivefold.types import Sampling
 
@@ -12,8 +14,9 @@ Where = tuple[str, int, float]
 """Address and port of the store where members of groups meet, and the longest wait for one of them in seconds."""
 Draw = tuple[int, int]
 """Id and seed of a request."""
-Answer = tuple[int, list[int], list[float], str, list[tuple[int, int]] | None]
-"""Id, token ids, log-probs, finish reason, and which version sampled how many tokens, where the server says so."""
+Answer = tuple[int, list[int], list[float], str, list[tuple[int, int]] | None, Tensor | None]
+"""Id, token ids, log-probs, finish reason, which version sampled how many tokens, where the server says so, and the experts
+that they were sent to, where it is asked for them."""
 
 
 class ServerLostError(Exception):

@@ -87,7 +87,7 @@ class SGLangServer:
         logprobs = said["output_token_sampling_logprobs"] if is_part else [one[0] for one in said["output_token_logprobs"]]
         spans = said.get("weight_versions")
         versions = spans and [(self._own(span["version"]), span["end"] - span["start"]) for span in spans]
-        return number, tokens, logprobs, reason, versions
+        return number, tokens, logprobs, reason, versions, None
 
     def _own(self, version: str) -> int:
         """The number of a version of this run; raises RuntimeError for another run's: its weights have sampled."""

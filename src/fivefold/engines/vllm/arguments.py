@@ -35,6 +35,7 @@ OURS = {
     "max_num_seqs": "engine.max_num_seqs",
     "gpu_memory_utilization": "engine.memory_fraction",
     "enable_sleep_mode": "engine.sleep",
+    "enable_return_routed_experts": "policy.router_replay",
 }
 """Arguments that have a key of their own, for every engine."""
 FIXED = {
@@ -111,6 +112,18 @@ def _check_quantization(findings: Findings, version: str, methods: Path, form: A
         )
     elif methods.is_file() and f'"{form}"' not in methods.read_text():
         findings.error("quantization", f": vLLM {version} has no {form}: install a newer one, or write fp8")
+
+
+def returns_routes(on_gpus: bool) -> str | None:
+    """Why the installed release does not say which experts it chose; None where it does."""
+    version, package = installed_version(), _package()
+    if package is None:
+        return None
+    if "enable_return_routed_experts" not in engine_arguments(package / "engine" / "arg_utils.py"):
+        return f"vLLM {version} does not return the experts that it chose: install a newer one"
+    if not on_gpus and importlib.util.find_spec("triton") is None:
+        return f"vLLM {version} returns the experts that it chose by kernels of triton, which is not installed here"
+    return None
 
 
 def names_versions() -> bool:

@@ -15,6 +15,9 @@ from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
 from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import answers, progress
+from fivefold.engines.vllm.routes import unpacked
+from fivefold.models.spec import RouteShape
+from fivefold.routes import routes_of_engine
 from fivefold.types import Sampling
 
 _RESET_SECONDS = 30.0
@@ -23,9 +26,10 @@ _RESET_SECONDS = 30.0
 class VLLMServer:
     """Calls of one server; `generate` belongs to an event loop, the others block."""
 
-    def __init__(self, address: str, ends: Collection[int], run: str) -> None:
-        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks."""
-        self.address, self._ends, self._run = address, ends, run
+    def __init__(self, address: str, ends: Collection[int], run: str, routes: RouteShape | None = None) -> None:
+        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks;
+        `routes`: of what answers say of experts."""
+        self.address, self._ends, self._run, self._routes = address, ends, run, routes
         self._control, self._requests = blocking_client(address), streaming_client(address)
         self.names_versions = False
 
@@ -53,9 +57,18 @@ class VLLMServer:
                     if isinstance(found, dict):
                         kind = ServerLostError if found["is_dead"] else RuntimeError
                         raise kind(f"{self}: {found['error']}")
-                    yield found
+                    yield self._answer(len(prompt_ids), *found)
         except httpx.TransportError as error:
             raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
+
+    def _answer(
+        self, prompt: int, number: int, tokens: list[int], logprobs: list[float], reason: str, versions: Any, packed: Any
+    ) -> Answer:
+        if self._routes is None:
+            return number, tokens, logprobs, reason, versions, None
+        given = None if packed is None else unpacked(*packed)
+        routes = routes_of_engine(given, prompt + len(tokens), self._routes, reason == "abort")
+        return number, tokens, logprobs, reason, versions, routes
 
     def answers(self) -> bool:
         return answers(self.address)

@@ -20,11 +20,13 @@ from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU
 from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
+from fivefold.engines.vllm.routes import V2, as_tensor
 from fivefold.engines.weight_sync import crossed_off, give_back_memory, not_come
 from fivefold.interfaces import EngineReplica
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.observability.peak_memory import peak_memory
+from fivefold.routes import routes_of_engine
 from fivefold.types import Completion, Request, Sampling
 
 
@@ -45,8 +47,10 @@ class VLLMEngine:
     ) -> None:
         """`arguments` are vLLM's own; `verify_every`: updates between comparisons of what is held with what was sent, the
         first among them (0: never)."""
-        self._sockets = scratch_directory()
-        for name, value in (_ENVIRONMENT | (ON_CPU if device.type == "cpu" else {})).items():
+        self._sockets, spec = scratch_directory(), load_spec(directory)
+        self._routes = spec.routes if arguments.get("enable_return_routed_experts") else None
+        environment = _ENVIRONMENT | (ON_CPU if device.type == "cpu" else {}) | (V2 if self._routes is not None else {})
+        for name, value in environment.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets)
         if device.type == "cpu":
@@ -68,7 +72,7 @@ class VLLMEngine:
                 **arguments,
             )
         self._ends = stop_token_ids(directory, tokenizer)
-        self._expected = [name for parameter in parameters_of(load_spec(directory)) for name in parameter.hf]
+        self._expected = [name for parameter in parameters_of(spec) for name in parameter.hf]
         # What a quantized engine holds has other bits than what it was given.
         self._verify_every = 0 if arguments.get("quantization") else verify_every
         self._updates, self._can_sleep = 0, can_sleep
@@ -119,7 +123,8 @@ class VLLMEngine:
                     break
                 for output in engine.step():
                     (found,) = output.outputs
-                    yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason)
+                    routes = self._read_routes(found, len(output.prompt_token_ids))
+                    yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason, routes)
             yield from self._aborted
         finally:
             # Whoever asked may have gone away.
@@ -173,9 +178,20 @@ class VLLMEngine:
             dist.destroy_process_group = original
 
     def _completion(
-        self, name: str, token_ids: Sequence[int], logprobs: Any, reason: Literal["stop", "length", "abort"]
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        logprobs: Any,
+        reason: Literal["stop", "length", "abort"],
+        routes: Tensor | None = None,
     ) -> Completion:
-        return Completion(int(name), list(token_ids), list(logprobs.logprobs), reason, self.version)
+        return Completion(int(name), list(token_ids), list(logprobs.logprobs), reason, self.version, routes_TLK=routes)
+
+    def _read_routes(self, found: Any, prompt: int) -> Tensor | None:
+        if self._routes is None:
+            return None
+        given = as_tensor(getattr(found, "routed_experts", None))
+        return routes_of_engine(given, prompt + len(found.token_ids), self._routes, is_aborted=False)
 
     def _parameters(self, sampling: Sampling) -> Any:
         from vllm import SamplingParams

@@ -20,6 +20,7 @@ from fivefold.engines.servers.server_process import ServerProcess, devices_from,
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, ROUTE, TAKE, WEIGHTS
 from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.parameters import seed_of
+from fivefold.engines.vllm.routes import V2, packed
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,10 @@ async def _weights(raw: Any) -> Any:
 
 
 async def _generate(raw: Any) -> Any:
-    """{run, prompt_ids, sampling, draws: [[id, seed], ...]} -> a line of JSON for each draw, as they end."""
+    """{run, prompt_ids, sampling, draws: [[id, seed], ...]} -> a line of JSON for each draw, as they end.
+
+    It is an Answer, whose routes are packed.
+    """
     from starlette.responses import PlainTextResponse, StreamingResponse
 
     asked = await raw.json()
@@ -125,7 +129,8 @@ async def _lines(engine: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
             (found,) = output.outputs
         spans = getattr(found, "weight_versions", None)
         versions = spans and [(int(span.version), span.end - span.start) for span in spans]
-        return json.dumps([number, list(found.token_ids), list(found.logprobs.logprobs), found.finish_reason, versions])
+        answer = number, list(found.token_ids), list(found.logprobs.logprobs), found.finish_reason, versions
+        return json.dumps([*answer, packed(getattr(found, "routed_experts", None))])
 
     draws = [asyncio.ensure_future(draw(number, f"{asked['name']}-{number}", seed)) for number, seed in asked["draws"]]
     try:
@@ -153,6 +158,8 @@ def server_process(
         given = {"enforce_eager": True} | given
         # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
         environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if given["enforce_eager"] else {})
+    if given.get("enable_return_routed_experts"):
+        environment |= V2
     environment |= devices_from(device, devices)
     return ServerProcess(
         ["fivefold.engines.vllm.serve", *flags(given, says_no=True)], own_environment(environment), log, is_ready, host

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fivefold.megatron.kernels import flash
+from fivefold.megatron.layers.routing import Routing
 from fivefold.types import to_device
 
 _GROUPED_QUERY = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -69,8 +70,8 @@ class Packing(PackedSeqParams):
     cu_keys: Tensor | None = None
     key_index: Tensor | None = None
     """Keys of each piece, one piece after the other, into the gathered tokens; None where they are the local tokens."""
-    sequence_mask_ST: Tensor | None = None
-    """Which real tokens of this rank each sequence has; for layers with experts."""
+    routing: Routing | None = None
+    """For layers with experts."""
     ahead: Sequence[Any] = ()
     """What each layer of multi-token prediction is given, where there are some."""
     most_queries: int = 0

@@ -32,6 +32,7 @@ from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.layers.mtp import Ahead, mtp_spec
 from fivefold.megatron.layers.norm import RMSNorm
 from fivefold.megatron.layers.recompute import LastLinear
+from fivefold.megatron.layers.routing import Routing
 from fivefold.megatron.layers.self_attention import SelfAttention
 
 
@@ -122,13 +123,13 @@ def _latent_attention() -> ModuleSpec:
 
 
 class Layer(TransformerLayer):
-    """Megatron-Core's layer, which hands its experts the mask of real tokens.
+    """Megatron-Core's layer, which hands its experts what routers are given, in place of a padding mask.
 
-    They travel with the packing, because Megatron-Core's recomputation of a part of the layers drops its padding mask.
+    It travels with the packing, because Megatron-Core's recomputation of a part of the layers drops its padding mask.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **{**kwargs, "padding_mask": kwargs["packed_seq_params"].sequence_mask_ST})
+        return super().forward(*args, **{**kwargs, "padding_mask": kwargs["packed_seq_params"].routing})
 
 
 class PolicyModel(GPTModel):
@@ -154,7 +155,7 @@ class PolicyModel(GPTModel):
         self,
         token_ids_T: Tensor,
         packing: Packing,
-        sequence_mask_ST: Tensor | None,
+        routing: Routing | None,
         source_index_S: Tensor,
         targets_S: Tensor,
         valid_vocab: int,
@@ -166,12 +167,12 @@ class PolicyModel(GPTModel):
         With a value head: [2, S] the value at `before_S`, and 0. Behind them the same of what each layer of multi-token
         prediction is to predict, at temperature 1, where `ahead` says what that is.
 
-        All tokens are this rank's part of the sequences; `sequence_mask_ST` marks the real tokens of each sequence.
+        All tokens are this rank's part of the sequences.
         """
-        if sequence_mask_ST is not None and self.config.sequence_parallel:
+        if routing is not None and self.config.sequence_parallel:
             group = self.pg_collection.tp
-            sequence_mask_ST = sequence_mask_ST.chunk(group.size(), 1)[group.rank()]
-        packing.sequence_mask_ST, packing.ahead = sequence_mask_ST, ahead
+            routing = routing.part(group.size(), group.rank())
+        packing.routing, packing.ahead = routing, ahead
         hidden = super().forward(
             input_ids=token_ids_T[None],
             position_ids=packing.positions_T[None] if packing.positions_T is not None else None,

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fivefold.megatron import kernels
+from fivefold.megatron.layers.routing import Choice, Routing
 
 
 class _AddLoss(torch.autograd.Function):
@@ -49,6 +50,8 @@ class Router(TopKRouter):
 
     update_scale: float = 0.0
     """1 / all tokens of the update, times the scale of its loss; 0 outside an update."""
+    place: int | None = None
+    """Among the routers of this rank whose choice can be replayed; None of multi-token prediction's, which no engine has."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -56,27 +59,37 @@ class Router(TopKRouter):
         device = torch.cuda.current_device()
         self.register_buffer("load_E", torch.zeros(self.num_experts, dtype=torch.float32, device=device), persistent=False)
         self.register_buffer("balance", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer("replayed", torch.zeros(2, dtype=torch.float32, device=device), persistent=False)
         self.load_E: Tensor
         """Real tokens that chose each expert since the step began, on this rank."""
         self.balance: Tensor
         """Balance losses since the step began, times the tokens of the update, on this rank."""
+        self.replayed: Tensor
+        """[2] routes given for real tokens since the step began, on this rank, and how many of them it chose as well."""
 
-    def forward(self, hidden: Tensor, sequence_mask_ST: Tensor) -> tuple[Tensor, Tensor]:
-        """([T, E] weights, [T, E] choice) of local tokens; `sequence_mask_ST` marks the real tokens of each sequence."""
+    def forward(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """([T, E] weights, [T, E] choice) of local tokens."""
         self._maintain_float32_expert_bias()
+        sequence_mask_ST, routes_TLK = routing.sequence_mask_ST, routing.routes_TLK
         logits_TE = self.gating(hidden).view(-1, self.num_experts)
         logits_TE = self._add_z_loss(logits_TE, sequence_mask_ST)
-        weights_TE, chosen_TE = self.choose(logits_TE)
+        choice = Choice(None if routes_TLK is None or self.place is None else routes_TLK[:, self.place])
+        weights_TE, chosen_TE = self.choose(logits_TE, choice)
+        if routing.recorded is not None and self.place is not None:
+            routing.recorded[self.place] = choice.own_TK
         if torch.is_grad_enabled():
             with torch.no_grad():
-                counts_E = (chosen_TE & sequence_mask_ST.any(0)[:, None]).sum(0)
+                real_T = sequence_mask_ST.any(0)
+                counts_E = (chosen_TE & real_T[:, None]).sum(0)
                 self.load_E += counts_E
+                if choice.routes_TK is not None:
+                    self.replayed += choice.agreement(real_T)
                 if self.enable_expert_bias:
                     self.local_tokens_per_expert += counts_E
             weights_TE = self._add_balance_loss(weights_TE, logits_TE, sequence_mask_ST)
         return weights_TE, chosen_TE
 
-    def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits_TE: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         """Megatron-Core's routing without its own losses and counts."""
         config = self.config
         weights_TE, chosen_TE = topk_routing_with_score_function(
@@ -88,6 +101,7 @@ class Router(TopKRouter):
             scaling_factor=config.moe_router_topk_scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
+            router_replay=choice,
         )
         return weights_TE, chosen_TE
 
@@ -123,16 +137,16 @@ class Router(TopKRouter):
 
 
 class MoE(MoELayer):
-    """Megatron-Core's layer; the router is given each token's sequence, so that it can leave padding out."""
+    """Megatron-Core's layer; in place of a padding mask its router is given all that it is to know of the tokens."""
 
     def forward(
-        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Routing | None = None
     ) -> tuple[Tensor, None]:
-        assert padding_mask is not None, "the layer needs the mask of real tokens"
+        assert isinstance(padding_mask, Routing), "the layer needs to know which tokens are real"
 
-        def compute(hidden: Tensor, sequence_mask_ST: Tensor) -> Tensor:
+        def compute(hidden: Tensor) -> Tensor:
             shared = self.shared_experts_compute(hidden)
-            weights, chosen = self.router(hidden, sequence_mask_ST)
+            weights, chosen = self.router(hidden, padding_mask)
             tokens, weights = self.preprocess(hidden, weights, chosen)
             tokens, weights = self.dispatch(tokens, weights)
             output, _ = self.routed_experts_compute(tokens, weights)
@@ -140,8 +154,8 @@ class MoE(MoELayer):
             return result
 
         if self.moe_layer_recompute and self.training:
-            return tensor_parallel.checkpoint(compute, False, hidden_states, padding_mask), None
-        return compute(hidden_states, padding_mask), None
+            return tensor_parallel.checkpoint(compute, False, hidden_states), None
+        return compute(hidden_states), None
 
 
 class GroupedExperts(MegatronModule):

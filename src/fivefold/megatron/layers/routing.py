@@ -1,0 +1,117 @@
+"""What routers are given of a micro-batch besides its tokens: which are real, and experts to be chosen again.
+
+Router replay keeps which experts a token is sent to, not their weights: those are computed from the router as it is, so that
+it learns (GSPO, 2507.18071, section 5.3; R3, 2510.11370, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.models.spec import RouteShape
+from fivefold.routes import NO_ROUTE, no_routes
+
+
+@dataclass
+class Routing:
+    """Of a micro-batch on this rank; it travels with the packing, so that layers that are recomputed find the same."""
+
+    sequence_mask_ST: Tensor
+    """Which real tokens of this rank each sequence has."""
+    routes_TLK: Tensor | None = None
+    """Experts that its tokens are sent to, by the places of this rank's routers; None: the routers choose."""
+    recorded: dict[int, Tensor] | None = None
+    """[T, K] what each router chose, by its place; None: nobody asks."""
+
+    def part(self, size: int, rank: int) -> Routing:
+        """That of one of the ranks that divide these tokens among them."""
+        routes_TLK = None if self.routes_TLK is None else self.routes_TLK.chunk(size, 0)[rank]
+        return Routing(self.sequence_mask_ST.chunk(size, 1)[rank], routes_TLK, self.recorded)
+
+
+@dataclass
+class Choice:
+    """The experts of one layer's tokens: those of `routes_TK`, where there are any, or the router's own.
+
+    Megatron-Core asks it in place of its RouterReplay, which is global and is told of every pass over every micro-batch.
+    """
+
+    routes_TK: Tensor | None
+    own_TK: Tensor = field(init=False)
+    """What the router itself chooses."""
+
+    def get_replay_topk(
+        self,
+        scores_TE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """([T, K] scores, [T, K] experts)."""
+        scores_TK, self.own_TK = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.routes_TK is None:
+            return scores_TK, self.own_TK
+        taken_TK = torch.where(self.routes_TK == NO_ROUTE, self.own_TK, self.routes_TK.long())
+        return scores_TE.gather(1, taken_TK), taken_TK
+
+    def agreement(self, real_T: Tensor) -> Tensor:
+        """[2] routes of real tokens that are given, and how many of them the router chooses as well."""
+        assert self.routes_TK is not None
+        given_TK = (self.routes_TK != NO_ROUTE) & real_T[:, None]
+        same_TK = (self.routes_TK[:, :, None] == self.own_TK[:, None, :]).any(-1)
+        return torch.stack([given_TK.sum(), (given_TK & same_TK).sum()])
+
+
+@dataclass(frozen=True)
+class MoELayers:
+    """The layers with experts of a model, and which of them this rank has."""
+
+    routes: RouteShape
+    """Of the whole model."""
+    own: tuple[int, ...]
+    """Numbers among its layers, by the places of this rank's routers."""
+
+    def local(self, routes_TLK: Tensor, source_T: Tensor) -> Tensor:
+        """[T, own layers, K] of local tokens, which lie at `source_T` in the batch; NO_ROUTE of padding, which is at -1."""
+        real_T = source_T >= 0
+        found_TLK = routes_TLK.new_full((len(source_T), len(self.own), self.routes.top_k), NO_ROUTE)
+        found_TLK[real_T] = routes_TLK[source_T[real_T]][:, torch.tensor(self.own, dtype=torch.long)]
+        return found_TLK
+
+
+class RouteRecord:
+    """The experts that the tokens of a batch are sent to, put together from the ranks of a replica."""
+
+    def __init__(self, layers: MoELayers) -> None:
+        self._layers = layers
+        self._parts: dict[int, tuple[Routing, Tensor, Tensor]] = {}
+
+    def add(self, routing: Routing, place_T: Tensor, index_T: Tensor) -> None:
+        """A micro-batch on this rank, whose tokens lie at `place_T` on it (-1: elsewhere) and at `index_T` in the batch.
+
+        Each virtual stage brings the same.
+        """
+        self._parts[id(routing)] = (routing, place_T, index_T)
+
+    def whole(self, tokens: int, tp: dist.ProcessGroup, replica: dist.ProcessGroup) -> Tensor:
+        """[tokens, layers, K] on the host of every rank of the replica; collective."""
+        layers = self._layers
+        # The expert's number and 1, or 0 where another rank has it: so the sum over ranks is what one of them has.
+        found_TLK = no_routes(tokens, layers.routes) + 1
+        own = torch.tensor(layers.own, dtype=torch.long)
+        for routing, place_T, index_T in self._parts.values() if layers.own else ():
+            assert routing.recorded is not None
+            chosen_TLK = torch.stack([routing.recorded[place] for place in range(len(own))], 1).cpu()
+            # Tensor-parallel ranks divide the tokens among them.
+            begin = tp.rank() * len(chosen_TLK)
+            here_T = (place_T >= begin) & (place_T < begin + len(chosen_TLK))
+            found_TLK[index_T[here_T][:, None], own] = chosen_TLK[place_T[here_T] - begin].to(found_TLK.dtype) + 1
+        if replica.size() > 1 and tokens:
+            dist.all_reduce(found_TLK.view(torch.uint8), group=replica)
+        return found_TLK - 1

@@ -1,0 +1,64 @@
+"""The experts that tokens are sent to: small tensors with a row a token, wherever they come from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fivefold.models.spec import RouteShape
+
+NO_ROUTE = -1
+"""In place of an expert's number: the router chooses."""
+_DTYPES = {1: torch.int8, 2: torch.int16}
+
+
+def route_dtype(shape: RouteShape) -> torch.dtype:
+    """The smallest that has the numbers of all experts, and NO_ROUTE."""
+    return _DTYPES[shape.bytes]
+
+
+def no_routes(tokens: int, shape: RouteShape) -> Tensor:
+    """[tokens, layers with experts, K] of NO_ROUTE."""
+    return torch.full((tokens, len(shape.layers), shape.top_k), NO_ROUTE, dtype=route_dtype(shape))
+
+
+def routes_of_engine(found: Tensor | None, tokens: int, shape: RouteShape, is_aborted: bool) -> Tensor | None:
+    """[tokens - 1, layers with experts, K] of what an engine says of a sequence, by all layers or by those with experts.
+
+    Of one that was aborted it may say less, or nothing. Raises RuntimeError where it says something else.
+
+    The last token is sampled and not read: no engine has routed it.
+    """
+    if found is None and is_aborted:
+        return None
+    places = {shape.total_layers: list(shape.layers), len(shape.layers): list(range(len(shape.layers)))}
+    given = None if found is None else list(found.shape)
+    fits = given is not None and len(given) == 3 and given[1] in places and given[2] == shape.top_k
+    if found is None or not fits or not (is_aborted or len(found) >= tokens - 1):
+        raise RuntimeError(
+            "policy.router_replay: R3 needs the experts that the engine sent its tokens to, "
+            f"[{tokens - 1}, {shape.total_layers}, {shape.top_k}] for {tokens} tokens: got {given}; start servers of your "
+            "own with --enable-return-routed-experts"
+        )
+    return found[: tokens - 1, places[found.shape[1]]].to(route_dtype(shape))
+
+
+def encode_routes(routes_TLK: Tensor | None, tokens: int, shape: RouteShape) -> Tensor:
+    """[tokens, columns] int32 with the bytes of the routes, NO_ROUTE where there are none."""
+    rows_TLK = no_routes(tokens, shape)
+    if routes_TLK is not None:
+        rows_TLK[: len(routes_TLK)] = routes_TLK
+    rows_TB = rows_TLK.view(tokens, -1).view(torch.uint8)
+    padded_TB = torch.nn.functional.pad(rows_TB, (0, -rows_TB.shape[1] % 4))
+    return padded_TB.contiguous().view(torch.int32)
+
+
+def route_columns(shape: RouteShape) -> int:
+    """Of `encode_routes`."""
+    return -(-len(shape.layers) * shape.top_k * shape.bytes // 4)
+
+
+def decode_routes(columns_TF: Tensor, shape: RouteShape) -> Tensor:
+    """[tokens, layers with experts, K]."""
+    rows_TB = columns_TF.contiguous().view(torch.uint8)[:, : len(shape.layers) * shape.top_k * shape.bytes]
+    return rows_TB.contiguous().view(route_dtype(shape)).view(len(columns_TF), len(shape.layers), shape.top_k)

@@ -1,0 +1,176 @@
+"""R2: every optimizer step of a batch sends its tokens where the weights before the first of them did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.algo import make_objective
+from fivefold.algo.values import ValueLoss
+from fivefold.config import RunConfig
+from fivefold.config.schema import OptimizerConfig, PolicyConfig
+from fivefold.models.families import load_spec
+from fivefold.plan.estimate import needs_old_logprobs
+from fivefold.rollout.packing import pack
+from fivefold.rollout.stats import BatchPlan, gather_stats
+from fivefold.routes import NO_ROUTE
+from fivefold.trainer.minibatches import MiniBatches, without_skipped
+from fivefold.types import Group, Prompt, Sample
+from tests.support.cluster import Together
+from tests.support.tiny_models import VOCAB
+
+LAYOUTS = ("d1", "d2", "t2e2", "p2", "c2")
+REWARDS = [[1, 0], [0.1] * 2, [0, 1], [1] * 2, [0, 1], [1, 0], [0] * 2, [1, 0]]
+"""Of groups of two; those with equal rewards are left out of the policy's passes."""
+POLICY = PolicyConfig(
+    dtype="float32",
+    tokens_per_micro_batch=40,
+    # Fast enough that routers come to choose others.
+    optimizer=OptimizerConfig(lr=3e-2, eps=1e-3, clip_grad=1.0),
+)
+UPDATES, EPOCHS = 2, 2
+
+
+def make_groups() -> list[Group]:
+    draw = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=draw).tolist()
+
+    groups = []
+    for index, rewards in enumerate(REWARDS):
+        prompt = Prompt(index, tokens(2 + index), "s", "", "")
+        lengths = [3 + (5 * index + 3 * place) % 8 for place in range(2)]
+        samples = [
+            Sample(tokens(length), [-2.0] * length, "", True, 0, reward=float(reward))
+            for length, reward in zip(lengths, rewards, strict=True)
+        ]
+        groups.append(Group(prompt, samples, index=index))
+    return groups
+
+
+def chosen_at_first(directory: Path) -> list[torch.Tensor]:
+    """[T, L, K] by sample, what the routers of transformers' model choose."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
+    found: dict[int, list[torch.Tensor]] = {}
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    for layer, router in enumerate(routers):
+        router.register_forward_hook(lambda _, __, output, layer=layer: found.setdefault(layer, []).append(output[2]))
+    samples = [(group.prompt.token_ids + sample.token_ids) for group in make_groups() for sample in group.samples]
+    with torch.no_grad():
+        for token_ids in samples:
+            model(torch.tensor([token_ids]))
+    return [torch.stack([found[layer][place] for layer in found], 1).to(torch.int8) for place in range(len(samples))]
+
+
+def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_dir: Path, mode: str = "R2"):
+    """(metrics of each optimizer step, parameters) of a step by `Models`, and of one whose routes are given."""
+    from fivefold.megatron.model import MegatronModel
+    from fivefold.trainer.checks import SkipGuard
+    from fivefold.trainer.models import Models
+    from fivefold.trainer.step_work import StepWork, read_work
+
+    objective = make_objective("grpo")
+    objective.kl_coef = 0.0
+    own = mesh.ranks.shard(make_groups())
+    plan = BatchPlan(updates_per_step=UPDATES, max_response_tokens=12, skipped=objective.skipped)
+    stats = gather_stats(own, mesh.ranks, plan)
+    batch = pack(own, stats, mesh.ranks, plan)
+    policy = replace(POLICY, tokens_per_micro_batch=budget)
+    minibatches, guard = MiniBatches(objective, ppo_epochs=EPOCHS), SkipGuard(mesh.ranks, 0, directory, print)
+
+    model = MegatronModel(directory, policy, mesh, total_updates=UPDATES * EPOCHS)
+    models = Models(
+        model, None, None, objective, ValueLoss(), mesh.ranks, guard, updates=UPDATES * EPOCHS, router_replay=mode
+    )
+    models.annotate(batch, objective.needs(UPDATES * EPOCHS), stats)
+    objective.assign_advantages(batch, stats, mesh.ranks)
+    if batch.routes_TLK is not None:
+        lost_N = [bool((piece == NO_ROUTE).all()) for piece in batch.routes_TLK.split(batch.lengths_N)]
+        assert lost_N == stats.skipped_N[batch.sample_index_N].tolist(), "routes of all that is computed, and no others"
+    given = replace(batch, routes_TLK=torch.cat([routes[row] for row in batch.sample_index_N]))
+    # A checkpoint between optimizer steps keeps them.
+    run_dir.mkdir(exist_ok=True)
+    StepWork(stats, batch, []).writer(mesh.ranks, {})(run_dir)
+    mesh.ranks.barrier()
+    work = read_work(run_dir, mesh.ranks, plan)
+    reports = []
+    models.update_policy(minibatches(work.batch, work.stats), reports, 0)
+
+    other = MegatronModel(directory, policy, mesh, total_updates=UPDATES * EPOCHS)
+    expected = []
+    for mini in minibatches(given, stats):
+        expected.append(other.train_step(without_skipped(mini).batch, objective.loss))
+    weights = [torch.cat([tensor.flatten().clone() for _, tensor in each.weights()]) for each in (model, other)]
+    return [[report.metrics for report in each] for each in (reports, expected)], weights
+
+
+@pytest.fixture(scope="module")
+def steps(cluster, models, tmp_path_factory):
+    directory, root = models("qwen3_moe"), tmp_path_factory.mktemp("work")
+    routes = chosen_at_first(directory)
+    cases = {(layout, "R2"): 40 for layout in LAYOUTS} | {("d1", "off"): 40, ("d2", "off"): 40}
+    return Together(
+        cluster,
+        {
+            (layout, mode): (f"megatron:{layout}", updated, directory, routes, budget, root / f"{layout}-{mode}", mode)
+            for (layout, mode), budget in cases.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_update_takes_the_routes_of_the_weights_before_the_first(steps, layout):
+    """Against updates that are given what transformers' routers choose at first; layouts divide the batch in other ways."""
+    for (metrics, expected), (parameters, wanted) in steps[layout, "R2"]:
+        shares = [found["moe/router_agreement"] for found in metrics]
+        assert shares == pytest.approx([found["moe/router_agreement"] for found in expected], abs=1e-6)
+        # The second epoch sees other routers.
+        assert shares[0] == 1 and max(shares[1:]) < 0.98
+        # What stands in one order or another is summed in it: three steps of lr from there.
+        torch.testing.assert_close(parameters, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["d1", "d2"])
+def test_without_it_later_updates_are_others(steps, layout):
+    for (metrics, _), (parameters, wanted) in steps[layout, "off"]:
+        assert not any("router_agreement" in name for name in metrics[0])
+        assert float((parameters - wanted).abs().max()) > 1e-3
+
+
+def run(**sections) -> RunConfig:
+    return RunConfig.of(model={"path": "here"}, **sections)
+
+
+def test_r2_needs_more_than_one_update_to_act():
+    found = run(policy={"router_replay": "R2"}, algorithm={"name": "grpo", "updates_per_step": 1})
+    assert any("policy.router_replay" in line and "one optimizer step" in line for line in ignored(found))
+    assert not ignored(run(policy={"router_replay": "R2"}, algorithm={"name": "grpo", "updates_per_step": 2}))
+
+
+def ignored(config: RunConfig) -> list[str]:
+    from fivefold.config.validate import validate
+
+    return [" ".join(line) for line in validate(config).ignored]
+
+
+def test_the_estimate_counts_the_pass_that_records():
+    method = {"name": "grpo", "updates_per_step": 2, "rollout_correction": {"old_logprobs_from": "engine"}}
+    assert needs_old_logprobs(run(policy={"router_replay": "R2"}, algorithm=method))
+    assert not needs_old_logprobs(run(algorithm=method))
+
+
+def test_a_model_without_experts_is_refused(models):
+    from fivefold.config.findings import Findings
+    from fivefold.plan.check import _check_spec
+    from fivefold.plan.roles import roles
+
+    config = RunConfig.of(model={"path": str(models("qwen3"))}, policy={"router_replay": "R2"})
+    findings = Findings()
+    _check_spec(findings, config, next(iter(roles(config))), load_spec(models("qwen3")))
+    assert any("policy.router_replay" in error and "no routers" in error for error in map(str, findings.errors))
