@@ -36,6 +36,8 @@ def advantages(
             value = r - tau * math.log(sum(math.exp(x / tau) for x in inside) / len(inside))
         elif kind == "step_log_mean_exp":
             value = r - tau * math.log(sum(math.exp(x / tau) for x in rewards) / len(rewards))
+        elif kind == "step_mean":
+            value = r - statistics.fmean(rewards)
         elif kind == "greedy_baseline":
             value = r - greedy[i]
         elif kind == "pass_at_k":

@@ -250,12 +250,13 @@ ADVANTAGES: dict[str, bool] = {
     "log_mean_exp": True,
     "nonzero_scaled": True,
     "step_log_mean_exp": False,
+    "step_mean": False,
 }
 """Advantage -> whether it compares the samples of a group."""
 
 NORMALIZED_BY_MEAN = ("group",)
 """Advantages that `normalize: mean` applies to."""
-NORMALIZED = ("group", "leave_one_out", "pass_at_k")
+NORMALIZED = ("group", "leave_one_out", "pass_at_k", "step_mean")
 """Advantages that `normalize` applies to."""
 
 SECOND_MOMENT = "second_moment"
