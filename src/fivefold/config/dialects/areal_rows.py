@@ -173,8 +173,7 @@ SECTIONS = (
             "Unbiased deviation, ε 1e-5 there and 1e-6 here.",
         ),
         fixed(
-            "actor.reward_norm.group_size actor.adv_norm.group_size actor.group_size actor.max_new_tokens "
-            "actor.reward_norm",
+            "actor.reward_norm.group_size actor.adv_norm.group_size actor.group_size actor.max_new_tokens actor.reward_norm",
             "gconfig says it",
         ),
         used(

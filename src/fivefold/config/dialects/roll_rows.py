@@ -124,7 +124,9 @@ SECTIONS = (
             takes_any=True,
         ),
         lacks("generate_redundancy_num", "more responses than are used, of which the first that are done stay", [0]),
-        lacks("is_use_additional_prompts", "more prompts than a step takes, of which the first that are done are used", [False]),
+        lacks(
+            "is_use_additional_prompts", "more prompts than a step takes, of which the first that are done are used", [False]
+        ),
         fixed("max_additional_running_prompts", "read with is_use_additional_prompts only"),
         lacks("rollout_mock.enable", "responses from a file", [False]),
         fixed("rollout_mock.*", "read with rollout_mock.enable only", takes_any=True),

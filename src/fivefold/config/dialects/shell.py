@@ -17,7 +17,6 @@ from fivefold.config.dialects.shell_words import (
     ASSIGNMENT,
     OPEN,
     Script,
-    bracket,
     expand,
     expand_word,
     parts,
@@ -157,7 +156,9 @@ def _read_block(script: Script, lines: _Lines, known: bool, ends: tuple[str, ...
             _skip(script, lines, ("done",)) if is_skipped else _read_block(script, lines, False, ("done",))
         elif first == "case":
             _read_case(script, lines, known, rest)
-        elif named := re.match(r"(?:function\s+([\w-]+)\s*(?:\(\))?|(\w[\w-]*)\s*\(\))\s*(\{?)\s*(.*)", statement, re.DOTALL):
+        elif named := re.match(
+            r"(?:function\s+([\w-]+)\s*(?:\(\))?|(\w[\w-]*)\s*\(\))\s*(\{?)\s*(.*)", statement, re.DOTALL
+        ):
             _read_function(script, lines, named)
         else:
             _read_statement(script, lines, statement, known)

@@ -357,7 +357,9 @@ def _without_unset(text: str, script: Script) -> str | None:
 
 def _printed(command: str, script: Script) -> str | None:
     """What a command prints that only makes text of text; None for any other."""
-    if place := re.fullmatch(r"cd\s+(?:--\s+)?(.+?)\s*(?:&?>\s*/dev/null\s*(?:2>&1)?\s*)?&&\s*pwd(?:\s+-P)?", command.strip()):
+    if place := re.fullmatch(
+        r"cd\s+(?:--\s+)?(.+?)\s*(?:&?>\s*/dev/null\s*(?:2>&1)?\s*)?&&\s*pwd(?:\s+-P)?", command.strip()
+    ):
         directory = expand_word(place[1], script)
         return None if "$" in directory else os.path.normpath(os.path.join(script.variables.get("PWD", ""), directory))
     text, holds = "", True
@@ -410,7 +412,9 @@ def _filtered(words: list[str], text: str) -> str | None:
     if name == "tr" and len(rest) == 2 and not any(word.startswith("[") for word in rest):
         if rest[0] == "-d":
             return "".join(letter for letter in text if letter not in rest[1])
-        return "".join(rest[1][min(rest[0].index(letter), len(rest[1]) - 1)] if letter in rest[0] else letter for letter in text)
+        return "".join(
+            rest[1][min(rest[0].index(letter), len(rest[1]) - 1)] if letter in rest[0] else letter for letter in text
+        )
     if name == "wc" and rest in (["-w"], ["-l"]):
         return str(len(text.split()) if rest == ["-w"] else text.count("\n") + 1)
     if name == "awk" and "{print NF}" in rest:
