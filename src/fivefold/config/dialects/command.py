@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
-from fivefold.config.dialects.shell import Script, read_script
+from fivefold.config.dialects.shell import read_script
+from fivefold.config.dialects.shell_words import Script
 from fivefold.config.loader import ConfigError, read, read_mapping
 from fivefold.files import read_text
 
@@ -108,9 +109,10 @@ def _take_script(
     """The command of a script, or of one that the script `caller` starts with these arguments."""
     text = caller.files.get(name) if caller else None
     place = Path(name)
-    if caller and text is None and not place.is_file():
-        # Beside the script that calls it.
-        place = Path(caller.variables.get("0", "")).parent / place.name
+    if caller and text is None:
+        # From where the script that calls it was meant to be run: its own directory or one above.
+        above = Path(caller.variables.get("0", "")).parents
+        place = next((path for path in (place, *(parent / place for parent in above)) if path.is_file()), place)
     if text is None:
         if not place.is_file():
             raise ConfigError([f"no file at {name}"])
@@ -121,14 +123,17 @@ def _take_script(
     handed = dict(environment)
     if caller:
         handed |= {key: value for key, value in caller.variables.items() if key in caller.exported}
-    inner = read_script(text, handed, arguments, lambda other: _beside(place, other), str(place))
+    try:
+        inner = read_script(text, handed, arguments, lambda other: _beside(place, other), str(place))
+    except RecursionError:
+        raise ConfigError([f"{name} calls itself without end: give the command that starts training"]) from None
     if not inner.command:
         raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
     _take(inner.command, found, environment, inner)
 
 
 def _beside(place: Path, name: str) -> str | None:
-    known = [path for path in (Path(name), place.parent / name) if path.is_file()]
+    known = [path for path in (Path(name), *(parent / name for parent in place.parents)) if path.is_file()]
     return _text(known[0]) if known else None
 
 

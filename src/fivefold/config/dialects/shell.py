@@ -316,7 +316,8 @@ def _read_command(script: Script, lines: _Lines, command: list[str], known: bool
         _call(script, first, rest, known)
         return
     if first in ("source", ".") and rest:
-        if (text := script.read_file(rest[0])) is not None:
+        if rest[0] not in script.sourced and (text := script.read_file(rest[0])) is not None:
+            script.sourced.add(rest[0])
             _read_block(script, _Lines(text), known)
         return
     if first == "eval" and len(rest) == 1:
@@ -327,12 +328,12 @@ def _read_command(script: Script, lines: _Lines, command: list[str], known: bool
         _read_block(script, _Lines(command[shell + 2]), known)
         return
     if (number := next((word[2:] for word in command if word.startswith("<<") and word[2:].isdigit()), None)) is not None:
-        name = next((command[i + 1] for i, word in enumerate(command[:-1]) if word in (">", ">|")), None)
-        name = name or next((word[1:] for word in command if word.startswith(">") and len(word) > 1), None)
+        written = next((command[i + 1] for i, word in enumerate(command[:-1]) if word in (">", ">|")), None)
+        written = written or next((word[1:] for word in command if word.startswith(">") and len(word) > 1), None)
         body = lines.heredocs[int(number)]
         text = expand(body[1:], script, quoted=True) if body.startswith("$") else body
-        if name is not None:
-            script.files[name] = text
+        if written is not None:
+            script.files[written] = text
         elif shell is not None:
             _read_block(script, _Lines(text), known)
     script.commands.append(command)

@@ -42,6 +42,7 @@ class Script:
     """What another script hands over; None where that is not known."""
     functions: dict[str, Any] = field(default_factory=dict)
     """Statements of functions that were not called yet."""
+    sourced: set[str] = field(default_factory=set)
     read_file: Callable[[str], str | None] = lambda name: None
     """The text of another script, None where there is none."""
 

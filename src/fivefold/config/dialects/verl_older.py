@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config.dialects import shared
@@ -87,7 +86,7 @@ def older(source: Source) -> dict[str, Any]:
     return found | importance(source)
 
 
-def importance(source: Source) -> Mapping[str, Any]:
+def importance(source: Source) -> dict[str, Any]:
     """algorithm.rollout_is and its kin."""
     said = source.under(_IMPORTANCE)
     threshold = said.number("_threshold") if said.has("_threshold") else None
