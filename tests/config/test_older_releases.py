@@ -94,6 +94,8 @@ _CORRECTED = "algorithm.rollout_correction."
         {"reject": "geometric", "reject_low": 0.99, "reject_high": 1.001},
     ),
     ([_CORRECTED + "rollout_rs=token", _CORRECTED + "rollout_rs_threshold=2"], {"reject": "token", "reject_low": 0.5, "reject_high": 2.0}),
+    # A response with a token whose ratio is below e^-9 is left out.
+    ([_CORRECTED + "rollout_token_veto_threshold=1.2340980408667956e-04"], {"reject_divergence": {"max_drop": 9.0}, "reject": "none"}),
 ])  # fmt: skip
 def test_rollout_correction_of_verls_older_releases_is_that_of_today(words, says):
     chosen = config("verl", *GRPO, *words).algorithm.resolved.rollout_correction
@@ -109,7 +111,7 @@ def test_keys_of_verls_older_releases_act_as_they_did():
     for words in (
         ["actor_rollout_ref.actor.clip_cov_ratio=0.3"],
         ["data.train_max_samples=100", "data.train_files=[a,b]"],
-        [_CORRECTED + "rollout_token_veto_threshold=1e-4"],
+        [_CORRECTED + "rollout_token_veto_threshold=2"],
         ["algorithm.rollout_is=False", "algorithm.rollout_is_threshold=2.0", "algorithm.rollout_is_mode=mask"],
     ):
         assert translate_words("verl", [*GRPO, *words], HOME).refusals, words
@@ -168,3 +170,13 @@ trainer: {ppo_max_token_len_per_gpu: 9000, use_dynamic_bsz: true}
         1500,
         9000,
     )
+
+
+@pytest.mark.parametrize("words", [
+    ["generator.chat_template_kwargs={reasoning_effort:'low',enable_thinking:false}"],
+    ["generator.chat_template_kwargs.reasoning_effort=low", "generator.chat_template_kwargs.enable_thinking=false"],
+])  # fmt: skip
+def test_variables_of_skyrls_chat_template_are_ours(words):
+    plain = ["data.train_data=['a.parquet']", "trainer.policy.model.path=m", "generator.inference_engine.num_engines=1"]
+    found = translated("skyrl", *plain, *words)
+    assert found.tree["data"]["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": False}

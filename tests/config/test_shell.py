@@ -59,16 +59,17 @@ SCRIPTS = {
         python3 -m m l.tp=$TP l.pp=$PP l.mode=$MODE
         """,
     "tests joined": """
-        A=1; B=; Z=kept; MODEL=Qwen/Qwen3-8B
+        A=1; B=; MODEL=Qwen/Qwen3-8B
         [ -n "$A" ] && X=set
         [ -z "$A" ] || Y=there
-        [ "$UNSET" = true ] && Z=never
+        [ "$UNSET" = true ] && A=never
         if [[ $A == 1 && -z $B ]]; then W=both; fi
         if [ "$A" = 2 ] || [ "$A" = 1 ]; then V=either; fi
         if [[ $MODEL == Qwen/* ]]; then U=qwen; fi
         if (( A > 0 )); then T=above; fi
         if ! [ "$A" = 2 ]; then S=not; fi
-        python3 -m m j.x=$X j.y=$Y j.z=[$Z] j.w=$W j.v=$V j.u=$U j.t=$T j.s=$S j.r=$((A > 0 ? 4 : 2))
+        if [ "$A" = 2 ]; then Q=never; fi
+        python3 -m m j.x=$X j.y=$Y j.q=[$Q] j.w=$W j.v=$V j.u=$U j.t=$T j.s=$S j.r=$((A > 0 ? 4 : 2))
         """,
     "functions": """
         train() {

@@ -187,7 +187,7 @@ def correction(chosen: Any, gaps: list[float], marked: list[bool]) -> tuple[list
             kept = [stays and not mark for stays, mark in zip(kept, marked, strict=True)]
             continue
         over, kind = name.split("_")
-        values = [g * g / 2 if kind == "k2" else math.exp(g) - 1 - g for g in gaps]
+        values = [-g if kind == "drop" else g * g / 2 if kind == "k2" else math.exp(g) - 1 - g for g in gaps]
         if over != "token":
             whole = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[over]
             values = [whole] * len(values)

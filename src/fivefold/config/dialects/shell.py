@@ -190,7 +190,10 @@ def _skip(script: Script, lines: _Lines, ends: tuple[str, ...]) -> str:
     """Read over a branch that does not run; its commands are kept apart."""
     state, count, functions = script.state(), len(script.commands), dict(script.functions)
     end = _read_block(script, lines, False, ends)
+    assigned = script.open - state[2]
     script.restore(state)
+    # The script's own names, which nothing else sets.
+    script.variables.update(dict.fromkeys(assigned - script.variables.keys(), ""))
     script.functions = functions
     script.skipped += script.commands[count:]
     del script.commands[count:]

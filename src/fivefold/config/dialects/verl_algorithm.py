@@ -204,8 +204,9 @@ def correction(source: Source) -> dict[str, Any]:
     if bypasses(source):
         weighted, reinforce = said.text("rollout_is"), said.text("loss_type") == "reinforce"
         if reinforce and weighted is None:
-            if said.text("rollout_rs") is not None:
-                said.lacks("rollout_rs", "rejection beside REINFORCE without a weight")
+            for key in ("rollout_rs", "rollout_token_veto_threshold"):
+                if said.has(key) and said.text(key) is not None:
+                    said.lacks(key, "rejection beside REINFORCE without a weight")
             return {}
         found["old_logprobs_from"] = "engine"
         if said.text("loss_type") not in ("ppo_clip", "reinforce"):
@@ -228,6 +229,8 @@ def correction(source: Source) -> dict[str, Any]:
         older = rejected in verl_older.LEVELS
         names = [part.strip() for part in rejected.split(",") if part.strip()]
         found |= verl_older.rejection(said, rejected) if older else rejection(said, names)
+    if vetoed := verl_older.veto(said):
+        found["reject_divergence"] = {**found.get("reject_divergence", {}), **vetoed["reject_divergence"]}
     return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
 
 

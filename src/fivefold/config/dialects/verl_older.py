@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fivefold.config.dialects import shared
@@ -30,9 +31,10 @@ SECTION = Section.of(
         "Of 2025-10 (mismatch_helper.py): weights where rollout_is is true and a threshold is set, cut off above it "
         "(truncate), or 0 outside of both bounds (clip, later mask); the lower one is 1 / the upper when left out.",
     ),
-    lacks(
+    used(
         f"{_IMPORTANCE}_veto_threshold algorithm.rollout_correction.rollout_token_veto_threshold",
-        "responses that one token's ratio leaves out",
+        "algorithm.rollout_correction.reject_divergence",
+        "A response with a token whose ratio trainer / engine is below it is left out: max_drop, of -log of it.",
     ),
     used(
         "algorithm.rollout_correction.rollout_rs_threshold_lower",
@@ -97,15 +99,26 @@ def importance(source: Source) -> dict[str, Any]:
         said.lacks("_level", f"the weight {level}: known here are {', '.join(LEVELS)}")
         return {}
     if not said.flag(""):
-        if mode != "truncate":
+        if mode != "truncate" or (said.has("_veto_threshold") and said.number("_veto_threshold")):
             said.lacks("_mode", "rejection without weights")
         return {}
     if mode not in ("truncate", "clip", "mask"):
         said.lacks("_mode", f"weights outside of their bounds by {mode}: known here are truncate, clip and mask")
     found: dict[str, Any] = {"weight": level, "high": threshold, "outside": "truncate" if mode == "truncate" else "mask"}
+    found |= veto(said, "_veto_threshold")
     if mode != "truncate":
         found["low"] = said.number("_threshold_lower") or 1 / threshold
     return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+
+
+def veto(said: Source, key: str = "rollout_token_veto_threshold") -> dict[str, Any]:
+    """What leaves a response out for one token."""
+    bound = said.number(key) if said.has(key) else None
+    if bound is None:
+        return {}
+    if not 0 < bound < 1:
+        raise UnreadableError(f"{said.prefix}{key} must be between 0 and 1: got {bound:g}")
+    return {"reject_divergence": {"max_drop": -math.log(bound)}}
 
 
 def rejection(said: Source, name: str) -> dict[str, Any]:
