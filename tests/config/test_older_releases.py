@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from fivefold.config import ConfigError, RunConfig, make_config
-from fivefold.config.dialects import find_dialect
+from fivefold.config import ConfigError
 from fivefold.config.dialects.command import translate_words
-from fivefold.config.loader import read_mapping
+from tests.support.dialects import HOME, config, translated
 
-HOME = {"HOME": "/home/me"}
 GRPO = [
     "data.train_files=/d/a.parquet", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=vllm",
     "algorithm.adv_estimator=grpo", "data.train_batch_size=1024", "actor_rollout_ref.rollout.n=4",
@@ -36,16 +34,6 @@ actor_train:
   device_mapping: list([0,1,2,3]) + list(range(4,8))
 actor_infer: {strategy_args: {strategy_name: vllm}}
 """
-
-
-def translated(system: str, *words: str, tree: str = ""):
-    return find_dialect(system)(read_mapping(tree, "a file"), list(words), environment=HOME)  # type: ignore[call-arg]
-
-
-def config(system: str, *words: str, tree: str = "") -> RunConfig:
-    found = translated(system, *words, tree=tree)
-    assert found.refusals == []
-    return make_config(found.tree)
 
 
 def test_a_script_that_starts_another_gives_it_its_arguments_and_what_it_exports(tmp_path):
