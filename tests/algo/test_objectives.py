@@ -105,6 +105,15 @@ def test_the_log_mean_exp_of_the_step_is_that_of_all_its_groups():
     assert found.tolist() == pytest.approx([1 - baseline, -baseline, 1 - baseline, 1 - baseline], rel=1e-6)
 
 
+def test_the_mean_of_the_step_is_that_of_all_its_groups():
+    """1, 0, 1 and 2 less their mean 1; over the deviation of the step √(2/3), or of each group √(1/2)."""
+    rewards = scores([1.0, 0, 1, 2], [0, 0, 1, 1])
+    assert make_advantage("step_mean", "none")(rewards).tolist() == pytest.approx([0, -1, 0, 1])
+    assert make_advantage("step_mean", "batch")(rewards).tolist() == pytest.approx([0, -1.224743, 0, 1.224743], rel=1e-5)
+    assert make_advantage("step_mean", "group")(rewards).tolist() == pytest.approx([0, -1.414212, 0, 1.414212], rel=1e-5)
+    assert make_advantage("step_mean", "batch")(scores([2.0, 2.0], [0, 1])).tolist() == [0.0, 0.0]
+
+
 def test_sppo_is_the_mean_square_of_what_a_response_is_from_its_reward():
     """Two responses of 2 and 1 tokens: log-ratios of 0.3 and -0.2, advantages 0.5 and -1 with η = 2."""
     mask = torch.tensor([False, True, True, False, True])

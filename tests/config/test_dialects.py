@@ -14,7 +14,7 @@ import torch
 
 from fivefold.algo import Objective
 from fivefold.config import ConfigError, RunConfig, make_config
-from fivefold.config.dialects import SYSTEMS, find_dialect, writer
+from fivefold.config.dialects import SYSTEMS, writer
 from fivefold.config.dialects.command import translate_words
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
@@ -24,8 +24,8 @@ from fivefold.config.loader import read_mapping
 from fivefold.config.methods import ExpertConfig
 from fivefold.config.mixture import counts, domains_of
 from fivefold.reward.choose import choose_rewards
+from tests.support.dialects import HOME, config, translated
 
-HOME = {"HOME": "/home/me"}
 VERL = [
     "data.train_files=/d/a.parquet",
     "data.val_files=/d/b.parquet",
@@ -36,16 +36,6 @@ _ACTOR, _BY_ENGINE = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.enab
 _OF_SKYRL = "trainer.policy.megatron_config.moe_enable_routing_replay=true"
 SKYRL = ["data.train_data=['/d/a.parquet']", "trainer.policy.model.path=m", "trainer.placement.policy_num_gpus_per_node=8"]
 SKYRL += ["generator.inference_engine.num_engines=8", "generator.inference_engine.run_engines_locally=true"]
-
-
-def translated(system: str, *words: str, tree: str = ""):
-    return find_dialect(system)(read_mapping(tree, "a file"), list(words), environment=HOME)  # type: ignore[call-arg]
-
-
-def config(system: str, *words: str, tree: str = "") -> RunConfig:
-    found = translated(system, *words, tree=tree)
-    assert found.refusals == []
-    return make_config(found.tree)
 
 
 def tables() -> list[tuple[str, Table]]:

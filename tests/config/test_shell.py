@@ -45,6 +45,72 @@ SCRIPTS = {
         fi
         python3 -m m s.size=$SIZE s.x=$X s.y=$Y
         """,
+    "cases": """
+        SIZE=7b
+        case "$SIZE" in
+            1b|3b) TP=1; PP=1 ;;
+            7b)
+                TP=2
+                PP=4
+                ;;
+            *) TP=8 ;;
+        esac
+        case $UNSET in on) MODE=on;; *) MODE=off;; esac
+        python3 -m m l.tp=$TP l.pp=$PP l.mode=$MODE
+        """,
+    "tests joined": """
+        A=1; B=; MODEL=Qwen/Qwen3-8B
+        [ -n "$A" ] && X=set
+        [ -z "$A" ] || Y=there
+        [ "$UNSET" = true ] && A=never
+        if [[ $A == 1 && -z $B ]]; then W=both; fi
+        if [ "$A" = 2 ] || [ "$A" = 1 ]; then V=either; fi
+        if [[ $MODEL == Qwen/* ]]; then U=qwen; fi
+        if (( A > 0 )); then T=above; fi
+        if ! [ "$A" = 2 ]; then S=not; fi
+        if [ "$A" = 2 ]; then Q=never; fi
+        python3 -m m j.x=$X j.y=$Y j.q=[$Q] j.w=$W j.v=$V j.u=$U j.t=$T j.s=$S j.r=$((A > 0 ? 4 : 2))
+        """,
+    "functions": """
+        train() {
+            local rate=$1
+            shift
+            python3 -m m f.rate=$rate f.count=$# "$@"
+        }
+        main() { train 1e-6 f.a=1 "f.b=two words"; }
+        main "$@"
+        """,
+    "texts of texts": """
+        GPUS=0,1,2,3
+        COUNT=$(echo $GPUS | tr ',' ' ' | wc -w)
+        DIR="$(dirname "/runs/a b/train.sh")"
+        NAME=`basename /models/Qwen3-8B`
+        EXTRA="x.flag=True x.more=2"
+        python3 -m m t.n=$((COUNT * 2)) t.dir="$DIR" t.name="${NAME}_$(echo run)" t.fields=$(echo $GPUS | awk -F',' '{print NF}') \
+            $([ "$COUNT" = 4 ] && echo "t.four=True") $EXTRA
+        """,
+    "items and parts": """
+        SIZES=(1 2 4); WORDS="abcdef"
+        ARGS=()
+        ARGS+=(i.first=${SIZES[0]} i.last=${SIZES[2]} i.count=${#SIZES[@]} i.all="${SIZES[*]}")
+        python3 -m m "${ARGS[@]}" i.part=${WORDS:1:3} i.length=${#WORDS}
+        """,
+    "loops": """
+        for SEED in 7; do
+            NAME=run-$SEED
+            python3 -m m o.seed=$SEED o.name=$NAME
+        done
+        """,
+    "arguments that nobody gives": """
+        MODEL=small
+        while [[ $# -gt 0 ]]; do
+            case $1 in
+                --model) MODEL="$2"; shift 2 ;;
+                *) shift ;;
+            esac
+        done
+        python3 -m m a.model=$MODEL a.count=$# a.steps=${1:-10} "$@"
+        """,
     "cuts": """
         MODEL=Qwen/Qwen3-8B; FILE=/a/b/c.tar.gz
         python3 -m m n.name=${MODEL##*/} n.owner=${MODEL%%/*} n.end=${FILE%.*} n.swap=${MODEL/Qwen3/Q} n.low=${MODEL,,}
@@ -65,6 +131,24 @@ def test_the_words_of_a_command_are_those_that_bash_gives_it(name, tmp_path):
     assert found[len(expected) :] in ([], ["2>&1", "|", "tee", "log"])
 
 
+def test_a_command_within_a_text_is_read(tmp_path):
+    """eval of a text, a shell's -c, a heredoc that a shell reads, and what `set -u` needs around empty arrays."""
+    for script in (
+        'CMD="python3 -m m x.a=1"\nif [ "$UNSET" = true ]; then CMD="$CMD x.b=0"; fi\nCMD="$CMD x.b=2"\neval "$CMD"\n',
+        'B=2\nsrun --ntasks=1 bash -c "export A=1; python3 -m m x.a=\\$A x.b=$B"\n',
+        "B=2\nssh node bash <<EOF\nA=1\npython3 -m m x.a=\\$A x.b=$B\nEOF\n",
+        'A=(x.a=1)\nE=()\npython3 -m m ${E[@]+"${E[@]}"} "${A[@]}" x.b=2\n',
+    ):
+        assert [word for word in read_script(script, {}).command if "=" in word] == ["x.a=1", "x.b=2"], script
+
+
+def test_a_branch_that_does_not_run_gives_its_command_only_where_there_is_no_other():
+    one = 'if [ "$RANK" = 0 ]; then python3 -m m x.a=1; fi\n'
+    assert read_script(one, {}).command[3:] == ["x.a=1"]
+    assert read_script(one.replace("; fi", "; else python3 -m m x.a=2; fi"), {}).command[3:] == ["x.a=2"]
+    assert read_script(one.replace("; fi", "; else python3 -m m x.a=2; fi"), {"RANK": "0"}).command[3:] == ["x.a=1"]
+
+
 def test_an_array_that_is_run_by_eval_is_read_once_more():
     found = read_script("A=7\nCMD=(\npython3 -m siirl.main_dag\nx.a=\\$A\n)\n", {})
     assert found.command == ["python3", "-m", "siirl.main_dag", "x.a=7"]
@@ -81,9 +165,12 @@ def test_what_only_running_could_tell_stands_open():
         for i in 1 2; do LAST=$i; done
         WHEN=$(date)
         if grep -q x /etc/hosts; then HOST=a; else HOST=b; fi
-        python3 -m m x.last=$LAST x.when=$WHEN x.host=$HOST x.first=$1
+        if [ "$HOST" = a ]; then SIDE=left; fi
+        case $HOST in a) PORT=1 ;; *) PORT=2 ;; esac
+        python3 -m m x.last=$LAST x.when=$WHEN x.host=$HOST x.first=$1 x.side=$SIDE x.port=${PORT:-3}
     """
-    assert read_script(script, {}).command[3:] == ["x.last=${LAST}", "x.when=$(date)", "x.host=${HOST}", "x.first=${1}"]
+    expected = ["x.last=${LAST}", "x.when=$(date)", "x.host=${HOST}", "x.first=${1}", "x.side=${SIDE}", "x.port=${PORT:-3}"]
+    assert read_script(script, {}).command[3:] == expected
 
 
 def test_nothing_of_a_script_is_run(tmp_path):

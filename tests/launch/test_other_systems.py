@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("systems")
     make_model(root)
     (root / "run.sh").write_text(SCRIPT)
+    sums = [
+        {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "answer": str(a + b), "tag": "t"}
+        for a in range(8)
+        for b in range(8)
+    ]
+    (root / "data/sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
     return root
 
 
@@ -108,6 +116,105 @@ def test_arguments_of_skyrl_train_as_they_are(root):
     # Everything is said but for vLLM, which is not on this machine or trains as any other run does.
     assert done.returncode == 0 or "engine.backend: vLLM is not installed" in done.stderr, done.stderr
     assert "0 unknown" in done.stdout
+
+
+AREAL_PAGE = """
+experiment_name: x
+trial_name: y
+rollout: {{backend: "sglang:d1", max_head_offpolicyness: 0}}
+gconfig: {{n_samples: 2, max_new_tokens: 8}}
+actor:
+  backend: "megatron:d1"
+  path: m
+  ppo_n_minibatches: 2
+  recompute_logprob: true
+  optimizer: {{lr: 1.0e-6}}
+  reward_norm: {{mean_level: group, std_level: group}}
+train_dataset: {{path: {root}/data/train.parquet, batch_size: 4, max_length: 16}}
+total_train_steps: 1
+cluster: {{fileroot: {root}/runs}}
+"""
+ROLL_PAGE = """
+exp_name: page
+pretrain: {root}/model
+output_dir: {root}/runs/roll
+max_steps: 2
+rollout_batch_size: 4
+num_return_sequences_in_group: 2
+prompt_length: 16
+response_length: 8
+adv_estimator: grpo
+save_steps: 100
+rewards: {{math_rule: {{worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker}}}}
+actor_train:
+  model_args: {{disable_gradient_checkpointing: false, dtype: bf16, model_type: ~}}
+  training_args: {{learning_rate: 1.0e-6, weight_decay: 0, per_device_train_batch_size: 1, gradient_accumulation_steps: 2, warmup_steps: 20}}
+  data_args: {{file_name: ["{root}/data/sums.jsonl"]}}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {{tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, use_distributed_optimizer: true, sequence_parallel: true}}
+  device_mapping: list(range(0,2))
+actor_infer: {{strategy_args: {{strategy_name: hf_infer}}, device_mapping: "list(range(0,2))"}}
+reference:
+  strategy_args: {{strategy_name: megatron_infer, strategy_config: {{tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2}}}}
+  device_mapping: list(range(0,2))
+"""
+TRINITY_PAGE = """
+project: page
+name: trinity
+checkpoint_root_dir: {root}/runs
+algorithm: {{algorithm_type: grpo, repeat_times: 2}}
+model: {{model_path: {root}/model, max_prompt_tokens: 420, max_response_tokens: 8}}
+cluster: {{node_num: 1, gpu_per_node: 2}}
+buffer:
+  total_steps: 1
+  batch_size: 4
+  explorer_input:
+    taskset: {{name: t, storage_type: file, path: {root}/data/sums.jsonl, format: {{prompt_key: prompt, response_key: answer}}}}
+    default_workflow_type: math_workflow
+explorer: {{rollout_model: {{engine_num: 1, tensor_parallel_size: 1}}}}
+synchronizer: {{sync_method: nccl, sync_interval: 1}}
+trainer:
+  trainer_config:
+    actor_rollout_ref:
+      actor:
+        strategy: megatron
+        megatron:
+          tensor_model_parallel_size: 1
+          pipeline_model_parallel_size: 1
+          expert_model_parallel_size: 1
+          param_offload: false
+          use_mbridge: false
+          use_dist_checkpointing: false
+          override_transformer_config: {{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}}
+"""
+
+
+def test_the_configuration_of_rolls_page_trains_by_its_own_command(root):
+    """`--config_path DIRECTORY --config_name NAME`, as examples/start_rlvr_pipeline.py takes them."""
+    (root / "roll.yaml").write_text(ROLL_PAGE.format(root=root))
+    done = fivefold("train", "--from", "roll", "--config_path", root, "--config_name", "roll")
+    assert done.returncode == 0, done.stderr
+    assert "0 not supported, 0 unknown" in done.stdout
+    assert [row["step"] for row in metrics(root, "roll")] == [1, 2]
+
+
+@pytest.mark.parametrize(("system", "text", "words"), [
+    ("areal", AREAL_PAGE, [
+        "scheduler.type=ray", "experiment_name=megatron-moe-gsm8k-grpo", "trial_name=trial-0", "rollout.backend=sglang:d1",
+        "actor.backend=megatron:(attn:d1p1t1c1|ffn:d1p1t1e1)", "cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "actor.path={root}/model",
+        "actor.megatron.use_deterministic_algorithms=True", "actor.kl_ctl=0",
+    ]),
+    ("trinity", TRINITY_PAGE, []),
+])  # fmt: skip
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="states what keeps it from starting without vLLM")
+def test_nothing_but_a_missing_vllm_keeps_the_pages_own_command_from_starting(root, system, text, words):
+    (root / f"{system}.yaml").write_text(text.format(root=root))
+    given = [word.replace("{root}", str(root)) for word in words]
+    done = fivefold("train", "--from", system, "--config", root / f"{system}.yaml", *given)
+    assert "0 unknown" in done.stdout, done.stderr
+    faults = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("error")]
+    assert len(faults) == 1 and "vLLM is not installed" in faults[0], done.stderr
 
 
 def test_a_run_that_would_be_another_does_not_start(root):

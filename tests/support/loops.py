@@ -36,6 +36,8 @@ def advantages(
             value = r - tau * math.log(sum(math.exp(x / tau) for x in inside) / len(inside))
         elif kind == "step_log_mean_exp":
             value = r - tau * math.log(sum(math.exp(x / tau) for x in rewards) / len(rewards))
+        elif kind == "step_mean":
+            value = r - statistics.fmean(rewards)
         elif kind == "greedy_baseline":
             value = r - greedy[i]
         elif kind == "pass_at_k":
@@ -185,7 +187,7 @@ def correction(chosen: Any, gaps: list[float], marked: list[bool]) -> tuple[list
             kept = [stays and not mark for stays, mark in zip(kept, marked, strict=True)]
             continue
         over, kind = name.split("_")
-        values = [g * g / 2 if kind == "k2" else math.exp(g) - 1 - g for g in gaps]
+        values = [-g if kind == "drop" else g * g / 2 if kind == "k2" else math.exp(g) - 1 - g for g in gaps]
         if over != "token":
             whole = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[over]
             values = [whole] * len(values)

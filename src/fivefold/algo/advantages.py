@@ -84,10 +84,13 @@ class GroupNorm:
     `mean` divides by the mean of the group instead: MaxRL (2602.02710)."""
     shift: float = 0.0
     """Added to the mean: AsymRE (2506.20520) takes it below 0."""
+    over_step: bool = False
+    """Compare with the mean of all samples of the step instead."""
     eps: float = 1e-6
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        advantages_N = inputs.centred_N - self.shift * (inputs.count_N > 1)
+        compared = replace(inputs, group_N=torch.zeros_like(inputs.group_N)) if self.over_step else inputs
+        advantages_N = compared.centred_N - self.shift * (compared.count_N > 1)
         if self.normalize == "none":
             return advantages_N.float()
         return (advantages_N / (inputs.scale_N(self.normalize) + self.eps)).float()
@@ -183,6 +186,7 @@ def make_advantage(
     kinds: dict[str, Advantage] = {
         "reward": reward,
         "group": GroupNorm(normalize, baseline_shift or 0.0),
+        "step_mean": GroupNorm(normalize, over_step=True),
         "leave_one_out": LeaveOneOut(normalize),
         "pass_at_k": PassAtK(normalize),
         "length_weighted": length_weighted,

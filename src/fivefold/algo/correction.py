@@ -93,10 +93,13 @@ def interpolation(age_T: Tensor, updates: int) -> Tensor:
 
 
 def divergence(name: str, log_ratio_T: Tensor, samples: Segments) -> Tensor:
-    """[T] k2 or k3 of each token, or their sum, mean or largest value in its response, by a row of DIVERGENCES."""
+    """[T] a statistic of each token, or its sum, mean or largest value in its response, by a row of DIVERGENCES."""
     over, _, estimator = name.partition("_")
     bounded_T = log_ratio_T.clamp(-20, 20)
-    value_T = bounded_T.square() / 2 if estimator == "k2" else bounded_T.expm1() - bounded_T
+    if estimator == "k2":
+        value_T = bounded_T.square() / 2
+    else:
+        value_T = -bounded_T if estimator == "drop" else bounded_T.expm1() - bounded_T
     if over == "token":
         return value_T
     return {"sum": samples.sums, "mean": samples.means, "max": samples.maxima}[over](value_T)[samples.sample_T]

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _RANGE = re.compile(r"list\(range\(\s*(\d+)\s*(?:,\s*(\d+)\s*(?:,\s*(\d+)\s*)?)?\)\)")
-_LIST = re.compile(r"\[((?:\s*\d+\s*,)*(?:\s*\d+)?\s*)\]")
+_LIST = re.compile(r"(?:list\()?\[((?:\s*\d+\s*,)*(?:\s*\d+)?\s*)\]\)?")
 _SPANS = re.compile(r"\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*")
 _MOST = 1 << 20
 
 
 def parse_devices(given: Any) -> list[int]:
-    """The numbers that a list, a sum of `list(range(a,b,c))` and `[a,b]`, or spans like `0-3,6` name, in their order.
+    """The numbers that a list, a sum of `list(range(a,b,c))`, `list([a,b])` and `[a,b]`, or spans `0-3,6` name, in order.
 
     Raises ValueError for anything else, and for a number that comes twice.
     """

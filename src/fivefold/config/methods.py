@@ -62,7 +62,8 @@ class CorrectionConfig:
     """Bounds of the ratio that `reject` looks at."""
     reject_divergence: dict[str, Annotated[float, above(0)]] | None = None
     """Upper bounds of further statistics of d = log (trainer / engine), each a row of DIVERGENCES: k2 = d²/2 and
-    k3 = e^d - 1 - d of a token, or their sum, mean or largest value in a response; what is beyond one of them is left out.
+    k3 = e^d - 1 - d of a token, or their sum, mean or largest value in a response, and max_drop, the largest -d in a
+    response (9.21 where no token may be 10,000 times less likely to the trainer); what is beyond one of them is left out.
     second_moment leaves out the tokens of the largest d² until their mean is below the bound: M2PO (2510.01161)."""
     old_logprobs_from: Literal["trainer", "engine", "loglinear"] | None = None
     """Whose log-probs are the old ones: the trainer's before the step's updates, the engine's, or, without a pass of their
@@ -283,16 +284,17 @@ ADVANTAGES: dict[str, bool] = {
     "log_mean_exp": True,
     "nonzero_scaled": True,
     "step_log_mean_exp": False,
+    "step_mean": False,
 }
 """Advantage -> whether it compares the samples of a group."""
 
 NORMALIZED_BY_MEAN = ("group",)
 """Advantages that `normalize: mean` applies to."""
-NORMALIZED = ("group", "leave_one_out", "pass_at_k")
+NORMALIZED = ("group", "leave_one_out", "pass_at_k", "step_mean")
 """Advantages that `normalize` applies to."""
 
 SECOND_MOMENT = "second_moment"
-DIVERGENCES = (*(f"{over}_{k}" for over in ("token", "sum", "mean", "max") for k in ("k2", "k3")), SECOND_MOMENT)
+DIVERGENCES = (*(f"{over}_{k}" for over in ("token", "sum", "mean", "max") for k in ("k2", "k3")), "max_drop", SECOND_MOMENT)
 """Statistics that tokens or responses are left out by, besides the ratio."""
 CREDITS = ("response", "discounted", "gae")
 WEIGHTS = ("none", "token", "sequence", "geometric")

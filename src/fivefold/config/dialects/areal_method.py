@@ -23,7 +23,7 @@ def advantage(source: Source) -> dict[str, Any]:
     }
     if source.keys("actor.reward_norm."):
         norm = said.under("reward_norm.")
-        mean, std = norm.text("mean_level") or "batch", norm.text("std_level")
+        mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
         if mean != "group" or norm.flag("mean_leave1out"):
             norm.lacks("mean_level", "a mean of rewards other than that of the group")
         found |= {"advantage": "group", "normalize": std or "none"}
@@ -31,20 +31,8 @@ def advantage(source: Source) -> dict[str, Any]:
         found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
     else:
         found |= credit(source)
-    if source.keys("actor.adv_norm.") and said.text("adv_norm.std_level") is not None:
-        if (said.text("adv_norm.mean_level"), said.text("adv_norm.std_level")) not in (
-            ("batch", "batch"),
-            ("group", "batch"),
-            ("group", "group"),
-        ):
-            said.lacks("adv_norm.std_level", "a mean of the batch over the deviation of each group")
-        elif said.text("adv_norm.std_level") == "group":
-            found |= {"whiten": True, "whiten_by": "group"}
-        elif said.text("adv_norm.mean_level") == "group":
-            said.lacks("adv_norm.mean_level", "advantages with the mean of each group over the deviation of the batch")
-        else:
-            found["whiten"] = True
-    if said.number("reward_bias") and found["advantage"] != "group" and not found["whiten"]:
+    found |= flagged(source) if is_flagged(source) else normalized(source, found)
+    if said.number("reward_bias") and found["advantage"] == "reward" and not found["whiten"]:
         said.lacks("reward_bias", "a constant added to rewards that nothing takes away again")
     if found["normalize"] == "none" and not found["whiten"] and (said.number("reward_scaling") or 1.0) != 1.0:
         said.lacks(
@@ -58,6 +46,52 @@ def advantage(source: Source) -> dict[str, Any]:
             "overlong_penalty": said.number("overlong_penalty_factor"),
         }
     return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def _level(norm: Source, key: str) -> str | None:
+    """batch where a normalization does not say it (NormConfig); none where it says so."""
+    return norm.text(key) if norm.has(key) else "batch"
+
+
+_FLAGS = ("actor.group_adv_norm", "actor.group_reward_norm")
+
+
+def is_flagged(source: Source) -> bool:
+    """It is of until 2025-09, when normalizations were switched on and off."""
+    return any(source.has(key) for key in _FLAGS) or (source.has("actor.adv_norm") and source.value("actor.adv_norm") != {})
+
+
+def flagged(source: Source) -> dict[str, Any]:
+    """adv_norm was on when left out, over all tokens of the step or those of each group (actor.py of f52e58e1)."""
+    found: dict[str, Any] = {}
+    if source.has("actor.group_reward_norm") and source.flag("actor.group_reward_norm"):
+        found |= {"advantage": "group", "normalize": "group"}
+    of_group = source.has("actor.group_adv_norm") and source.flag("actor.group_adv_norm")
+    if of_group or not source.has("actor.adv_norm") or source.flag("actor.adv_norm"):
+        found |= {"whiten": True} | ({"whiten_by": "group"} if of_group else {})
+    return found
+
+
+def normalized(source: Source, chosen: dict[str, Any]) -> dict[str, Any]:
+    """actor.adv_norm, which takes mean and deviation over tokens."""
+    if not source.keys("actor.adv_norm."):
+        return {}
+    norm = source.under("actor.adv_norm.")
+    mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
+    if norm.has("mean_leave1out") and norm.flag("mean_leave1out"):
+        norm.lacks("mean_leave1out", "the mean over the tokens of the group's other responses")
+    elif (mean, std) == ("batch", "batch"):
+        return {"whiten": True}
+    elif (mean, std) == ("group", "group"):
+        return {"whiten": True, "whiten_by": "group"}
+    elif (mean, std) == ("group", None) and chosen["advantage"] == "reward" and chosen["credit"] == "response":
+        # Over the tokens of a group, each of which has its response's reward: the mean is weighted by lengths.
+        return {"advantage": "length_weighted"}
+    elif (mean, std) == ("group", "batch"):
+        norm.lacks("mean_level", "advantages with the mean of each group over the deviation of the batch")
+    elif (mean, std) != (None, None):
+        norm.lacks("std_level", f"advantages less the mean of {mean} over the deviation of {std}")
+    return {}
 
 
 def credit(source: Source) -> dict[str, Any]:

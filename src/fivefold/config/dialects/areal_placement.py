@@ -40,7 +40,8 @@ def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
 
 
 def _dotless(text: str) -> str:
-    """`sglang.d4p1m1` of before 2025-11 -> `sglang:d4p1t1`."""
+    """`sglang.d4p1m1` of before 2025-11 -> `sglang:d4p1t1`; Archon, which has all of Megatron's sizes, is Megatron here."""
+    text = re.sub(r"^\s*archon\b", "megatron", text)
     text = re.sub(r"^\s*(sglang|vllm|fsdp|megatron)\.", r"\1:", text)
     return re.sub(r"m(\d)", r"t\1", text)
 
@@ -131,7 +132,7 @@ def engine(source: Source) -> dict[str, Any]:
         found["engine.max_num_seqs"] = source.whole("vllm.max_num_seqs")
         if source.flag("vllm.enforce_eager"):
             found["engine.vllm.enforce_eager"] = True
-    at_once = source.count("rollout.max_concurrent_rollouts")
+    at_once = source.whole("rollout.max_concurrent_rollouts") or source.count("train_dataset.batch_size")
     if (ahead := steps_ahead(source)) and at_once < (ahead + 1) * source.count("train_dataset.batch_size"):
         samples = at_once * source.count("gconfig.n_samples")
         found |= shared.at_once(samples, replicas, found.get("engine.max_num_seqs"))

@@ -173,16 +173,21 @@ SECTIONS = (
             "Unbiased deviation, ε 1e-5 there and 1e-6 here.",
         ),
         fixed(
-            "actor.reward_norm.group_size actor.adv_norm.group_size actor.group_size actor.max_new_tokens "
-            "actor.reward_norm actor.adv_norm",
+            "actor.reward_norm.group_size actor.adv_norm.group_size actor.group_size actor.max_new_tokens actor.reward_norm",
             "gconfig says it",
+        ),
+        used(
+            "actor.adv_norm actor.group_adv_norm actor.group_reward_norm",
+            "algorithm.advantage algorithm.normalize algorithm.whiten algorithm.whiten_by",
+            "Of until 2025-09, as true or false: adv_norm is true when left out.",
         ),
         lacks("actor.reward_norm.std_unbiased actor.adv_norm.std_unbiased", "a biased deviation", [True]),
         fixed("actor.reward_norm.eps actor.adv_norm.eps", "ε is 1e-6"),
         used(
-            "actor.adv_norm.mean_level actor.adv_norm.std_level",
-            "algorithm.whiten algorithm.whiten_by",
-            "batch and batch: mean 0 and variance 1 over all tokens of the step; group and group: of each prompt's.",
+            "actor.adv_norm.mean_level actor.adv_norm.std_level actor.adv_norm.mean_leave1out",
+            "algorithm.whiten algorithm.whiten_by algorithm.advantage",
+            "batch and batch: mean 0 and variance 1 over all tokens of the step; group and group: of each prompt's. group "
+            "without a deviation takes the mean over the group's tokens, of rewards weighted by lengths: length_weighted.",
         ),
         used(
             "actor.reward_bias actor.reward_scaling",
@@ -285,6 +290,12 @@ SECTIONS = (
             "saver.* evaluator.* recover.* stats_logger.** perf_tracer perf_tracer.** memory_profiler memory_profiler.**",
             SHOWN,
         ),
+        fixed(
+            "checkpointer.* server_only perf_tracer.*.* *.mb_spec.max_tokens_per_gpu",
+            "of older releases: when states are written, how much is computed at once",
+            takes_any=True,
+        ),
+        slower("*.fsdp.ulysses_sp_size", "an older name of the layout's c", [1]),
         used("-m", "algorithm.name"),
         fixed("--config-name --config-path", "how the program is started"),
     ),

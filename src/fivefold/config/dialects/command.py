@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
-from fivefold.config.dialects.shell import Script, read_script
+from fivefold.config.dialects.shell import read_script
+from fivefold.config.dialects.shell_words import Script
 from fivefold.config.loader import ConfigError, read, read_mapping
 from fivefold.files import read_text
 
 _CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
 _ENDS = ("|", "||", "&&", "&", ">", ">>", "<")
+_LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
+"""Modules that start others: by the beginning of their name."""
 
 
 @dataclass
@@ -23,6 +26,8 @@ class _Words:
     trees: list[Tree] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
+    scripts: set[Path] = field(default_factory=set)
+    """Scripts that were read."""
 
 
 def translate_words(system: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
@@ -59,7 +64,7 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
 
 
 def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:
-    rest = iter(words)
+    rest = iter(_arguments(words))
     for word in rest:
         if word in _ENDS or word.startswith(("2>", "&>", "1>")):
             return
@@ -79,16 +84,64 @@ def _take(words: list[str], found: _Words, environment: Mapping[str, str], scrip
             found.settings.append(word)
         elif word.endswith((".yaml", ".yml")):
             found.trees.append(_yaml(word, script))
+        elif script is not None and word.endswith(".sh"):
+            # What stands behind it are that script's arguments.
+            _take_script(word, found, environment, script, list(rest))
         elif script is None and Path(word).is_file() and not word.endswith(".py"):
-            try:
-                inner = read_script(read_text(Path(word)), environment)
-            except ValueError as error:
-                raise ConfigError([str(error)]) from error
-            if not inner.command:
-                raise ConfigError([f"{word} has no command with key=value settings or a configuration file"])
-            _take(inner.command, found, environment, inner)
+            _take_script(word, found, environment, None, None)
         elif word.endswith(".sh"):
             raise ConfigError([f"no file at {word}"])
+
+
+def _arguments(words: list[str]) -> list[str]:
+    """What stands behind the program's name, with `-m` and the name of a module; before it are the launcher's words."""
+    for place, word in enumerate(words):
+        if word == "-m" and not " ".join(words[place + 1 : place + 2]).startswith(_LAUNCHERS):
+            return words[place:]
+        if word.endswith(".py") and "=" not in word and not word.startswith("-"):
+            return words[place + 1 :]
+    return words
+
+
+def _take_script(
+    name: str, found: _Words, environment: Mapping[str, str], caller: Script | None, arguments: list[str] | None
+) -> None:
+    """The command of a script, or of one that the script `caller` starts with these arguments."""
+    text = caller.files.get(name) if caller else None
+    place = Path(name)
+    if caller and text is None:
+        # From where the script that calls it was meant to be run: its own directory or one above.
+        above = Path(caller.variables.get("0", "")).parents
+        place = next((path for path in (place, *(parent / place for parent in above)) if path.is_file()), place)
+    if text is None:
+        if not place.is_file():
+            raise ConfigError([f"no file at {name}"])
+        text = _text(place)
+    if place in found.scripts:
+        raise ConfigError([f"{name} starts itself: give the script or command that starts training"])
+    found.scripts.add(place)
+    handed = dict(environment)
+    if caller:
+        handed |= {key: value for key, value in caller.variables.items() if key in caller.exported}
+    try:
+        inner = read_script(text, handed, arguments, lambda other: _beside(place, other), str(place))
+    except RecursionError:
+        raise ConfigError([f"{name} calls itself without end: give the command that starts training"]) from None
+    if not inner.command:
+        raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
+    _take(inner.command, found, environment, inner)
+
+
+def _beside(place: Path, name: str) -> str | None:
+    known = [path for path in (Path(name), *(parent / name for parent in place.parents)) if path.is_file()]
+    return _text(known[0]) if known else None
+
+
+def _text(place: Path) -> str:
+    try:
+        return read_text(place)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def _yaml(name: str, script: Script | None) -> Tree:

@@ -53,8 +53,13 @@ def method(source: Source) -> dict[str, Any]:
         found |= {"advantage": "group", "normalize": deviation or "none"}
     elif mean is None and deviation is None:
         found |= {"advantage": "reward", "normalize": "none"}
+    elif mean == "batch" and deviation in (None, "batch", "group"):
+        domains = {key.split(".")[1] for key in source.keys("rewards.")}
+        if len(domains) > 1:
+            source.lacks("norm_mean_type", "rewards with the mean of the batch, which ROLL takes of each of several domains")
+        found |= {"advantage": "step_mean", "normalize": deviation or "none"}
     else:
-        source.lacks("norm_mean_type", "rewards with the mean of the batch or of the whole run")
+        source.lacks("norm_mean_type", "rewards with the mean of the whole run, or with none over a deviation")
     if name == "gae":
         found |= {"name": "ppo", "credit": "gae", "gamma": source.number("gamma"), "lam": source.number("lambd")}
     elif name in ("reinforce", "grpo"):

@@ -61,7 +61,7 @@ SECTIONS = (
         used(
             "norm_mean_type norm_std_type reward_norm reward_scale",
             "algorithm.advantage algorithm.normalize",
-            "grpo forces group and group.",
+            "grpo forces group and group. batch is the mean of all rewards of the step (functionals.py:574).",
         ),
         fixed("reward_shift", "it has no effect on normalized rewards"),
         used("reward_clip", "algorithm.reward_clip", "ROLL's bound stands behind the normalization (functionals.py:666)."),
@@ -109,6 +109,27 @@ SECTIONS = (
             "there, by the advantage here: the same for rewards of 0 and 1.",
         ),
         fixed("pg_variant", "ROLL reads it under actor_train only"),
+        fixed(
+            "*.data_args.max_samples *.name *.training_args.logging_steps *.training_args.save_steps "
+            "*.training_args.eval_steps *.training_args.max_grad_norm *.checkpoint_config.** *.model_args.lora_r "
+            "*.use_remove_padding track_name early_stop_steps",
+            "read nowhere under this name: the pipeline's own keys say it",
+            takes_any=True,
+        ),
+        fixed("model_download_type", "where the model's files come from"),
+        fixed(
+            "generate_opt_level max_running_requests is_offload_states "
+            "is_offload_optimizer_states_in_train_step **.strategy_args.strategy_config.forward_prefetch",
+            "how requests are scheduled and where states lie: the same samples are asked for",
+            takes_any=True,
+        ),
+        lacks("generate_redundancy_num", "more responses than are used, of which the first that are done stay", [0]),
+        lacks(
+            "is_use_additional_prompts", "more prompts than a step takes, of which the first that are done are used", [False]
+        ),
+        fixed("max_additional_running_prompts", "read with is_use_additional_prompts only"),
+        lacks("rollout_mock.enable", "responses from a file", [False]),
+        fixed("rollout_mock.*", "read with rollout_mock.enable only", takes_any=True),
         lacks("rl_loss_coef", "a factor of the whole loss", [1, 1.0]),
         lacks("positive_loss_coef", "an imitation of good samples beside the policy loss", [0, 0.0]),
         lacks("actor_train.mtp_*", "multi-token prediction", [0]),

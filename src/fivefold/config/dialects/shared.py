@@ -91,8 +91,9 @@ def files(source: Source, key: str) -> list[str] | None:
 
 
 def interval(source: Source, key: str) -> int | None:
-    """Steps between two events; 0 where it is switched off (-1 or null)."""
-    return max(0, source.whole(key) or 0)
+    """Steps between two events; 0 where it is switched off (-1, null, or false: Python takes it for 0, and true for 1)."""
+    word = str(source.raw(key)).strip("'\"").lower()
+    return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, source.whole(key) or 0)
 
 
 def validation_rows(source: Source, key: str) -> dict[str, int]:

@@ -1,53 +1,65 @@
 """A launch script -> the words of the command that starts training. The script is read, never run.
 
-Understood: assignments, `${VAR:-default}` and its kin, `$((arithmetic))`, arrays, quotes, line continuations, `if` with
-plain tests, files that the script writes from heredocs. What only running could tell (`$(command)`, arguments of the script,
-what a loop or an unknown test leaves) stands open: it stays `${NAME}`, and who asks for its value is told to give it.
+Understood: assignments, `${VAR:-default}` and its kin, `$((arithmetic))`, arrays, quotes, line continuations, `if`, `case`
+and `&&` with plain tests, functions, other scripts that are sourced, files that the script writes from heredocs, `eval` and
+`bash -c` of a text, commands that only make text of text (`dirname`, `echo | tr`). A variable that nothing sets is empty in
+a test, as it is when the script runs. What only running could tell (`$(command)`, arguments of the script, what a loop or an
+unknown test leaves) stands open: it stays `${NAME}`, and who asks for its value is told to give it.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
+import fnmatch
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_SETTING = re.compile(r"[+~]{0,2}[A-Za-z_@][\w.@/-]*=.*", re.DOTALL)
+from fivefold.config.dialects.shell_words import (
+    ASSIGNMENT,
+    OPEN,
+    Script,
+    expand,
+    expand_word,
+    parts,
+    skip,
+    split,
+    test,
+    words_of,
+)
+
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-_OPEN = "\x00"
-"""Stands before a quoted character that is not special any more."""
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
-_ARITHMETIC = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+_SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh", "zsh")
+_DEEP = 20
+"""Functions and texts that are read within each other at most."""
 
 
-@dataclass
-class Script:
-    """What a script says, as far as reading tells."""
-
-    variables: dict[str, str]
-    arrays: dict[str, list[str]] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    """Files that it writes from heredocs: name -> text."""
-    commands: list[list[str]] = field(default_factory=list)
-
-    @property
-    def command(self) -> list[str]:
-        """The words with most settings: of a command, or of an array that the script runs."""
-        candidates = [*self.commands, *self.arrays.values()]
-        return max(candidates, key=_settings_in, default=[])
-
-
-def read_script(text: str, environment: Mapping[str, str]) -> Script:
-    """Read a bash script; `environment` has the variables that it finds set."""
-    script = Script(dict(environment))
-    lines = _Lines(text)
-    _read_block(script, lines, True)
+def read_script(
+    text: str,
+    environment: Mapping[str, str],
+    arguments: Sequence[str] | None = None,
+    read_file: Callable[[str], str | None] = lambda name: None,
+    name: str = "",
+) -> Script:
+    """Read a bash script; `environment` has the variables that it finds set, `read_file` the text of scripts that it
+    sources, `name` is what it calls `$0`."""
+    script = Script(dict(environment), read_file=read_file)
+    script.exported.update(environment)
+    if name:
+        script.variables.update({"0": name, "BASH_SOURCE": name})
+    _hand_over(script, arguments)
+    _read_block(script, _Lines(text), True)
+    for body in [*script.functions.values()]:
+        # Nothing calls it by its name: `trap main EXIT`, `"$COMMAND"`.
+        _read_block(script, body, True)
     return script
+
+
+def _hand_over(script: Script, arguments: Sequence[str] | None) -> None:
+    for name in [name for name in script.variables if name.isdigit() and name != "0"]:
+        del script.variables[name]
+    script.arguments = None if arguments is None else list(arguments)
+    script.variables["#"] = str(len(arguments or ()))
+    script.variables.update({str(place): word for place, word in enumerate(arguments or (), 1)})
 
 
 class _Lines:
@@ -57,6 +69,19 @@ class _Lines:
         self.heredocs: list[str] = []
         self.statements = list(_statements(self._without_heredocs(text)))
         self.place = 0
+
+    def body(self) -> _Lines:
+        """The statements up to the bracket that closes a function, which are gone from here."""
+        depth, start = 1, self.place
+        for statement in self:
+            depth += len(re.findall(r"(?:^|\s)\{$", statement)) + statement.startswith("{ ")
+            if statement == "}" or statement.startswith(("} ", "}\t")):
+                depth -= 1
+            if depth == 0:
+                break
+        found = _Lines("")
+        found.heredocs, found.statements = self.heredocs, self.statements[start : max(start, self.place - 1)]
+        return found
 
     def _without_heredocs(self, text: str) -> str:
         kept: list[str] = []
@@ -81,31 +106,28 @@ class _Lines:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Statements as text: cut at line ends and `;`, not within quotes, parentheses or after a backslash."""
+    """Statements as text: cut at line ends and `;`, not within quotes, parentheses or after a backslash; `;;` is one."""
     text = re.sub(r"[ \t]*\\[ \t]*\r?\n[ \t]*", " ", text)
-    piece, quote, depth, i = "", "", 0, 0
+    piece, depth, i = "", 0, 0
     while i < len(text):
         letter = text[i]
-        if letter == "\\" and quote != "'" and i + 1 < len(text):
-            piece += text[i : i + 2]
-            i += 2
-            continue
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter == "#" and (not piece or piece[-1] in " \t\n(;"):
+        if letter == "#" and (not piece or piece[-1] in " \t\n(;"):
             while i < len(text) and text[i] != "\n":
                 i += 1
             continue
-        elif letter in "({":
-            depth += letter == "(" or text[i - 1] == "$"
-        elif letter in ")}":
-            depth = max(0, depth - (letter == ")" or (depth > 0 and "${" in piece)))
-        if letter in "\n;" and not quote and depth == 0:
+        if letter in "\\'\"`$":
+            end = skip(text, i)
+            piece, i = piece + text[i:end], end
+            continue
+        depth = depth + 1 if letter == "(" else max(0, depth - 1) if letter == ")" else depth
+        is_end = text.startswith(";;", i) and depth == 0
+        if letter in "\n;" and depth == 0:
             if piece.strip():
                 yield piece.strip()
             piece = ""
+            if is_end:
+                yield ";;"
+                i += 1
         else:
             piece += letter
         i += 1
@@ -121,36 +143,71 @@ def _read_block(script: Script, lines: _Lines, known: bool, ends: tuple[str, ...
             if rest.strip() and first in ("then", "else", "do"):
                 lines.statements.insert(lines.place, rest.strip())
             return statement
-        if first in ("then", "do"):
-            if rest.strip():
+        if first in ("then", "do", "{", "}", "("):
+            if rest.strip() and first != "}":
                 lines.statements.insert(lines.place, rest.strip())
         elif first == "if":
             _read_if(script, lines, known, rest)
-        elif first in ("for", "while", "until"):
-            if first == "for" and (name := re.match(r"\s*(\w+)", rest)):
-                script.variables.pop(name[1], None)
-            _read_block(script, lines, False, ("done",))
+        elif first == "for":
+            _read_for(script, lines, known, rest)
+        elif first in ("while", "until"):
+            holds = test(script, rest.partition("; do")[0])
+            is_skipped = holds is (first == "until")
+            _skip(script, lines, ("done",)) if is_skipped else _read_block(script, lines, False, ("done",))
         elif first == "case":
-            _read_block(script, lines, False, ("esac",))
-        elif re.match(r"(function\s+\w+|\w[\w-]*\s*\(\))", statement):
-            if not statement.rstrip().endswith("}"):
-                _read_block(script, lines, known, ("}",))
+            _read_case(script, lines, known, rest)
+        elif named := re.match(
+            r"(?:function\s+([\w-]+)\s*(?:\(\))?|(\w[\w-]*)\s*\(\))\s*(\{?)\s*(.*)", statement, re.DOTALL
+        ):
+            _read_function(script, lines, named)
         else:
             _read_statement(script, lines, statement, known)
     return ""
 
 
+def _read_function(script: Script, lines: _Lines, named: re.Match[str]) -> None:
+    inner = named[4].strip()
+    if inner:
+        lines.statements.insert(lines.place, inner)
+    elif not named[3] and lines.place < len(lines.statements) and lines.statements[lines.place].startswith("{"):
+        lines.place += 1
+        if rest := lines.statements[lines.place - 1][1:].strip():
+            lines.statements.insert(lines.place, rest)
+    script.functions[named[1] or named[2]] = lines.body()
+
+
+def _call(script: Script, name: str, arguments: list[str], known: bool) -> None:
+    body, before = script.functions[name], (script.arguments, dict(script.variables))
+    body.place = 0
+    del script.functions[name]
+    _hand_over(script, arguments)
+    _read_block(script, body, known)
+    _hand_over(script, before[0])
+    script.variables.update({key: value for key, value in before[1].items() if key.isdigit() or key == "#"})
+
+
+def _skip(script: Script, lines: _Lines, ends: tuple[str, ...]) -> str:
+    """Read over a branch that does not run; its commands are kept apart."""
+    state, count, functions = script.state(), len(script.commands), dict(script.functions)
+    end = _read_block(script, lines, False, ends)
+    assigned = script.open - state[2]
+    script.restore(state)
+    # The script's own names, which nothing else sets.
+    script.variables.update(dict.fromkeys(assigned - script.variables.keys(), ""))
+    script.functions = functions
+    script.skipped += script.commands[count:]
+    del script.commands[count:]
+    return end
+
+
 def _read_if(script: Script, lines: _Lines, known: bool, condition: str) -> None:
     done: bool | None = False
+    ends = ("elif", "else", "fi")
     while True:
-        holds = _test(script, condition)
+        holds = test(script, condition)
         # The branch runs, does not, or nobody can tell.
         runs = False if done else holds if done is False else None
-        before = (dict(script.variables), {key: list(value) for key, value in script.arrays.items()}, len(script.commands))
-        end = _read_block(script, lines, known and runs is True, ("elif", "else", "fi"))
-        if runs is False:
-            script.variables, script.arrays = before[0], before[1]
-            del script.commands[before[2] :]
+        end = _skip(script, lines, ends) if runs is False else _read_block(script, lines, known and runs is True, ends)
         if holds is None and done is False:
             done = None
         elif holds:
@@ -163,34 +220,125 @@ def _read_if(script: Script, lines: _Lines, known: bool, condition: str) -> None
             return
 
 
-def _read_statement(script: Script, lines: _Lines, statement: str, known: bool) -> None:
+def _read_for(script: Script, lines: _Lines, known: bool, rest: str) -> None:
+    """A loop over one word sets the name to it; what longer ones set stands open."""
+    named = re.match(r"\s*(\w+)(?:\s+in\s+(.*))?", rest.partition("; do")[0], re.DOTALL)
+    words = words_of(script, named[2]) if named and named[2] else []
+    is_once = len(words) == 1 and "$" not in words[0]
+    if named and is_once:
+        _assign(script, named[1], words[0], known)
+    elif named:
+        _assign(script, named[1], "", False)
+    _read_block(script, lines, known and is_once, ("done",))
+
+
+def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
+    subject = re.match(r"(.*?)\s+in(?:\s+(.*))?$", rest, re.DOTALL)
+    value = expand_word(subject[1], script) if subject else ""
+    value = re.sub(r"\$\{([A-Za-z_]\w*|\d+)\}", lambda name: name[0] if name[1] in script.open else "", value)
+    if subject and subject[2]:
+        lines.statements.insert(lines.place, subject[2])
+    done: bool | None = False if "$" not in value else None
+    for statement in lines:
+        if statement.startswith("esac"):
+            return
+        if not (branch := re.match(r"\(?([^()]*)\)\s*(.*)", statement, re.DOTALL)):
+            continue
+        if branch[2]:
+            lines.statements.insert(lines.place, branch[2])
+        patterns = [expand_word(each.strip(), script) for each in branch[1].split("|")]
+        holds = done is False and any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns)
+        if done is None or holds:
+            end = _read_block(script, lines, known and holds, (";;", "esac"))
+        else:
+            end = _skip(script, lines, (";;", "esac"))
+        done = True if holds else done
+        if end.startswith("esac"):
+            return
+
+
+def _read_statement(script: Script, lines: _Lines, statement: str, known: bool, depth: int = 0) -> None:
+    pieces = list(parts(statement, ("&&", "||")))
+    if len(pieces) > 1:
+        _read_chain(script, lines, pieces, known)
+        return
     # Each assignment sees the ones before it.
+    set_before: list[str] = []
     while match := re.match(r"([A-Za-z_]\w*)=(?!\()", statement):
-        raw = _split(statement)[0]
-        _assign(script, match[1], _expand_word(raw[match.end() :], script), known)
+        raw = split(statement)[0]
+        _assign(script, match[1], expand_word(raw[match.end() :], script), known)
+        set_before.append(match[1])
         statement = statement[len(raw) :].lstrip()
-    words = _words(script, statement)
+    words = words_of(script, statement)
     if words and words[0] in _DECLARING:
+        if words[0] == "export" or "-x" in words:
+            script.exported.update(word.partition("=")[0] for word in words[1:])
         words = [word for word in words[1:] if not word.startswith("-")]
     for place, word in enumerate(words):
-        match = _ASSIGNMENT.fullmatch(word)
+        match = ASSIGNMENT.fullmatch(word)
         if match is None or ("." in word.partition("=")[0]):
-            command = words[place:]
-            break
+            script.exported.update(set_before)
+            _read_command(script, lines, words[place:], known, depth)
+            return
         name, append, value = match.groups()
-        if value.startswith(_OPEN + "("):
-            array = value[2:].split(_OPEN) if value[2:] else []
+        if value.startswith(OPEN + "("):
+            array = value[2:].split(OPEN) if value[2:] else []
             script.arrays[name] = (script.arrays.get(name, []) if append else []) + array
         else:
             _assign(script, name, (script.variables.get(name, "") if append else "") + value, known)
-    else:
+
+
+def _read_chain(script: Script, lines: _Lines, pieces: list[tuple[str, str]], known: bool) -> None:
+    """`test && command || other`: what runs is known where tests are; a command that is no test is taken to succeed."""
+    holds: bool | None = True
+    for sign, piece in pieces:
+        runs = True if not sign else holds if sign == "&&" else None if holds is None else not holds
+        if runs is False:
+            continue
+        if piece.startswith(("[", "((", "test ", "! ")):
+            holds = test(script, piece) if runs else None
+        elif sign == "||" and re.match(r"(exit|return|true|:|echo|\{)\b", piece):
+            continue
+        else:
+            _read_statement(script, lines, piece.strip("{} "), known and runs is True)
+            holds = holds if runs is None else True
+
+
+def _read_command(script: Script, lines: _Lines, command: list[str], known: bool, depth: int) -> None:
+    first, rest = command[0], command[1:]
+    if depth > _DEEP:
+        return
+    if first == "unset":
+        for name in rest:
+            script.variables.pop(name, None)
+        return
+    if first == "shift" and script.arguments is not None:
+        _hand_over(script, script.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :])
+        return
+    if first in script.functions:
+        _call(script, first, rest, known)
+        return
+    if first in ("source", ".") and rest:
+        if rest[0] not in script.sourced and (text := script.read_file(rest[0])) is not None:
+            script.sourced.add(rest[0])
+            _read_block(script, _Lines(text), known)
+        return
+    if first == "eval" and len(rest) == 1:
+        _read_statement(script, lines, rest[0], known, depth + 1)
+        return
+    shell = next((place for place, word in enumerate(command) if word in _SHELLS), None)
+    if shell is not None and len(command) > shell + 2 and re.fullmatch(r"-\w*c", command[shell + 1]):
+        _read_block(script, _Lines(command[shell + 2]), known)
         return
     if (number := next((word[2:] for word in command if word.startswith("<<") and word[2:].isdigit()), None)) is not None:
-        name = next((command[i + 1] for i, word in enumerate(command[:-1]) if word in (">", ">|")), None)
-        name = name or next((word[1:] for word in command if word.startswith(">") and len(word) > 1), None)
+        written = next((command[i + 1] for i, word in enumerate(command[:-1]) if word in (">", ">|")), None)
+        written = written or next((word[1:] for word in command if word.startswith(">") and len(word) > 1), None)
         body = lines.heredocs[int(number)]
-        if name is not None:
-            script.files[name] = expand(body[1:], script, quoted=True) if body.startswith("$") else body
+        text = expand(body[1:], script, quoted=True) if body.startswith("$") else body
+        if written is not None:
+            script.files[written] = text
+        elif shell is not None:
+            _read_block(script, _Lines(text), known)
     script.commands.append(command)
 
 
@@ -198,230 +346,7 @@ def _assign(script: Script, name: str, value: str, known: bool) -> None:
     """Where nobody can tell whether this runs, the name stands open."""
     if known:
         script.variables[name] = value
+        script.open.discard(name)
     else:
         script.variables.pop(name, None)
-
-
-def _words(script: Script, statement: str) -> list[str]:
-    """The words of a statement, expanded; an array assignment keeps its elements apart."""
-    array = re.match(r"((?:export |declare -a |local |readonly )?)([A-Za-z_]\w*\+?)=\((.*)\)\s*$", statement, re.DOTALL)
-    if array:
-        return [f"{array[2]}={_OPEN}(" + _OPEN.join(_words(script, array[3].replace("\n", " ")))]
-    words: list[str] = []
-    for raw in _split(statement):
-        name = re.fullmatch(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?", raw)
-        if name and name[1] in script.arrays:
-            words += script.arrays[name[1]]
-            continue
-        if raw in ('"$@"', "$@", '"${@}"', "$*"):
-            continue
-        found = _expand_word(raw, script)
-        is_assignment = _ASSIGNMENT.fullmatch(raw) is not None and "." not in raw.partition("=")[0]
-        if "$" in raw and not is_assignment and not raw.startswith(('"', "'")) and len(found.split()) > 1:
-            # An unquoted variable is split at spaces.
-            words += [_expand_word(each, script) for each in _split(found)] if "=" not in raw.partition("$")[0] else [found]
-        elif found:
-            words.append(found)
-    return words
-
-
-def _split(text: str) -> list[str]:
-    """Words at white space, quotes kept."""
-    words, word, quote, depth, i = [], "", "", 0, 0
-    while i < len(text):
-        letter = text[i]
-        if letter == "\\" and quote != "'" and i + 1 < len(text):
-            word += text[i : i + 2]
-            i += 2
-            continue
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in "({" and (depth or text[i - 1 : i] == "$"):
-            depth += 1
-        elif letter in ")}" and depth:
-            depth -= 1
-        if letter.isspace() and not quote and not depth:
-            if word:
-                words.append(word)
-            word = ""
-        else:
-            word += letter
-        i += 1
-    return [*words, word] if word else words
-
-
-def _expand_word(raw: str, script: Script) -> str:
-    """A word without its quotes, variables in their place (not within single quotes)."""
-    text, i = "", 0
-    while i < len(raw):
-        letter = raw[i]
-        if letter == "'":
-            end = raw.find("'", i + 1)
-            end = len(raw) if end < 0 else end
-            text += raw[i + 1 : end].replace("$", _OPEN + "$")
-            i = end + 1
-        elif letter == '"':
-            end = i + 1
-            while end < len(raw) and raw[end] != '"':
-                end += 2 if raw[end] == "\\" else 1
-            # Within double quotes a backslash escapes only what is special there.
-            text += expand(re.sub(r'\\(["\\`])', r"\1", raw[i + 1 : end]), script, quoted=True)
-            i = end + 1
-        else:
-            end = i
-            depth = 0
-            while end < len(raw) and (depth or raw[end] not in "'\""):
-                depth += raw[end] in "({" and raw[end - 1 : end] == "$"
-                depth -= bool(depth) and raw[end] in ")}"
-                end += 2 if raw[end] == "\\" else 1
-            text += expand(raw[i:end], script, quoted=False)
-            i = end
-    return text.replace(_OPEN + "$", "$")
-
-
-def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
-    """Variables, defaults and arithmetic in a text; what stands open stays as it is written."""
-    found, i = "", 0
-    while i < len(text):
-        if text[i] == "\\" and i + 1 < len(text):
-            # `\$VAR` is for a second reading (eval), which there is where the command is an array.
-            found += (
-                _value_of(script, name[1])
-                if (name := re.match(r"\$(\w+)", text[i + 1 :]))
-                else (text[i + 1] if not quoted or text[i + 1] in '$`"\\' else text[i : i + 2])
-            )
-            i += 1 + (len(name[0]) if name else 1)
-            continue
-        if text[i] != "$":
-            found += text[i]
-            i += 1
-            continue
-        if text.startswith("$((", i):
-            end = _closing(text, i + 1)
-            inner = expand(text[i + 3 : end - 1], script, quoted=True, depth=depth + 1)
-            number = _arithmetic(inner, script)
-            found += text[i : end + 1] if number is None else str(number)
-            i = end + 1
-        elif text.startswith("$(", i):
-            end = _closing(text, i + 1)
-            found += "$(" + text[i + 2 : end] + ")"
-            i = end + 1
-        elif text.startswith("${", i):
-            end = _closing(text, i + 1)
-            found += _parameter(text[i + 2 : end], script, depth)
-            i = end + 1
-        elif name := re.match(r"\$([A-Za-z_]\w*|\d)", text[i:]):
-            found += _value_of(script, name[1])
-            i += len(name[0])
-        else:
-            found += "$"
-            i += 1
-    return found
-
-
-def _parameter(inside: str, script: Script, depth: int) -> str:
-    """What `${inside}` stands for."""
-    match = re.match(r"([A-Za-z_]\w*|\d+)(.*)", inside, re.DOTALL)
-    if match is None or depth > 20:
-        return "${" + inside + "}"
-    name, rest = match.groups()
-    is_set = name in script.variables
-    value = script.variables.get(name, "")
-    if operation := re.match(r"(:?)([-=+?])(.*)", rest, re.DOTALL):
-        colon, sign, word = operation.groups()
-        there = is_set and (value != "" or not colon)
-        other = _expand_word(word, script)
-        if sign == "+":
-            return other if there else ""
-        if sign == "?":
-            return value if there else "${" + name + "}"
-        if sign == "=" and not there:
-            script.variables[name] = other
-        return value if there else other
-    if not rest:
-        if name in script.arrays and not is_set:
-            return script.arrays[name][0] if script.arrays[name] else ""
-        return _value_of(script, name)
-    if not is_set:
-        return "${" + inside + "}"
-    if rest in (",,", "^^"):
-        return value.lower() if rest == ",," else value.upper()
-    if cut := re.match(r"(##?|%%?)(.*)", rest, re.DOTALL):
-        return _trim(value, cut[1], expand(cut[2], script, quoted=True, depth=depth + 1))
-    if swap := re.match(r"//?([^/]+)/?(.*)", rest, re.DOTALL):
-        return value.replace(swap[1], swap[2], -1 if rest.startswith("//") else 1)
-    return "${" + inside + "}"
-
-
-def _value_of(script: Script, name: str) -> str:
-    return script.variables[name] if name in script.variables else "${" + name + "}"
-
-
-def _trim(value: str, sign: str, pattern: str) -> str:
-    """`${name#pattern}` and its kin, where * stands for anything."""
-    made = re.escape(pattern).replace(r"\*", ".*" if len(sign) == 2 else ".*?")
-    if sign.startswith("#"):
-        return re.sub(f"^{made}", "", value, count=1)
-    starts = [i for i in range(len(value) + 1) if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), value[i:])]
-    return value[: (min(starts) if len(sign) == 2 else max(starts))] if starts else value
-
-
-def _arithmetic(text: str, script: Script) -> int | None:
-    """A whole-number expression; None where a name in it stands open."""
-    plain = re.sub(r"[A-Za-z_]\w*", lambda name: script.variables.get(name[0], name[0]), text.replace("/", "//"))
-
-    def value(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            return int(_ARITHMETIC[type(node.op)](value(node.left), value(node.right)))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value(node.operand)
-        raise ValueError(text)
-
-    try:
-        return value(ast.parse(plain.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, ZeroDivisionError):
-        return None
-
-
-def _test(script: Script, condition: str) -> bool | None:
-    """Whether `[ ... ]` holds; None where reading cannot tell."""
-    if condition in ("true", ":"):
-        return True
-    match = re.fullmatch(r"\[\[?\s+(.*?)\s+\]\]?", condition.strip())
-    if match is None or re.search(r"\s(&&|\|\||-a|-o)\s", match[1]):
-        return None
-    words = [_expand_word(word, script) for word in _split(match[1])]
-    negated = words[:1] == ["!"]
-    words = words[1:] if negated else words
-    holds: bool | None = None
-    if len(words) == 2 and words[0] in ("-z", "-n"):
-        # A variable that is not set anywhere is empty, as it is when the script runs without it.
-        empty = words[1] == "" or re.fullmatch(r"\$\{[A-Za-z_]\w*\}", words[1]) is not None
-        holds = empty == (words[0] == "-z")
-    elif len(words) == 3 and not any("$" in word for word in words):
-        left, sign, right = words
-        if sign in ("=", "==", "!="):
-            holds = (left == right) == (sign != "!=")
-        elif sign in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le") and left.isdigit() and right.isdigit():
-            holds = bool(getattr(operator, sign[1:])(int(left), int(right)))
-    return None if holds is None else holds != negated
-
-
-def _closing(text: str, start: int) -> int:
-    """Place of the bracket that closes the one at `start`."""
-    pair = {"(": ")", "{": "}"}[text[start]]
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == text[start]) - (text[i] == pair)
-        if depth == 0:
-            return i
-    return len(text)
-
-
-def _settings_in(words: list[str]) -> int:
-    named = sum(_SETTING.fullmatch(word) is not None and "." in word.partition("=")[0] for word in words)
-    return named + sum(word.startswith(("--config", "--config_path")) for word in words)
+        script.open.add(name)

@@ -5,6 +5,7 @@ skyrl_rows.py has what becomes of each key, skyrl_algorithm.py what several of t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.skyrl_algorithm import advantage, correction, dynamic_sampling, kl, loss, shaping
 from fivefold.config.dialects.skyrl_rows import OLDER, SECTIONS
-from fivefold.config.dialects.source import Source, UnreadableError
+from fivefold.config.dialects.source import Source, UnreadableError, typed
 from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import dialect
 
@@ -412,8 +413,24 @@ def router_replay(source: Source) -> dict[str, Any]:
     return shared.replayed("R3")
 
 
+_PAIR = re.compile(r"([A-Za-z_]\w*)\s*:\s*('[^']*'|\"[^\"]*\"|[^,{}]+)")
+
+
+def template(source: Source) -> dict[str, Any]:
+    """Variables of the chat template, as keys of their own or as `{name:value}`."""
+    start = "generator.chat_template_kwargs"
+    found = {key.removeprefix(f"{start}."): source.value(key) for key in source.keys(f"{start}.")}
+    if source.has(start) and (written := source.raw(start)) not in (None, "null", "{}", {}):
+        pairs = written if isinstance(written, dict) else dict(_PAIR.findall(str(written)))
+        if not pairs:
+            raise UnreadableError(f"{start} must be a mapping: got {written!r}")
+        found |= {name: typed(value) if isinstance(value, str) else value for name, value in pairs.items()}
+    return {"data.chat_template_kwargs": found} if found else {}
+
+
 DERIVED = (
     program,
+    template,
     ahead,
     advantage,
     loss,

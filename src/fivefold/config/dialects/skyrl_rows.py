@@ -144,9 +144,11 @@ SECTIONS = (
             "aime scores -1 and 1: 0 and 2 here, of which a group's mean takes the constant away.",
         ),
         fixed("environment.skyrl_gym.**", "read by other environments only"),
-        lacks(
-            "generator.chat_template.name_or_path generator.chat_template_kwargs generator.chat_template_kwargs.**",
-            "another chat template",
+        lacks("generator.chat_template.name_or_path", "another chat template"),
+        used(
+            "generator.chat_template_kwargs generator.chat_template_kwargs.**",
+            "data.chat_template_kwargs",
+            takes_any=True,
         ),
         fixed("generator.chat_template.source", "read with name_or_path only"),
     ),

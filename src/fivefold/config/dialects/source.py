@@ -56,7 +56,7 @@ class Source:
     def value(self, key: str) -> Any:
         """The value, of YAML's type: the configuration's, or the default; None where there is none."""
         raw = self.raw(key)
-        return _typed(raw) if isinstance(raw, str) else raw
+        return typed(raw) if isinstance(raw, str) else raw
 
     def raw(self, key: str) -> Any:
         """The value as it was written, with interpolations in their place."""
@@ -111,7 +111,7 @@ class Source:
         """A list; one value alone is a list of it."""
         value = self.value(key)
         if isinstance(value, str) and value[:1] in "[(":
-            value = _typed(value.replace("(", "[").replace(")", "]"))
+            value = typed(value.replace("(", "[").replace(")", "]"))
         if value is None:
             return []
         return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -205,7 +205,7 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _typed(text: str) -> Any:
+def typed(text: str) -> Any:
     """A word as YAML reads it, with Python's None and numbers like 1e-6."""
     plain = _unquoted(text)
     if plain.lower() in _NONE:

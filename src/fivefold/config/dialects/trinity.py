@@ -6,6 +6,7 @@ Numbers that only Trinity's code explains were read in Trinity-RFT 221b0759 and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -224,8 +225,17 @@ def offload(source: Source) -> dict[str, Any]:
     return {f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{ACTOR}{where}.{name}_offload")}
 
 
+def response_tokens(source: Source) -> int:
+    """What prompts leave of model.max_model_len where it is not said, or half of it (config_validator.py:555)."""
+    said, whole = source.whole("model.max_response_tokens"), source.whole("model.max_model_len")
+    if said is not None or whole is None:
+        return source.count("model.max_response_tokens")
+    prompt = source.whole("model.max_prompt_tokens")
+    return whole - (whole // 2 if prompt is None else min(prompt, whole - 1))
+
+
 def lengths(source: Source) -> dict[str, Any]:
-    response = source.count("model.max_response_tokens")
+    response = response_tokens(source)
     prompt, whole = source.whole("model.max_prompt_tokens"), source.whole("model.max_model_len")
     if prompt is None:
         prompt = whole - response if whole is not None else None
@@ -321,7 +331,7 @@ def critic(source: Source) -> dict[str, Any]:
         found["critic.path"] = path
     if budget := source.whole(CRITIC + "ppo_max_token_len_per_gpu"):
         found["critic.tokens_per_micro_batch"] = max(
-            budget, lengths(source)["data.max_prompt_tokens"] + source.count("model.max_response_tokens")
+            budget, lengths(source)["data.max_prompt_tokens"] + response_tokens(source)
         )
     if (warmup := source.whole(VERL + "trainer.critic_warmup") or 0) > 1:
         if (warmup - 1) % period(source):
@@ -476,7 +486,7 @@ def _reward_arguments(source: Source, reward: str) -> dict[str, Any]:
             source.lacks(key, f"an argument of {reward or 'the reward'}")
     if reward != "math_dapo_reward" or not said.flag("enable_overlong_penalty"):
         return {}
-    if said.whole("max_response_length") != source.whole("model.max_response_tokens"):
+    if said.whole("max_response_length") != response_tokens(source):
         said.lacks("max_response_length", "a penalty of lengths up to another one than model.max_response_tokens")
     return {
         "algorithm.overlong_buffer": said.count("cache_length"),
@@ -588,6 +598,19 @@ TABLE = Table(
 )
 
 
+def _of_today(tree: Tree) -> Tree:
+    """Names of 2025 -> today's: the expert's data of mix, which was sft_warmup_dataset until 2025-10, and a token budget."""
+    tree = copy.deepcopy(tree)
+    trainer, buffer = tree.get("trainer"), tree.get("buffer")
+    inputs = buffer.get("trainer_input") if isinstance(buffer, dict) else None
+    mixes = str((tree.get("algorithm") or {}).get("algorithm_type")).startswith("mix")
+    if mixes and isinstance(inputs, dict) and "sft_warmup_dataset" in inputs:
+        inputs.setdefault("auxiliary_buffers", {})["sft_dataset"] = inputs.pop("sft_warmup_dataset")
+    if isinstance(trainer, dict) and "ppo_max_token_len_per_gpu" in trainer:
+        trainer.setdefault("max_token_len_per_gpu", trainer.pop("ppo_max_token_len_per_gpu"))
+    return tree
+
+
 def translate(
     tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None, version: str = ""
 ) -> Translation:
@@ -597,4 +620,5 @@ def translate(
         inner = {**read(str(trainer["trainer_config_path"])), **(trainer.get("trainer_config") or {})}
         rest = {key: value for key, value in trainer.items() if key != "trainer_config_path"}
         tree = {**tree, "trainer": {**rest, "trainer_config": inner}}
+    tree = _of_today(tree)
     return dialect(TABLE)(tree, overrides, environment, version)

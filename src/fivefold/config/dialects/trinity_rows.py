@@ -256,6 +256,12 @@ SECTIONS = (
             "data.messages_key data.response_key",
         ),
         fixed(_below(EXPERTS, "name storage_type schema_type split subset_name total_epochs total_steps batch_size"), _KEPT),
+        lacks("buffer.trainer_input.sft_warmup_steps trainer.sft_warmup_steps", "imitation before sampling begins", [0]),
+        lacks(
+            "buffer.explorer_input.taskset.format.reply_prefix",
+            "responses that begin with a given text",
+            [""],
+        ),
         lacks("buffer.trainer_input.auxiliary_buffers.**", "samples of another source beside those of the policy"),
         lacks(
             "data_processor.task_pipeline.** data_processor.task_pipeline data_processor.experience_pipeline.operators "

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.dialects import mtp, shared, verl_async, verl_prime, verl_sft
+from fivefold.config.dialects import mtp, shared, verl_async, verl_older, verl_prime, verl_sft
 from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
@@ -390,8 +390,9 @@ def rewards(source: Source) -> dict[str, Any]:
             found["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
     if "reward.functions" not in found and (own := OWN_REWARDS.get(source.text("-m") or "")) is not None:
         found["reward.functions"] = {own: 1.0}
+    named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
     for enabled, model in (
-        ("reward_model.enable", "reward_model.model.path"),
+        ("reward_model.enable", named),
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
     ):
         if verl_prime.is_prime(source):
@@ -408,7 +409,8 @@ def rewards(source: Source) -> dict[str, Any]:
                 found["reward.model.first_rank"] = gpus(source)
                 if source.text("actor_rollout_ref.rollout.name") != "hf":
                     found["engine.mode"] = "server"
-    for key in ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name"):
+    managers = ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name")
+    for key in (*managers, "reward_model.reward_manager.name"):
         name = source.text(key)
         if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):
             source.lacks(key, f"the reward manager {name}")
@@ -519,6 +521,8 @@ DERIVED = (
     profiler,
     tracked,
     verl_prime.prime,
+    verl_older.older,
+    verl_older.rows,
 )
 
 TABLE = Table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.dialects import shared
+from fivefold.config.dialects import shared, verl_older
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.verl_async import bypasses
 from fivefold.config.dialects.verl_prime import is_prime
@@ -206,8 +206,9 @@ def correction(source: Source) -> dict[str, Any]:
     if bypasses(source):
         weighted, reinforce = said.text("rollout_is"), said.text("loss_type") == "reinforce"
         if reinforce and weighted is None:
-            if said.text("rollout_rs") is not None:
-                said.lacks("rollout_rs", "rejection beside REINFORCE without a weight")
+            for key in ("rollout_rs", "rollout_token_veto_threshold"):
+                if said.has(key) and said.text(key) is not None:
+                    said.lacks(key, "rejection beside REINFORCE without a weight")
             return {}
         found["old_logprobs_from"] = "engine"
         if said.text("loss_type") not in ("ppo_clip", "reinforce"):
@@ -215,7 +216,8 @@ def correction(source: Source) -> dict[str, Any]:
         if reinforce and (weighted != "token" or (said.number("rollout_is_threshold") or 2.0) < 1):
             said.lacks("rollout_is", "REINFORCE weighted by whole responses, or by less than 1")
         if weighted is not None and not reinforce:
-            said.fixed("rollout_is", "with bypass_mode and ppo_clip verl multiplies by no weight: the ratio has it")
+            for key in ("rollout_is", "rollout_is_batch_normalize"):
+                said.fixed(key, "with bypass_mode and ppo_clip verl multiplies by no weight: the ratio has it")
     elif (level := said.text("rollout_is")) is not None:
         if level not in ("token", "sequence"):
             said.lacks("rollout_is", f"the weight {level}")
@@ -226,7 +228,11 @@ def correction(source: Source) -> dict[str, Any]:
         else:
             found |= {"weight": level, "high": said.number("rollout_is_threshold"), "outside": "truncate"}
     if (rejected := said.text("rollout_rs")) is not None:
-        found |= rejection(said, [part.strip() for part in rejected.split(",") if part.strip()])
+        older = rejected in verl_older.LEVELS
+        names = [part.strip() for part in rejected.split(",") if part.strip()]
+        found |= verl_older.rejection(said, rejected) if older else rejection(said, names)
+    if vetoed := verl_older.veto(said):
+        found["reject_divergence"] = {**found.get("reject_divergence", {}), **vetoed["reject_divergence"]}
     return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
 
 

@@ -9,6 +9,8 @@ from fivefold.config.dialects import mtp, shared, verl_prime
 from fivefold.config.dialects.adapters import rows_of_verl
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.verl_older import FIRST_ROWS
+from fivefold.config.dialects.verl_older import SECTION as OLDER
 
 _A, _R, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model.", "critic."
 _TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
@@ -98,20 +100,12 @@ SECTIONS = (
             "its ratio are 1/u and 1/l of ours. What is rejected leaves verl's denominators and stays in ours.",
         ),
         lacks("algorithm.rollout_correction.rollout_is_batch_normalize", "weights of mean 1 in each batch", [False]),
-        lacks(
-            (
-                "algorithm.rollout_correction.rollout_rs_threshold_lower "
-                "algorithm.rollout_correction.rollout_token_veto_threshold"
-            ),
-            "an older form of rejection",
-        ),
         fixed("algorithm.rollout_correction.use_policy_gradient", "an older name of loss_type: False is ppo_clip"),
         lacks(
             f"{_A}rollout_correction.*",
             "verl copies algorithm.rollout_correction there: write that",
             ["disabled", False],
         ),
-        lacks("algorithm.rollout_is*", "an older form of algorithm.rollout_correction: write that", [False]),
         used(
             ("algorithm.filter_groups.enable algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches"),
             "algorithm.dynamic_sampling algorithm.dynamic_sampling_by algorithm.sampling_rounds",
@@ -171,7 +165,7 @@ SECTIONS = (
             "how data are read: the same prompts come out",
         ),
         fixed("data.return_raw_chat", "the chat template is applied here"),
-        lacks("data.train_max_samples", "only the first rows of the data", [-1]),
+        used("data.train_max_samples", "data.train", FIRST_ROWS),
         used("data.val_max_samples", "eval.max_prompts", VALIDATION_ROWS),
         used(
             "data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "data.chat_template_kwargs", takes_any=True
@@ -757,4 +751,5 @@ SECTIONS = (
             "which is read from there.",
         ),
     ),
+    OLDER,
 )

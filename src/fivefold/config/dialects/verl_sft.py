@@ -11,6 +11,7 @@ from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
+from fivefold.config.dialects.verl_older import FIRST_ROWS, rows
 from fivefold.config.dialects.verl_rows import VALIDATION_ROWS
 
 DEFAULTS: dict[str, Any] = {
@@ -168,7 +169,11 @@ def lengths(source: Source) -> dict[str, Any]:
         source.fixed(
             "data.truncation", "a response that is too long is cut off at its end; prompts that are too long are refused"
         )
-    return {"data.max_prompt_tokens": longest, "data.max_response_tokens": longest, "data.overlong_prompts": "refuse"}
+    each = {"data.max_prompt_tokens": longest, "data.max_response_tokens": longest, "data.overlong_prompts": "refuse"}
+    for key, ours in (("max_prompt_length", "max_prompt_tokens"), ("max_response_length", "max_response_tokens")):
+        if source.has(f"data.{key}"):
+            each[f"data.{ours}"] = source.count(f"data.{key}")
+    return each
 
 
 def length_of_run(source: Source) -> dict[str, Any]:
@@ -211,6 +216,11 @@ TABLE = Table(
                 "One update a step, mean over the tokens of the whole batch.",
             ),
             used("data.max_length data.truncation", "data.max_prompt_tokens data.max_response_tokens"),
+            used(
+                "data.max_prompt_length data.max_response_length",
+                "data.max_prompt_tokens data.max_response_tokens",
+                "Until 2025-10, with data.pad_mode=left_right: a length of each.",
+            ),
             to("data.prompt_key", "data.prompt_key", shared.text),
             to("data.response_key", "data.response_key", shared.text),
             to("data.messages_key", "data.messages_key", shared.text),
@@ -230,7 +240,7 @@ TABLE = Table(
                 ),
                 "sequences are always packed",
             ),
-            lacks("data.train_max_samples", "only the first rows of the data", [-1]),
+            used("data.train_max_samples", "data.train", FIRST_ROWS),
             used("data.val_max_samples", "eval.max_prompts", VALIDATION_ROWS),
             lacks(
                 "data.custom_cls.path data.apply_chat_template_kwargs data.chat_template",
@@ -342,6 +352,7 @@ TABLE = Table(
         further_tokens,
         columns,
         lengths,
+        rows,
         layout,
         memory,
         micro_batch,
