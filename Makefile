@@ -19,7 +19,7 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
-.PHONY: setup check test test-vllm test-sglang test-kernels test-trackers test-browser test-cpus test-layouts demo docs demo-curve \
+.PHONY: setup check test test-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus test-layouts demo docs demo-curve \
 	gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
@@ -75,6 +75,11 @@ $(KERNELS_READY): $(READY)
 
 test-kernels: $(KERNELS_READY)
 	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -m kernels -p no:xdist -o addopts="" -q
+
+# The experts that vLLM says it chose: on a CPU its model runner that says them wants Triton, interpreted.
+test-routes: $(VLLM_READY) $(KERNELS_READY)
+	PYTHONPATH=$$(echo $(KERNELS)/lib/python3*/site-packages) TRITON_INTERPRET=1 \
+		$(VLLM)/bin/python -m pytest -m vllm -n 2 tests/engines/test_vllm_routes.py
 
 # W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
 test-trackers: $(TRACKERS_READY)

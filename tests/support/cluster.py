@@ -42,6 +42,7 @@ def _device(kind: str, rank: int) -> torch.device:
 def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, port: int, answers: socket.socket) -> None:
     try:
         import torch
+        from torch.utils._pytree import tree_map_only
 
         from fivefold.distributed.ranks import Ranks
         from fivefold.megatron import mesh as megatron_mesh
@@ -54,7 +55,8 @@ def _rank(kind: str, calls: Sequence[Call], layout: ParallelLayout, rank: int, p
         megatron_mesh.init_process_group(device, timeout_minutes=LONGEST / 60)
         mesh = megatron_mesh.build_mesh(Ranks(layout, LONGEST / 60), device, seed=0, timeout_minutes=LONGEST / 60)
         for function, *arguments in calls:
-            send(answers, (True, function(mesh, *arguments)))
+            # Whoever asked may not touch the GPU.
+            send(answers, (True, tree_map_only(torch.Tensor, torch.Tensor.cpu, function(mesh, *arguments))))
             if kind == "cuda":
                 # A model and its optimizer refer to each other: without this the next call would find the memory taken.
                 gc.collect()
