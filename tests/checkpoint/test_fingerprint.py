@@ -18,6 +18,10 @@ from fivefold.config.methods import CORRECTIONS
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """A run with a critic, of a model and data that are here."""
+    return config_of(tmp_path, "ppo")
+
+
+def config_of(tmp_path: Path, method: str) -> RunConfig:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "model/model.safetensors").write_bytes(b"weights")
@@ -25,7 +29,7 @@ def config(tmp_path: Path) -> RunConfig:
     (tmp_path / "reward.py").write_text("def right(response):\n    return 1.0\n")
     return RunConfig.of(
         model={"path": str(tmp_path / "model")},
-        algorithm={"name": "ppo"},
+        algorithm={"name": method},
         data={"train": [str(tmp_path / "train.jsonl")]},
         reward={"functions": {f"{tmp_path}/reward.py:right": 1.0}},
     )
@@ -55,12 +59,17 @@ def others(value: Any) -> Iterator[Any]:
         yield "another"
 
 
-def test_a_change_of_any_key_is_refused_or_listed_by_its_field(config):
-    """Every key of the schema, one at a time: none is left out."""
-    about_the_start = {"trainer.run_dir", "trainer.resume", "trainer.accept_changes", "trainer.steps"}
+@pytest.mark.parametrize("method", ["ppo", "prime"])
+def test_a_change_of_any_key_is_refused_or_listed_by_its_field(tmp_path, method):
+    """Every key of the schema, one at a time: none is left out, but those of a model that the run has not."""
+    config, about_the_start = config_of(tmp_path, method), {"trainer.run_dir", "trainer.resume", "trainer.accept_changes"}
+    # The method's name, its credit and the weight of a process reward decide which models there are.
+    models = {"algorithm.name", "algorithm.credit", "algorithm.process_reward.coef"}
     for leaf in leaves(config):
-        # The method's name and its credit decide whether there is a critic, whose keys count only then.
-        if leaf.key in about_the_start or leaf.key in ("algorithm.name", "algorithm.credit"):
+        if leaf.key in about_the_start | models | {"trainer.steps"}:
+            continue
+        # The rest is looked at with the critic.
+        if leaf.key.startswith("prm.") != (method == "prime"):
             continue
         named = {"algorithm.rollout_correction.name": list(CORRECTIONS)[-1:]}
         for value in named.get(leaf.key, others(leaf.value)):

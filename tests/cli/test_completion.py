@@ -50,7 +50,7 @@ def test_subcommands_options_and_their_values(script):
     assert {"train", "check", "init", "doctor", "export", "--version"} <= set(complete(script, "fivefold "))
     assert complete(script, "fivefold exp") == ["export"]
     assert complete(script, "fivefold export run out --mod") == ["--model"]
-    assert complete(script, "fivefold export run out --model ") == ["policy", "critic"]
+    assert complete(script, "fivefold export run out --model ") == ["policy", "critic", "prm"]
     assert complete(script, "fivefold export run out --to meg") == ["megatron"]
     assert complete(script, "fivefold data gs") == ["gsm8k"]
 

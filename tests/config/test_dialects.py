@@ -1109,12 +1109,12 @@ def test_policy_and_engine_have_the_numbers_that_verl_gives_them(words, dtypes):
     ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}megatron.router_replay.mode=R2"], "R2"),
     ("verl", [*VERL, "model_engine=veomni", f"{_ACTOR}veomni.router_replay.mode=R2"], "R2"),
     ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}megatron.router_replay.mode=R3", _BY_ENGINE], "R3"),
-    ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}router_replay.mode=disabled", _BY_ENGINE], "off"),
-    ("verl", [*VERL, f"{_ACTOR}strategy=fsdp", f"{_ACTOR}router_replay.mode=R2"], "off"),
-    ("verl", VERL, "off"),
+    ("verl", [*VERL, f"{_ACTOR}strategy=megatron", f"{_ACTOR}router_replay.mode=disabled", _BY_ENGINE], None),
+    ("verl", [*VERL, f"{_ACTOR}strategy=fsdp", f"{_ACTOR}router_replay.mode=R2"], None),
+    ("verl", VERL, None),
     ("skyrl", [*SKYRL, "trainer.strategy=megatron", _OF_SKYRL, "generator.inference_engine.enable_return_routed_experts=true"], "R3"),
-    ("skyrl", [*SKYRL, "trainer.strategy=fsdp", _OF_SKYRL], "off"),
-    ("skyrl", SKYRL, "off"),
+    ("skyrl", [*SKYRL, "trainer.strategy=fsdp", _OF_SKYRL], None),
+    ("skyrl", SKYRL, None),
 ])  # fmt: skip
 def test_routes_are_replayed_where_the_other_system_does(system, words, mode):
     assert config(system, *words).policy.router_replay == mode
@@ -1126,7 +1126,7 @@ def test_roll_replays_what_its_engine_chose():
         for mode in ("R3", "disabled")
     }
     assert config("roll", tree=replay["R3"]).policy.router_replay == "R3"
-    assert config("roll", tree=replay["disabled"]).policy.router_replay == "off"
+    assert config("roll", tree=replay["disabled"]).policy.router_replay is None
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

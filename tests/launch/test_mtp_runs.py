@@ -56,8 +56,8 @@ def train(root: Path, name: str, *overrides: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def export(root: Path, name: str) -> tuple[dict[str, torch.Tensor], str]:
-    done = fivefold("export", root / "runs" / name / "checkpoints/step-000002", root / f"{name}-hf")
+def export(root: Path, name: str, step: int = 2) -> tuple[dict[str, torch.Tensor], str]:
+    done = fivefold("export", root / "runs" / name / f"checkpoints/step-{step:06d}", root / f"{name}-hf")
     assert done.returncode == 0, done.stdout + done.stderr
     return load_file(root / f"{name}-hf/model.safetensors"), done.stdout
 
@@ -79,15 +79,13 @@ def test_a_run_that_does_not_train_them_exports_them_as_they_were(root):
     assert json.loads((root / "alone-hf/config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_a_run_that_trains_them_exports_what_they_learned_and_its_export_trains_on(root):
+def test_a_run_that_trains_them_exports_what_they_learned(root):
     rows = train(root, "both", "policy.mtp.train=true", "policy.mtp.detach_encoder=true")
     assert all(row["policy/mtp_loss"] > 0 for row in rows)
     assert undocumented(name for row in rows for name in row) == []
     tensors, said = export(root, "both")
     assert "layers of multi-token prediction as they were trained" in said
     assert {name for name in tensors if "mtp" in name} <= moved(root, tensors)
-    again = train(root, "again", "policy.mtp.train=true", f"model.path={root}/both-hf")
-    assert again[0]["policy/mtp_loss"] < rows[0]["policy/mtp_loss"]
 
 
 @pytest.mark.vllm
@@ -98,12 +96,15 @@ def test_vllm_samples_from_the_model_whose_layers_are_trained(root):
     assert all(row["policy/mtp_loss"] > 0 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows)
 
 
-def test_in_sft_their_loss_falls_too(root):
+def test_in_sft_their_loss_falls_too_and_an_export_goes_on_where_they_were(root):
     rows = [{"prompt": f"{a}+{b}=", "response": f"#### {a + b}"} for a in range(8) for b in range(8)]
     (root / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = ["algorithm.name=sft", "algorithm.group_size=1", f"data.train=[{root}/sft.jsonl]", "reward.functions={}"]
     found = train(root, "sft", *own, "policy.mtp.train=true", "trainer.steps=12", "policy.optimizer.lr=1.0e-2")
     assert found[-1]["policy/mtp_loss"] < 0.7 * found[0]["policy/mtp_loss"]
+    export(root, "sft", 12)
+    (again,) = train(root, "again", *own, "policy.mtp.train=true", "trainer.steps=1", f"model.path={root}/sft-hf")
+    assert again["policy/mtp_loss"] < 0.7 * found[0]["policy/mtp_loss"]
 
 
 @pytest.mark.parametrize(

@@ -227,13 +227,13 @@ def test_a_run_that_would_be_another_does_not_start(root):
     ]
     words += [
         f"trainer.default_local_dir={root}/runs/refused",
-        "actor_rollout_ref.actor.router_replay.mode=R2",
+        "actor_rollout_ref.actor.megatron.qat.enable=True",
         "trainer.loger=console",
     ]
     for command in ("train", "check"):
         done = fivefold(command, *words)
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert "actor_rollout_ref.actor.router_replay.mode=R2: replaying the routing of experts" in done.stderr
+        assert "actor_rollout_ref.actor.megatron.qat.enable=True: training for a quantized model" in done.stderr
         assert "trainer.loger=console: no key of verl that is known here: did you mean trainer.logger?" in done.stderr
     assert not (root / "runs/refused").exists()
 
@@ -248,10 +248,10 @@ def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
         "trainer.logger=[console,clearml]",
     ]
     assert fivefold("convert", *words).returncode == 0
-    refused = fivefold("convert", *words, "actor_rollout_ref.actor.router_replay.mode=R2")
+    refused = fivefold("convert", *words, "actor_rollout_ref.actor.megatron.qat.enable=True")
     assert (
         refused.returncode == 0
-        and "refused  actor_rollout_ref.actor.router_replay.mode=R2: replaying the routing of experts" in refused.stderr
+        and "refused  actor_rollout_ref.actor.megatron.qat.enable=True: training for a quantized model" in refused.stderr
     )
     done = fivefold("convert", "--strict", *words)
     assert (

@@ -176,7 +176,7 @@ class PolicyConfig:
     share_prefix: Annotated[bool, HARMLESS] = False
     """Compute the prompt of several samples in a micro-batch once: each response attends to it and to itself. Samples of a
     group then go to one replica, as far as that pays. Needs c1, layers of plain PyTorch and routers without losses."""
-    router_replay: Literal["off", "R2", "R3"] = "off"
+    router_replay: Literal["R2", "R3"] | None = None
     """Which experts the policy's passes send a token to: those that its router chooses, those that it chose when the old
     log-probs were computed (R2, of GSPO's authors), or those that the engine chose while it sampled (R3, 2510.11370). Their
     weights are always computed anew, so routers learn; reference and critic choose for themselves."""

@@ -383,11 +383,9 @@ def _check_router_replay(findings: Findings, config: RunConfig) -> None:
     if mode != "R3":
         return
     engine, algorithm = config.engine, config.algorithm
-    message = f"must be off or R2 where no engine samples: {algorithm.name} learns from the data; got R3"
+    message = f"must be left out or R2 where no engine samples: {algorithm.name} learns from the data; got R3"
     findings.require(not algorithm.offline, key, message)
-    message = (
-        "must be off or R2 with SGLang: R3 needs the experts that the engine chose; engine.backend: vllm or transformers"
-    )
+    message = "must be left out or R2 with SGLang: R3 needs the experts that the engine chose; take vllm or transformers"
     findings.require(algorithm.offline or engine.kind != "sglang", key, message)
     findings.require(
         bool(engine.vllm.get("enable_prefix_caching", True)),

@@ -165,8 +165,10 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
             "policy.sequence_parallel",
             f"must be true for a model with experts ({part.key}) and t > 1: Megatron-Core routes each token once",
         )
-    if part.where == "policy" and settings.router_replay != "off" and spec.moe is None:
-        message = f"must be off for a model without experts: got {settings.router_replay}, and {spec.family} has no routers"
+    if part.where == "policy" and settings.router_replay and spec.moe is None:
+        message = (
+            f"must be left out for a model without experts: got {settings.router_replay}, and {spec.family} has no routers"
+        )
         findings.error("policy.router_replay", message)
     if megatron.transformer_impl == "transformer_engine" and (spec.moe or spec.mla):
         own.error("transformer_impl", f"must be torch for {spec.family}")

@@ -45,7 +45,7 @@ class Models:
     """The reference is the policy without its adapters: they are on the device together."""
     updates: int = 1
     """Optimizer steps of a step: versions by which weights of two steps differ."""
-    router_replay: Literal["off", "R2", "R3"] = "off"
+    router_replay: Literal["R2", "R3"] | None = None
     prm: Model | None = None
     prm_reference: FrozenModel | None = None
     """What it is compared with; None where that is the policy."""
