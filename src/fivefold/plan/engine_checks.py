@@ -44,7 +44,7 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
         else:
             check_vllm(section, engine.vllm)
             if config.policy.router_replay == "R3" and (lacks := returns_routes(on_gpus(config))):
-                message = f"must be off or R2, or engine.backend transformers: {lacks}"
+                message = f"must be left out or R2, or engine.backend transformers: {lacks}"
                 findings.error("policy.router_replay", message)
             rollout = config.rollout
             # Without either a step takes all that was given out: nothing is in flight when weights change.
