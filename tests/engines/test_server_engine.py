@@ -153,7 +153,7 @@ def two_servers(mesh, directory: Path, logs: Path):
 
 @pytest.fixture(scope="module")
 def both(cluster, model, tmp_path_factory) -> list[dict]:
-    return cluster.run(two_servers, "megatron:d2", model, tmp_path_factory.mktemp("logs"), seconds=400)
+    return cluster.run(two_servers, "megatron:d2", model, tmp_path_factory.mktemp("logs"), seconds=900)
 
 
 def test_after_every_step_the_servers_sample_with_the_new_weights(both):
