@@ -147,8 +147,7 @@ class DynamicSampling:
     outside of bounds (PRIME, 2502.01456).
 
     Asks another source again within a step until enough groups are informative. After the last round the others fill up what
-    is missing. Groups that are left out come last and are not used: the
-    metrics are those of all that was sampled.
+    is missing. Groups that are left out come last and are not used: the metrics are those of all that was sampled.
     """
 
     def __init__(
