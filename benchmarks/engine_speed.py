@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 
 from benchmarks.harness import Part, run
-from fivefold.config.schema import OffloadConfig
+from fivefold.config.learners import OffloadConfig
 from fivefold.engines.sampling import request_seed
 from fivefold.engines.vllm.arguments import of_model
 from fivefold.engines.weight_sync import weight_sync

@@ -25,7 +25,7 @@ from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
 from fivefold.calibration.profile import seconds_by_kind
-from fivefold.config.schema import OffloadConfig
+from fivefold.config.learners import OffloadConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.families import load_spec
 from fivefold.plan.memory import Sharded, estimate_memory, training_flops

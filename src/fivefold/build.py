@@ -17,9 +17,9 @@ from fivefold.build_engine import as_engines_know, build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
+from fivefold.config.learners import LoraConfig, PolicyConfig
 from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
-from fivefold.config.schema import LoraConfig, PolicyConfig
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import Loader, PromptLoader

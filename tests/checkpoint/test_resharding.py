@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from tests.support.layout_cases import VPP2, Case
 from tests.support.two_steps import LENGTHS, OBJECTIVE, POLICY, ROUTER, whole_batch
 

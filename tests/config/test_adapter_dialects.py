@@ -6,8 +6,8 @@ import pytest
 
 from fivefold.config import make_config
 from fivefold.config.dialects import find_dialect
+from fivefold.config.learners import LoraConfig, MTPConfig
 from fivefold.config.loader import read_mapping
-from fivefold.config.schema import LoraConfig, MTPConfig
 
 M = "actor_rollout_ref.model."
 VERL = ["data.train_files=a.parquet", f"{M}path=m", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]

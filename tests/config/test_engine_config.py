@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from fivefold.config import RunConfig
+from fivefold.config.engine import RolloutConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import ConfigError
-from fivefold.config.schema import LaunchConfig, RolloutConfig, TrainerConfig
+from fivefold.config.schema import LaunchConfig, TrainerConfig
 from fivefold.distributed.ports import free_port
 from fivefold.plan.check import check
 from fivefold.plan.summary import describe

@@ -13,8 +13,8 @@ import torch
 
 from fivefold.config import mcore_options
 from fivefold.config.findings import Findings
+from fivefold.config.learners import MegatronConfig
 from fivefold.config.mcore_options import PIPELINE, Options
-from fivefold.config.schema import MegatronConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2

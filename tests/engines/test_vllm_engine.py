@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from fivefold.engines.vllm.arguments import of_model
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fivefold.config.schema import LoraConfig, MegatronConfig
+from fivefold.config.learners import LoraConfig, MegatronConfig
 from fivefold.models.adapters import CONFIG, TENSORS, adapter_tensors, peft_config
 from fivefold.models.families import load_spec
 from tests.support.cluster import Together

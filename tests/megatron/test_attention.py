@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
+from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.megatron.layers.attention import local_positions, make_packing
 from fivefold.types import LossOutput, TokenBatch
 from tests.support.cluster import Together

@@ -11,7 +11,7 @@ import torch
 from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.types import TokenBatch
 from tests.support import loops
 from tests.support.cluster import Together

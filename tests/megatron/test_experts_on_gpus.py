@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.config.schema import OffloadConfig
+from fivefold.config.learners import OffloadConfig
 from tests.support.cluster import Together
 from tests.support.gpu_models import build, finite, is_large, layer_of_experts, random_batch, same_bits, synchronize
 from tests.support.two_steps import OBJECTIVE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.trainer.checks import SkipGuard
 from fivefold.trainer.update_metrics import update_metrics
 from fivefold.types import StepReport

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig, OffloadConfig
+from fivefold.config.learners import MegatronConfig, OffloadConfig
 from fivefold.megatron.offload import HostCopy
 from fivefold.types import LossOutput
 from tests.support.cluster import Together

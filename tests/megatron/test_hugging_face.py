@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.types import LossOutput, TokenBatch
 from tests.support.cluster import Together
 from tests.support.tiny_models import MOE_VARIANTS, VARIANTS, VOCAB, load_tensors

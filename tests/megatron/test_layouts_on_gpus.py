@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from tests.support.cluster import Together
 from tests.support.gpu_models import build, finite, is_large, step_batch
 from tests.support.layout_cases import VPP2, Case

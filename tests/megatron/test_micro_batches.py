@@ -11,7 +11,7 @@ import torch
 
 from fivefold.algo import Objective, make_objective
 from fivefold.config import methods
-from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.distributed.balance import balance, plan_micro_batches
 from tests.support import loops
 from tests.support.cluster import Together

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig, MTPConfig, PolicyConfig
+from fivefold.config.learners import MegatronConfig, MTPConfig, PolicyConfig
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2, Case
 from tests.support.mtp_oracle import main_loss, mtp_steps

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.models.families import is_of_mtp, load_spec, mtp_copies
 from fivefold.models.tensor_files import find_mtp_tensors
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, read_index

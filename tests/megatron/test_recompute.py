@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from tests.support.cluster import Together
 from tests.support.two_steps import POLICY, assert_equal, expected, megatron_step
 

@@ -12,7 +12,7 @@ import torch
 from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
 from fivefold.algo.values import ValueLoss
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from fivefold.layout import ParallelLayout
 from tests.support.layout_cases import VPP2
 from tests.support.tiny_models import make_classifier

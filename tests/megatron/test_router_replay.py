@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from fivefold.routes import NO_ROUTE
 from fivefold.types import TokenBatch
 from tests.megatron.test_shared_prefix import GROUPS, samples_of

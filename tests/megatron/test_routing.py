@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from tests.support.cluster import Together
 from tests.support.layout_cases import VPP2, Case
 from tests.support.two_steps import BOUNDS, POLICY, ROUTER, assert_equal, expected, megatron_step, policy_of, run_step

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.config.schema import OptimizerConfig, PolicyConfig
+from fivefold.config.learners import OptimizerConfig, PolicyConfig
 from tests.support.two_steps import OBJECTIVE, whole_batch
 
 LR, MIN = 1e-3, 1e-4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fivefold.config import RunConfig
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.layers import attention
 from fivefold.megatron.shared_prefix import Piece, Unit, make_pieces, make_units

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fivefold.config import RunConfig
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.models.families import load_spec
 from fivefold.models.torch_dist import check_torch_dist, find_torch_dist, has_value_head, read_index
 from fivefold.plan.check import check

@@ -16,8 +16,7 @@ import pytest
 
 from fivefold.build import start_reward_pool
 from fivefold.config.findings import Findings
-from fivefold.config.schema import RewardConfig
-from fivefold.config.scoring import CodeConfig
+from fivefold.config.scoring import CodeConfig, RewardConfig
 from fivefold.reward.choose import check_rewards, choose_rewards
 from fivefold.reward.code import confine
 from fivefold.reward.code.cases import program_of, read_cases, same_text

@@ -14,8 +14,7 @@ import pytest
 
 from fivefold.config import ConfigError, dump_yaml, make_config
 from fivefold.config.findings import Findings
-from fivefold.config.schema import RewardConfig
-from fivefold.config.scoring import JudgeConfig
+from fivefold.config.scoring import JudgeConfig, RewardConfig
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.reward.choose import check_rewards
 from fivefold.reward.judge import JudgeError, read_verdict

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.config.findings import Findings
-from fivefold.config.schema import RewardConfig, RewardModelConfig
+from fivefold.config.learners import RewardModelConfig
+from fivefold.config.scoring import RewardConfig
 from fivefold.interfaces import EngineReplica
 from fivefold.reward import rules
 from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards

@@ -13,7 +13,7 @@ import torch
 
 from fivefold.algo import make_objective
 from fivefold.config import methods
-from fivefold.config.schema import MegatronConfig, PolicyConfig
+from fivefold.config.learners import MegatronConfig, PolicyConfig
 from fivefold.observability.metrics import undocumented
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator

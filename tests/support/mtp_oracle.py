@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fivefold.config.schema import MTPConfig
+from fivefold.config.learners import MTPConfig
 from fivefold.types import LossOutput, TokenBatch
 from tests.support.tiny_models import MTP_PARTS, MTP_VARIANTS, load_tensors
 from tests.support.two_steps import LENGTHS, OPTIMIZER, PROMPTS, TEMPERATURE, whole_batch

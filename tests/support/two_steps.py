@@ -13,7 +13,7 @@ import torch
 
 from fivefold.algo import make_objective
 from fivefold.algo.advantages import AdvantageInputs
-from fivefold.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
+from fivefold.config.learners import MegatronConfig, OptimizerConfig, PolicyConfig
 from fivefold.types import TokenBatch
 from tests.support.layout_cases import Case
 from tests.support.tiny_models import VOCAB, load_tensors

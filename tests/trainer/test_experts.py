@@ -14,8 +14,8 @@ import torch
 from fivefold.algo import Objective, make_objective
 from fivefold.algo.values import ValueLoss
 from fivefold.config import methods
+from fivefold.config.learners import PolicyConfig
 from fivefold.config.methods import Choices, CorrectionConfig, ExpertConfig, KLConfig
-from fivefold.config.schema import PolicyConfig
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
 from fivefold.trainer.minibatches import MiniBatches

@@ -11,7 +11,7 @@ import torch
 from fivefold.algo import make_objective
 from fivefold.algo.values import ValueLoss
 from fivefold.config import RunConfig
-from fivefold.config.schema import OptimizerConfig, PolicyConfig
+from fivefold.config.learners import OptimizerConfig, PolicyConfig
 from fivefold.models.families import load_spec
 from fivefold.plan.estimate import needs_old_logprobs
 from fivefold.rollout.packing import pack

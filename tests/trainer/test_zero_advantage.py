@@ -14,8 +14,8 @@ from fivefold.algo.surrogates import SURROGATES, make_surrogate
 from fivefold.algo.values import ValueLoss
 from fivefold.build import build_plan
 from fivefold.config import RunConfig, methods
+from fivefold.config.learners import PolicyConfig
 from fivefold.config.methods import CorrectionConfig, KLConfig
-from fivefold.config.schema import PolicyConfig
 from fivefold.models.families import load_spec
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats

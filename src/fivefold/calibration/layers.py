@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.calibration.kernels import Clock
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout

@@ -17,7 +17,7 @@ from torch import Tensor
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
 from fivefold.checkpoint.fingerprint import content_of
 from fivefold.config import RunConfig, load_config
-from fivefold.config.schema import LearnerConfig
+from fivefold.config.learners import LearnerConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.hub import model_snapshot

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.methods import LearnsFrom
-from fivefold.config.schema import RewardConfig
+from fivefold.config.scoring import RewardConfig
 from fivefold.data.rows import Columns, Row, check_responses, count_rows, parse_row, read_rows
 from fivefold.engines.vllm.arguments import installed_version
 from fivefold.errors import shown

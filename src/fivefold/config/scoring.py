@@ -1,4 +1,4 @@
-"""Sections of `reward` that stand by themselves: a judge that is asked, and what programs may take."""
+"""The section `reward`: what scores responses, a judge that is asked, what programs may take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from fivefold.config.identity import HARMLESS
+from fivefold.config.learners import RewardModelConfig
 from fivefold.config.ranges import Matches, above, within
+from fivefold.layout import ParallelLayout
 
 VARIABLE = re.compile(r"[A-Za-z_]\w*\*?")
 
@@ -78,3 +80,38 @@ class CodeConfig:
     """CPU time of one test; by the clock it may take three times as long. All tests of a sample share `timeout_seconds`."""
     memory_mb: Annotated[int, within("[64, 1048576]")] = 1024
     """Address space of a program; its files may have as many bytes together."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    functions: dict[str, Annotated[float, within("[-1000000, 1000000]")]] = field(default_factory=dict)
+    """Reward name (gsm8k, math, format, code, ifeval, judge, ...: docs/rewards.md) or `path.py:function` -> weight; empty:
+    chosen by `data_source`."""
+    by_source: dict[str, dict[str, Annotated[float, within("[-1000000, 1000000]")]]] = field(default_factory=dict)
+    """data_source -> its own `functions`."""
+    accuracy: str | None = None
+    """Function that decides whether a response is correct (it gives 1 or more): accuracy, pass@k. When left out, and for a
+    data_source that does not use it: the first by name of those that take a ground truth, or of all where none does."""
+    timeout_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 10.0
+    """Time one sample's rewards may take; over it they have failed."""
+    wait_seconds: Annotated[float, within("(0, 86400]"), HARMLESS] = 300.0
+    """Time that a step waits for rewards once its last response is there; those not begun by then have failed."""
+    max_failed: Annotated[float, within("[0, 1]"), HARMLESS] = 0.1
+    """Largest share of a step's samples whose reward may fail (it raised, ran out of time, was not finite): above it the run
+    ends with the first error. Samples that fail are left out of the step."""
+    workers: Annotated[int | None, within("[1, 1024]"), HARMLESS] = None
+    """Reward processes of each rank; when left out, as many as it has cores (2 to 32)."""
+    memory_mb: Annotated[int, within("[256, 1048576]"), HARMLESS] = 4096
+    """Address space of one reward process."""
+    environment: Annotated[list[str], HARMLESS] = field(default_factory=list)
+    """Environment variables that reward processes get besides the usual ones (PATH, HOME, ...), such as the key of a judge:
+    they get no other of the trainer's."""
+    code: CodeConfig = field(default_factory=CodeConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+    @property
+    def judge_layout(self) -> ParallelLayout | None:
+        """Of the judge's servers that the run starts; None where it starts none. Raises ValueError where it is none."""
+        asked = self.judge.functions_ask or any("judge" in own for own in (self.functions, *self.by_source.values()))
+        return ParallelLayout.parse(self.judge.backend) if asked and self.judge.backend else None

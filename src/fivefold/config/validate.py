@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import fields
 
+from fivefold.config.engine import RolloutConfig
 from fivefold.config.findings import Findings
 from fivefold.config.identity import leaves
+from fivefold.config.learners import LearnerConfig, LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.method_rules import check_method
 from fivefold.config.mixture import counts
 from fivefold.config.ranges import check_values, suggest
-from fivefold.config.schema import (
-    DataConfig,
-    LearnerConfig,
-    LoraConfig,
-    MTPConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from fivefold.config.schema import DataConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
 from fivefold.models.adapters import ALL

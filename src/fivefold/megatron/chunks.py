@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.megatron.layers.adapters import ExpertAdapters, adapt, adapt_experts, adapters_in, is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec, mtp_block_spec
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router

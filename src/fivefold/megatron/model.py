@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.groups import as_world
 from fivefold.distributed.heartbeat import Interrupted
 from fivefold.distributed.ranks import Ranks

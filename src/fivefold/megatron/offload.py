@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.config.schema import OffloadConfig
+from fivefold.config.learners import OffloadConfig
 from fivefold.megatron.host_memory import HostMemory, size_of
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.optim.updater import Updater

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.errors import first_line
 from fivefold.megatron.layers.layer_spec import use_transformer_engine
 from fivefold.megatron.mesh import Mesh

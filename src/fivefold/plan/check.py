@@ -7,23 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fivefold.config import RunConfig
+from fivefold.config.engine import SamplingConfig
 from fivefold.config.findings import Findings
+from fivefold.config.learners import CriticConfig, LoraConfig, PolicyConfig, PRMConfig, ReferenceConfig, RewardModelConfig
 from fivefold.config.methods import COLUMNS
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages
-from fivefold.config.schema import (
-    AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    LoraConfig,
-    PolicyConfig,
-    PRMConfig,
-    RayConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardModelConfig,
-    SamplingConfig,
-    TrackingConfig,
-)
+from fivefold.config.schema import AlgorithmConfig, DataConfig, RayConfig, TrackingConfig
+from fivefold.config.scoring import RewardConfig
 from fivefold.config.validate import validate
 from fivefold.errors import shown
 from fivefold.hub import MODELSCOPE

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.config import RunConfig
+from fivefold.config.engine import EngineConfig
 from fivefold.config.findings import Findings
-from fivefold.config.schema import EngineConfig
 from fivefold.engines.servers.probe import check_servers
 from fivefold.engines.sglang import probe as sglang
 from fivefold.engines.sglang.arguments import check_sglang, refusals

@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
-from fivefold.config.schema import LearnerConfig, OffloadConfig
+from fivefold.config.learners import LearnerConfig, OffloadConfig
 from fivefold.layout import ParallelLayout
 from fivefold.plan.devices import device_of, on_gpus
 from fivefold.plan.memory import Memory

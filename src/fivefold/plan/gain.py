@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fivefold.config import RunConfig
+from fivefold.config.learners import OffloadConfig
 from fivefold.config.packages import has_flash_attention
-from fivefold.config.schema import OffloadConfig
 from fivefold.config.validate import validate
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
-from fivefold.config.schema import MegatronConfig
+from fivefold.config.learners import MegatronConfig
 from fivefold.plan.tokenizer_files import is_hub_id
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.config.schema import PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.devices import on_gpus

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from fivefold.config import RunConfig
-from fivefold.config.schema import OffloadConfig
+from fivefold.config.learners import OffloadConfig
 from fivefold.config.validate import validate
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.spec import ModelSpec

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fivefold.config.findings import Findings
-from fivefold.config.schema import RewardConfig
-from fivefold.config.scoring import JudgeConfig
+from fivefold.config.scoring import JudgeConfig, RewardConfig
 from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
 from fivefold.reward.rules import CODE, JUDGED, SOURCES, check_name, takes_ground_truth

@@ -23,7 +23,7 @@ from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from fivefold.config.schema import RewardConfig
+from fivefold.config.scoring import RewardConfig
 from fivefold.reward.choose import ChosenRewards, choose_rewards
 from fivefold.reward.judge import JUDGE, Judge, JudgeError
 from fivefold.reward.messages import Messages

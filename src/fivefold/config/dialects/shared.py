@@ -8,9 +8,9 @@ from typing import Any
 
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Convert, Derived
+from fivefold.config.engine import EngineConfig
 from fivefold.config.mcore_options import PIPELINE, is_option, refusal
 from fivefold.config.packages import TRACKERS
-from fivefold.config.schema import EngineConfig
 from fivefold.layout import ParallelLayout
 
 EVERY_CHECKPOINT = 1_000_000

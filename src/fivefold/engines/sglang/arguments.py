@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fivefold.config.engine import SamplingConfig
 from fivefold.config.findings import Findings
-from fivefold.config.schema import SamplingConfig
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
 
 VERSIONS = ((0, 5, 20), (0, 5, 23))

@@ -14,8 +14,8 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from fivefold.config.learners import OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import DTYPE_NAMES
-from fivefold.config.schema import OptimizerConfig, PolicyConfig
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.optim.adam import FusedAdamW, PrecisionAwareConfig, precision_aware_adam
 
