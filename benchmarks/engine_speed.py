@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from benchmarks.harness import Part, run
 from fivefold.config.learners import OffloadConfig
 from fivefold.engines.sampling import request_seed
 from fivefold.engines.vllm.arguments import of_model
+from fivefold.engines.vllm.probe import answers
 from fivefold.engines.weight_sync import weight_sync
 from fivefold.layout import ParallelLayout
 from fivefold.models.config_json import read_config
@@ -131,7 +133,6 @@ def vllm_servers(mesh, directory: Path, layout: str, sets: int) -> None:
     """The same with servers in processes of their own, on the same devices."""
     from fivefold.engines.servers.server_engine import ServerEngine
     from fivefold.engines.vllm.client import VLLMServer
-    from fivefold.engines.vllm.probe import answers
     from fivefold.engines.vllm.serve import server_process
 
     large, each, rank = is_large(mesh), ParallelLayout.parse(f"vllm:{layout}").tp, mesh.ranks.rank
@@ -248,12 +249,15 @@ def beside(name: str, layouts: dict[str, str], sets: int = 3) -> Callable[[Part]
     return measure
 
 
-def families(part: Part) -> None:
-    """Mixtures of experts, latent attention, and an engine that quantizes: their weights compared, their log-probs."""
-    for name, own in (("qwen3_moe", {}), ("deepseek_v3", {}), ("qwen3_0.6b", {"quantization": "fp8"})):
-        what = f"{name} in process{f', {own}' if own else ''}"
-        part.say(what, "")
-        part.measure(what, "d1", partial(vllm_engine, **own), part.model(name), "d1", 1)
+def families(*rows: tuple[str, str, str, dict[str, Any]]) -> Callable[[Part], None]:
+    def measure(part: Part) -> None:
+        for name, layout, engine, own in rows:
+            what = f"{name} in process, {layout}, vllm:{engine}{f', {own}' if own else ''}"
+            part.say(what, "")
+            part.measure(what, layout, partial(vllm_engine, **own), part.model(name), engine, 1)
+
+    measure.__doc__ = "Mixtures of experts, latent attention, quantization: their weights compared, their log-probs."
+    return measure
 
 
 RUN = """
@@ -265,12 +269,11 @@ policy:
   skip_zero_advantage: false
   optimizer: {{lr: 1.0e-6}}
   offload: {{parameters: true, gradients: true, optimizer: true}}
-engine:
-  {{backend: "{engine}", mode: {mode}, memory_fraction: {fraction}, max_logprob_diff: 0.1, sampling: {{ignore_eos: true}}}}
+engine: {{{engine}, max_logprob_diff: 0.1, sampling: {{ignore_eos: true}}}}
 algorithm: {{name: grpo, group_size: 8, kl: {{coef: 0}}}}
 data: {{train: [{root}/data/train.parquet], prompts_per_step: 32, max_prompt_tokens: 64, max_response_tokens: {response}}}
 reward: {{functions: {{format: 1.0}}}}
-trainer: {{run_dir: {root}/{engine}-{mode}, steps: 3, device: {device}, save_every: 0, loggers: [console]}}
+trainer: {{run_dir: {run}, steps: 3, device: {device}, save_every: 0, loggers: [console]}}
 """
 
 
@@ -287,27 +290,29 @@ def write_data(root: Path) -> None:
             subprocess.run([*FIVEFOLD, *command], check=True, capture_output=True)
 
 
-def whole_run(part: Part, name: str, layout: str, engine: str, mode: str, fraction: float) -> None:
-    """Steps of GRPO from the command line."""
+def whole_run(part: Part, name: str, layout: str, what: str, engine: str) -> None:
+    """Steps of GRPO from the command line; `engine`: settings of that section."""
     root = part.model(name).parent
     write_data(root)
     text = RUN.format(
-        root=root, model=part.model(name), layout=layout, engine=engine, mode=mode, fraction=fraction,
+        root=root, model=part.model(name), run=root / what, layout=layout, engine=engine,
         recompute="full" if name == "qwen3_8b" else "none",
         response=1024 if part.large else 16, device="cuda" if part.large else "cpu",
     )  # fmt: skip
     (root / "run.yaml").write_text(text)
-    what, printed = f"{name}, {layout}, {engine} {mode}", 0
+    title, printed = f"{name}, {layout}, {what}", 0
     with (root / "out").open("w+") as out:
         process = subprocess.Popen([*FIVEFOLD, "train", f"{root}/run.yaml"], stdout=out, stderr=out)
         try:
             while process.poll() is None and part.left > 0:
                 time.sleep(1)
-                printed = say_steps(part, what, root / f"{engine}-{mode}" / "metrics.jsonl", printed)
+                printed = say_steps(part, title, root / what / "metrics.jsonl", printed)
         finally:
             process.kill()
         if process.wait():
-            part.claim(what, False, (root / "out").read_text()[-3000:])
+            part.claim(title, False, (root / "out").read_text()[-3000:])
+        else:
+            say_steps(part, title, root / what / "metrics.jsonl", printed)
 
 
 def say_steps(part: Part, what: str, metrics: Path, printed: int) -> int:
@@ -330,16 +335,39 @@ def runs(*rows: tuple[str, str, str, str, float]) -> Callable[[Part], None]:
             if (part.large and world > part.gpus) or part.left < 60:
                 part.say(f"{name}, {layout}, {engine} {mode}", "not measured")
             else:
-                whole_run(part, name, layout, engine, mode, fraction)
+                settings = f'backend: "{engine}", mode: {mode}, memory_fraction: {fraction}'
+                whole_run(part, name, layout, f"{engine}-{mode}", settings)
 
     measure.__doc__ = "Whole GRPO steps, 32 prompts of 8 responses of 1024 tokens."
     return measure
 
 
+def run_url(part: Part) -> None:
+    """Whole GRPO steps with a server that somebody else has started, on the last GPU."""
+    model, port = part.model("qwen3_1.7b"), 18470
+    options = ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.6"] if part.large else ["--dtype", "float32"]
+    command = [sys.executable, "-m", "fivefold.engines.vllm.serve", "--model", str(model), "--port", str(port), *options]
+    command += ["--max-model-len", "2048", "--load-format", "dummy", "--skip-tokenizer-init", "--seed", "0"]
+    where = {"CUDA_VISIBLE_DEVICES": str(part.gpus - 1)} if part.large else {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (model.parent / "url.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | where)
+        try:
+            while server.poll() is None and part.left > 0 and not answers(f"http://127.0.0.1:{port}"):
+                time.sleep(1)
+            whole_run(part, "qwen3_1.7b", "d1", "url", f'backend: vllm, url: ["http://127.0.0.1:{port}"]')
+        finally:
+            server.terminate()
+
+
 PARTS: dict[str, Callable[[Part], None]] = {
     "transformers": embedded,
     "1.7b": beside("qwen3_1.7b", {"d1": "d1"}),
-    "families": families,
+    "families": families(
+        ("qwen3_moe", "d1", "d1", {}),
+        ("deepseek_v3", "d1", "d1", {}),
+        ("qwen3_0.6b", "d1", "d1", {"quantization": "fp8"}),
+    ),
+    "families-two": families(("qwen3_moe", "d2e2", "d1t2e2", {}), ("deepseek_v3", "t2e2", "d1t2e2", {})),
     "8b": beside("qwen3_8b", {"t2": "d1t2"}),
     "syncs-two": beside("qwen3_8b", {"t2": "d1t2"}, sets=0),
     "syncs-four": beside("qwen3_8b", {"d2t2": "d2t2", "t4": "d1t4"}, sets=0),
@@ -350,6 +378,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     ),
     "runs-two": runs(("qwen3_8b", "t2", "vllm:d1t2", "in_process", 0.6)),
     "runs-two-servers": runs(("qwen3_8b", "t2", "vllm:d1t2", "server", 0.6)),
+    "run-url": run_url,
     "runs-four": runs(
         ("qwen3_8b", "d2t2", "vllm:d2t2", "in_process", 0.6), ("qwen3_1.7b", "d4", "vllm:d4", "in_process", 0.5)
     ),

@@ -56,16 +56,22 @@ def saved(number, frame):
 signal.signal(signal.SIGTERM, saved)
 Path(f"rank-{rank}.partial").write_text(json.dumps({"pid": os.getpid(), "blocked": blocked, **os.environ}))
 os.rename(f"rank-{rank}.partial", f"rank-{rank}.json")
+
+def wait_for_others():
+    while not all(Path(f"rank-{each}.json").exists() for each in range(int(os.environ["WORLD_SIZE"]))):
+        time.sleep(0.01)
+
 if mode == "speak":
     for number in range(1000):
         print("line", number, "x" * 200, flush=True)
     print("to standard error", file=sys.stderr, flush=True)
     sys.exit(0)
 if mode == "raise" and rank == 3:
-    time.sleep(0.5)
+    wait_for_others()
     _leave_error("RuntimeError: planted in rank 3", "error")
     sys.exit(1)
 if mode == "silent" and rank == 2:
+    wait_for_others()
     print("last words of rank 2", flush=True)
     sys.exit(7)
 time.sleep(1000)

@@ -34,7 +34,9 @@ def sizes(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     if large:
         size |= {"vocab_size": 32000, "num_hidden_layers": 8}
         size |= {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
-        latent = {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+        # DeepSeek-V3's own: kernels of inference know no others.
+        latent = {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+        latent["v_head_dim"] = 128
         head_dim, expert_ffn = 64, 512
     experts = {"moe_intermediate_size": expert_ffn, "num_experts_per_tok": 4}
     grouped = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
