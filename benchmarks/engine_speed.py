@@ -6,6 +6,7 @@ at most. What a part measures is printed as it comes. vLLM must be installed for
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import torch
 from benchmarks.harness import Part, run
 from fivefold.config.learners import OffloadConfig
 from fivefold.engines.sampling import request_seed
+from fivefold.engines.servers.http import blocking_client, streaming_client
 from fivefold.engines.vllm.arguments import of_model
 from fivefold.engines.vllm.probe import answers
 from fivefold.engines.weight_sync import weight_sync
@@ -103,7 +105,8 @@ def vllm_engine(mesh, directory: Path, layout: str, sets: int, **own: Any) -> No
         return
     for number, (name, requests) in enumerate([*request_sets(large, model.spec.vocab).items()][:sets]):
         mine = requests[engine.replica.index :: engine.replica.count]
-        list(engine.generate([Request(i, one.prompt_ids[:1], Sampling(max_tokens=2), i) for i, one in enumerate(mine)]))
+        # Kernels are compiled for the sizes of these batches.
+        list(engine.generate([Request(i, one.prompt_ids, Sampling(max_tokens=2), i) for i, one in enumerate(mine)]))
         engine._llm.reset_prefix_cache()
         seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
         row = {"ours": round(tokens_of(completions) / seconds)}
@@ -142,7 +145,7 @@ def vllm_servers(mesh, directory: Path, layout: str, sets: int) -> None:
     processes = {}
     if rank % each == 0:
         given = {"model": str(directory), "tensor_parallel_size": each, "enable_sleep_mode": large}
-        given |= arguments(directory, large)
+        given |= arguments(directory, large) | opened_routes()
         log = directory.parent / f"server-{layout}-{rank}.log"
         processes = {rank // each: server_process(given, mesh.device, each, log, answers)}
     begin = time.perf_counter()
@@ -160,12 +163,45 @@ def vllm_servers(mesh, directory: Path, layout: str, sets: int) -> None:
     for name, requests in [*request_sets(large, model.spec.vocab).items()][:sets]:
         mine = requests[engine.replica.index :: engine.replica.count]
         seconds, completions = timed(mesh, lambda mine=mine: list(engine.generate(mine)))
-        tell(mesh, name, {"tokens_per_second": round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)})
+        row = {"ours": round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)}
+        for what, logprobs in (("vllms_route", 0), ("vllms_route_without_logprobs", None)):
+            for process in processes.values():
+                blocking_client(process.address).post("/reset_prefix_cache")
+            asked = [
+                route_of_vllm(process.address, requests[number :: engine.replica.count], logprobs)
+                for number, process in processes.items()
+            ]
+            seconds, _ = timed(mesh, lambda asked=asked: [asyncio.run(each) for each in asked])
+            row[what] = round(tokens_of(completions) * mesh.ranks.layout.world_size / seconds)
+        tell(mesh, name, {"tokens_per_second": row, "ours_over_theirs": round(row["ours"] / row["vllms_route"], 3)})
         engine.update_weights(model.weights(), engine.version)
         model.offload()
     seconds, _ = timed(mesh, engine.sleep)
     tell(mesh, "sleep", {"seconds": round(seconds, 3)})
     return engine.close()
+
+
+def opened_routes() -> dict[str, Any]:
+    """What opens the server's own route for tokens, which newer releases keep closed."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    except ImportError:
+        from vllm.entrypoints.openai.cli_args import FrontendArgs
+    return {"enable_scale_out": True} if hasattr(FrontendArgs, "enable_scale_out") else {}
+
+
+async def route_of_vllm(address: str, requests: list[Request], logprobs: int | None) -> None:
+    """The same requests of the server's own route."""
+
+    async def ask(one: Request) -> None:
+        sampling = {"max_tokens": one.sampling.max_tokens, "ignore_eos": True, "logprobs": logprobs, "detokenize": False}
+        asked = {"token_ids": one.prompt_ids, "sampling_params": sampling}
+        answer = await client.post("/inference/v1/generate", json=asked)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["choices"][0]["token_ids"]) == one.sampling.max_tokens
+
+    async with streaming_client(address) as client:
+        await asyncio.gather(*map(ask, requests))
 
 
 def arguments(directory: Path, large: bool) -> dict[str, Any]:
