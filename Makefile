@@ -78,7 +78,7 @@ test-kernels: $(KERNELS_READY)
 
 # The experts that vLLM says it chose: on a CPU its model runner that says them wants Triton, interpreted.
 test-routes: $(VLLM_READY) $(KERNELS_READY)
-	PYTHONPATH=$$(echo $(KERNELS)/lib/python3*/site-packages) TRITON_INTERPRET=1 \
+	PYTHONPATH=$(CURDIR):$$(echo $(KERNELS)/lib/python3*/site-packages) TRITON_INTERPRET=1 \
 		$(VLLM)/bin/python -m pytest -m vllm -n 2 tests/engines/test_vllm_routes.py
 
 # W&B, MLflow, SwanLab and Trackio themselves, without a network. About a minute.
