@@ -13,7 +13,6 @@ import torch
 from fivefold.types import Completion, Request, Sampling
 from tests.engines.test_vllm_engine import OTHER_SIZES, SIZES
 from tests.support import whole_runs
-from tests.support.commands import fivefold
 from tests.support.engines import SAMPLING, complete, own_logits, requests
 from tests.support.servers import (
     GREEDY,
@@ -28,7 +27,6 @@ from tests.support.servers import (
     undisturbed,
 )
 from tests.support.tiny_models import load_tensors, make_model
-from tests.support.zygote import THREADS
 
 pytestmark = pytest.mark.sglang
 
@@ -220,23 +218,17 @@ def test_requests_go_on_with_weights_that_change_in_the_middle(cluster, model, t
 
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d2", dtype: float32, tokens_per_micro_batch: 512, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-engine: {{backend: "sglang:d2", sglang: {on_cpu}}}
-algorithm: {{name: grpo, group_size: 4}}
-data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-trainer: {{run_dir: {root}/run, steps: 3, loggers: [console], device: cpu}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d2", tokens_per_micro_batch: 512}
+engine: {backend: "sglang:d2", sglang: $ON_CPU}
+algorithm: {name: grpo, group_size: 4}
+data: {prompts_per_step: 8, max_response_tokens: 12}
+trainer: {steps: 3, device: cpu}
 """
 
 
 def test_a_whole_run_samples_with_sglang_what_the_trainer_computes(tmp_path):
     whole_runs.make_model(tmp_path, hidden=64, heads=2)
-    (tmp_path / "reward.py").write_text(whole_runs.REWARD)
-    (tmp_path / "run.yaml").write_text(RUN.format(root=tmp_path, threads=THREADS, on_cpu=json.dumps(ON_CPU)))
-    done = fivefold("train", tmp_path / "run.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    whole_runs.write_run(tmp_path, RUN.replace("$ON_CPU", json.dumps(ON_CPU)))
+    rows, _ = whole_runs.train(tmp_path, "base")
     assert [row["step"] for row in rows][-1] == 3
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows if row["step"])

@@ -10,19 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.commands import fivefold
-from tests.support.whole_runs import REWARD, assert_same, make_model, make_pairs, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, make_model, make_pairs, metrics, write_run
 
 RUN = """
-model: {{path: model}}
-policy: {{backend: "megatron:d2", dtype: float32, tokens_per_micro_batch: 128, optimizer: {{lr: 1.0e-2, eps: 1.0e-4}},
-         lora: {{rank: 4, alpha: 6, exclude_modules: [gate_proj]}}}}
-algorithm: {{name: grpo, group_size: 4, kl: {{coef: 0.1}}}}
-engine: {{verify_weights_every: 1}}
-data: {{train: [data/train.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
-reward: {{functions: {{"reward.py:digits": 1.0}}}}
-trainer: {{steps: 4, save_every: 1, device: cpu, loggers: [console], guard: {{every: 1}}}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d2", tokens_per_micro_batch: 128, optimizer: {lr: 1.0e-2},
+         lora: {rank: 4, alpha: 6, exclude_modules: [gate_proj]}}
+algorithm: {name: grpo, group_size: 4, kl: {coef: 0.1}}
+engine: {verify_weights_every: 1}
+data: {prompts_per_step: 4, max_response_tokens: 8}
+trainer: {steps: 4, save_every: 1, device: cpu, guard: {every: 1}}
 """
 
 
@@ -30,8 +26,7 @@ launch: {{threads: {threads}}}
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     make_model(root, rows=16)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(threads=THREADS))
+    write_run(root, RUN, relative=True)
     return root
 
 

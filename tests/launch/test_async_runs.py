@@ -11,19 +11,15 @@ from pathlib import Path
 import pytest
 
 from fivefold.rollout.asynchronous import AsyncRollouts
-from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.commands import Command, fivefold, wait_for
+from tests.support.whole_runs import assert_same, kill_run, make_model, metrics, train, write_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 512, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.01}}}}
-data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-eval: {{samples: 2, max_prompts: 4}}
-trainer: {{run_dir: {root}/runs/base, steps: 6, eval_every: 2, save_every: 1, keep: 9, loggers: [console], logged_samples_per_step: 4}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 512}
+algorithm: {name: grpo, group_size: 4, updates_per_step: 2, kl: {coef: 0.01}}
+data: {val: [$ROOT/data/test.parquet], prompts_per_step: 4, max_response_tokens: 8}
+eval: {samples: 2, max_prompts: 4}
+trainer: {steps: 6, eval_every: 2, save_every: 1, keep: 9, logged_samples_per_step: 4}
 """
 WHEN = ("async/complete_groups", "async/trainer_wait_seconds")
 """Metrics that say when something was there, not what."""
@@ -33,29 +29,21 @@ WHEN = ("async/complete_groups", "async/trainer_wait_seconds")
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("ahead")
     make_model(root, rows=40)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
-
-
-def train(root: Path, name: str, *overrides: str):
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(root, name)
 
 
 @pytest.fixture(scope="module")
 def ahead(root):
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/ahead", "rollout.max_staleness=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ahead    samples are at most 2 steps old; a step waits for its groups\n" in done.stdout
-    assert "nothing weighs what older weights have sampled" in done.stdout
-    return metrics(root, "ahead")
+    rows, told = train(root, "ahead", "rollout.max_staleness=2")
+    assert "ahead    samples are at most 2 steps old; a step waits for its groups\n" in told
+    assert "nothing weighs what older weights have sampled" in told
+    return rows
 
 
 @pytest.fixture(scope="module")
 def base(root):
-    return train(root, "base")
+    return train(root, "base")[0]
 
 
 def without(rows, *starts: str):
@@ -63,7 +51,7 @@ def without(rows, *starts: str):
 
 
 def test_nothing_ahead_is_the_synchronous_run(root, base):
-    found = train(root, "none", "rollout.max_staleness=0")
+    found, _ = train(root, "none", "rollout.max_staleness=0")
     assert {row["async/staleness_max"] for row in found[1:]} == {0.0}
     assert_same(without(found, "async/"), base)
 
@@ -77,7 +65,7 @@ def test_what_is_sampled_ahead_is_as_old_as_it_may_be_and_no_older(ahead):
 
 def test_half_a_step_ahead_has_samples_of_two_ages(root):
     """Of four groups a step two are given out ahead: half of a step's samples are of the weights before."""
-    found = train(root, "half", "rollout.max_staleness=0.5", "trainer.steps=4", "trainer.eval_every=0")[1:]
+    found = train(root, "half", "rollout.max_staleness=0.5", "trainer.steps=4", "trainer.eval_every=0")[0][1:]
     assert [row["async/staleness_mean"] for row in found] == [0, 0.5, 0.5, 0.5]
     assert [row["async/unused_groups"] for row in found] == [2, 2, 2, 0]
 
@@ -85,13 +73,8 @@ def test_half_a_step_ahead_has_samples_of_two_ages(root):
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_a_run_killed_while_groups_wait_goes_on_with_them(root, ahead, layout):
     """Groups that were complete are those of older weights: sampled again they would be others."""
-    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed-{layout}", "rollout.max_staleness=2")
-    wait_for((root / f"runs/killed-{layout}/checkpoints/step-000003").exists, process)
-    everyone = children_of(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    wait_for(lambda: gone(everyone) and is_free(root / f"runs/killed-{layout}"))
-    found = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
+    kill_run(root, f"killed-{layout}", 3, "rollout.max_staleness=2")
+    found, _ = train(root, f"killed-{layout}", "rollout.max_staleness=2", f"policy.backend=megatron:{layout}")
     assert_same(without(found, *WHEN), without(ahead, *WHEN))
     assert (root / f"runs/killed-{layout}/checkpoints/step-000003/rollouts/groups-00000.safetensors").is_file()
 
@@ -136,7 +119,7 @@ def test_a_run_asked_to_end_while_groups_wait_goes_on_with_them(root, ahead, tmp
     done = process.finish()
     assert done.returncode == 128 + signal.SIGTERM and "asked to end by SIGTERM" in done.stdout, done.stdout + done.stderr
     assert [path.name for path in (root / f"runs/{name}/checkpoints").glob("step-*")] == ["step-000004"]
-    assert_same(without(train(root, name, *given), *WHEN), without(ahead, *WHEN))
+    assert_same(without(train(root, name, *given)[0], *WHEN), without(ahead, *WHEN))
 
 
 def resumed(root: Path, name: str, origin: str, max_staleness: str):
@@ -178,7 +161,7 @@ def test_groups_are_compared_by_the_reward_that_the_method_makes(root, ahead_by)
     (root / "never.py").write_text("def never(response):\n    return 0.0\n")
     given = [f"rollout.max_staleness={ahead_by}", f"reward.functions={{'{root}/never.py:never': 1.0}}", "trainer.steps=1",
              "algorithm={name: dapo, group_size: 4, overlong_buffer: 0.9, dynamic_sampling_by: shaped_reward}"]  # fmt: skip
-    (row,) = [row for row in train(root, f"shaped-{ahead_by}", *given) if "dynamic_sampling/prompts" in row]
+    (row,) = [row for row in train(root, f"shaped-{ahead_by}", *given)[0] if "dynamic_sampling/prompts" in row]
     assert row["reward/frac_reward_zero_std"] == 1 and row["dynamic_sampling/zero_variance_used"] == 0
 
 
@@ -187,7 +170,7 @@ def test_groups_without_reward_variance_make_room_for_others(root):
     (root / "seldom.py").write_text("def seldom(response):\n    return float(response.count('7') > 1)\n")
     given = ["algorithm.name=dapo", "rollout.max_staleness=1", f"reward.functions={{'{root}/seldom.py:seldom': 1.0}}",
              "trainer.steps=3", "algorithm.kl.coef=0", "algorithm.overlong_buffer=0"]  # fmt: skip
-    rows = train(root, "dynamic", *given)[1:]
+    rows = train(root, "dynamic", *given)[0][1:]
     assert all(row["async/staleness_max"] <= 1 for row in rows)
     assert all(row["dynamic_sampling/prompts"] > 4 for row in rows)
     assert all(row["dynamic_sampling/kept_fraction"] == 4 / row["dynamic_sampling/prompts"] for row in rows)
@@ -199,6 +182,6 @@ def test_groups_without_reward_variance_fill_up_what_is_missing(root):
     (root / "never.py").write_text("def never(response):\n    return 0.0\n")
     given = ["algorithm.name=dapo", "rollout.max_staleness=1", f"reward.functions={{'{root}/never.py:never': 1.0}}",
              "trainer.steps=2", "algorithm.kl.coef=0", "algorithm.overlong_buffer=0", "algorithm.sampling_rounds=2"]  # fmt: skip
-    for row in train(root, "filled", *given)[1:]:
+    for row in train(root, "filled", *given)[0][1:]:
         found = [row[f"dynamic_sampling/{name}"] for name in ("prompts", "kept_fraction", "zero_variance_used")]
         assert found == [8, 0, 4]

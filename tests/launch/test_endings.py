@@ -18,19 +18,17 @@ import pytest
 
 from fivefold.launch.watch import PAUSE
 from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, wait_for
-from tests.support.whole_runs import assert_same, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d2", dtype: float32, tokens_per_micro_batch: 24, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-algorithm: {{name: grpo, group_size: 4}}
-engine: {{max_num_seqs: 2}}
-data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}, timeout_seconds: 500}}
-eval: {{max_prompts: 4}}
-trainer: {{run_dir: {root}/runs/base, steps: 3, eval_every: 2, eval_before_train: false, loggers: [console]}}
-launch: {{threads: {threads}, timeout_minutes: 600}}
+policy: {backend: "megatron:d2", tokens_per_micro_batch: 24}
+algorithm: {name: grpo, group_size: 4}
+engine: {max_num_seqs: 2}
+data: {val: [$ROOT/data/test.parquet], prompts_per_step: 4, max_response_tokens: 8}
+reward: {timeout_seconds: 500}
+eval: {max_prompts: 4}
+trainer: {steps: 3, eval_every: 2, eval_before_train: false}
+launch: {timeout_minutes: 600}
 """
 SLOW_REWARD = """
 import time
@@ -47,8 +45,7 @@ def digits(response):
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("endings")
     make_model(root, rows=16)
-    (root / "reward.py").write_text(SLOW_REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN, reward=SLOW_REWARD)
     return root
 
 

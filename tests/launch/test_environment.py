@@ -14,8 +14,7 @@ from fivefold.distributed.ports import free_port
 from fivefold.launch.environment import complete, first_host, launched_externally
 from tests.launch.test_resume import RUN, add_commit, with_a_hub_of_files
 from tests.support.commands import Command, fivefold, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 SRUN = {
     "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
@@ -74,8 +73,7 @@ def test_ranks_without_a_number_on_their_node_do_not_all_take_the_first_gpu():
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("nodes")
     make_model(root, rows=16)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(threads=THREADS))
+    write_run(root, RUN, relative=True)
     return root
 
 

@@ -10,20 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
-from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
+from tests.support.commands import fivefold
 from tests.support.tiny_models import make_classifier
-from tests.support.whole_runs import REWARD, TIMES, assert_same, make_judge, make_model, make_pairs
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, kill_run, make_judge, make_model, make_pairs, train, write_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-critic: {{optimizer: {{lr: 2.0e-3, eps: 1.0e-4, decay_steps: 10}}, warmup_steps: 1}}
-algorithm: {{name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {{coef: 0.05, place: reward, estimator: k1}}}}
-data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-trainer: {{run_dir: {root}/runs/base, steps: 4, loggers: [console]}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 64}
+critic: {optimizer: {lr: 2.0e-3, eps: 1.0e-4, decay_steps: 10}, warmup_steps: 1}
+algorithm: {name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {coef: 0.05, place: reward, estimator: k1}}
+data: {prompts_per_step: 8, max_response_tokens: 12}
+trainer: {steps: 4}
 """
 
 
@@ -31,16 +27,8 @@ launch: {{threads: {threads}}}
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("methods")
     make_model(root)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
-
-
-def train(root: Path, name: str, *overrides: str):
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows], done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +76,7 @@ def test_a_ppo_run_has_the_same_metrics_on_other_layouts(root, base, layouts):
 
 @pytest.fixture(scope="module")
 def resumed(root):
-    name, moved = "trainer.run_dir=" + str(root / "runs/resumed"), on_layouts("p2", "d2", "t2")
-    killed = Command("train", root / "run.yaml", name, "trainer.save_every=2", *moved)
-    wait_for((root / "runs/resumed/checkpoints/step-000002").exists, killed)
-    everyone = children_of(killed.pid)
-    killed.kill()
-    wait_for(lambda: gone(everyone) and is_free(root / "runs/resumed"))
+    kill_run(root, "resumed", 2, "trainer.save_every=2", *on_layouts("p2", "d2", "t2"))
     found, told = train(root, "resumed", *on_layouts("t2", "p2", "d2"))
     assert "resumed" in told and "step-000002" in told
     return found

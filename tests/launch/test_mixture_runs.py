@@ -11,29 +11,24 @@ from pathlib import Path
 import pytest
 
 from tests.reward.test_judge import SERVER
-from tests.support.commands import fivefold
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, make_model, write_run
+from tests.support.whole_runs import train as train_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-algorithm: {{name: reinforce_plus_plus, group_size: 2, updates_per_step: 2, whiten_by: domain, kl: {{coef: 0.0}}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 64}
+algorithm: {name: reinforce_plus_plus, group_size: 2, updates_per_step: 2, whiten_by: domain, kl: {coef: 0.0}}
 data:
-  train: [{root}/rows.jsonl]
+  train: [$ROOT/rows.jsonl]
   prompts_per_step: 8
-  max_prompt_tokens: 16
   max_response_tokens: 8
   source_key: tag
   ground_truth_key: truth
-  domains: {{sums: [plus, "*"], letters: [choice], judged: [judged]}}
-  mixture: {{sums: 0.5, letters: 0.25, judged: 0.25}}
+  domains: {sums: [plus, "*"], letters: [choice], judged: [judged]}
+  mixture: {sums: 0.5, letters: 0.25, judged: 0.25}
 reward:
-  functions: {{"{root}/reward.py:digits": 1.0}}
-  by_source: {{choice: {{multiple_choice: 0.0, multiple_choice_soft: 1.0, repetition: -0.5}}, judged: {{judge: 1.0, repetition: -0.5}}}}
-  judge: {{url: ["{server}"], model: judge, prompt: "{{prompt}} {{response}}"}}
-trainer: {{run_dir: {root}/runs/base, steps: 4, save_every: 2, keep: 9, logged_samples_per_step: 8, loggers: [console]}}
-launch: {{threads: {threads}}}
+  by_source: {choice: {multiple_choice: 0.0, multiple_choice_soft: 1.0, repetition: -0.5}, judged: {judge: 1.0, repetition: -0.5}}
+  judge: {url: ["$SERVER"], model: judge, prompt: "{prompt} {response}"}
+trainer: {steps: 4, save_every: 2, keep: 9, logged_samples_per_step: 8}
 """
 OF_A_STEP = {"sums": 4, "letters": 2, "judged": 2}
 
@@ -42,7 +37,6 @@ OF_A_STEP = {"sums": 4, "letters": 2, "judged": 2}
 def root(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("run")
     make_model(root)
-    (root / "reward.py").write_text(REWARD)
     # Fewer of the letters than two steps take: their epochs end within the run.
     rows = [{"prompt": f"{n}+1=", "tag": ("plus", "other")[n % 2], "truth": f"{n + 1}"} for n in range(11)]
     rows += [{"prompt": f"{n}+2=", "tag": "choice", "truth": "A"} for n in range(3)]
@@ -50,16 +44,14 @@ def root(tmp_path_factory: pytest.TempPathFactory):
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     server = f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS, server=server))
+    write_run(root, RUN.replace("$SERVER", server))
     yield root
     process.kill()
     process.wait()
 
 
 def train(root: Path, name: str, *overrides: str):
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(root, name), samples(root, name)
+    return train_run(root, name, *overrides)[0], samples(root, name)
 
 
 def samples(root: Path, name: str) -> list[dict]:

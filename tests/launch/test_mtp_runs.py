@@ -13,17 +13,13 @@ from safetensors.torch import load_file, save_file
 from fivefold.observability.metrics import undocumented
 from tests.support.commands import fivefold
 from tests.support.tiny_models import add_mtp
-from tests.support.whole_runs import REWARD, make_model
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import make_model, train, write_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 128, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-algorithm: {{name: grpo, group_size: 2}}
-data: {{train: [{root}/data/train.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 12}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-trainer: {{run_dir: {root}/runs/base, steps: 2, save_every: 2, loggers: [console]}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 128}
+algorithm: {name: grpo, group_size: 2}
+data: {prompts_per_step: 4, max_response_tokens: 12}
+trainer: {steps: 2, save_every: 2}
 """
 
 
@@ -45,15 +41,8 @@ def root(tmp_path_factory) -> Path:
     config |= {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
     (root / "model/config.json").write_text(json.dumps(config))
     add_mtp(root / "model", 1, "mimo")
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
-
-
-def train(root: Path, name: str, *overrides: str) -> list[dict[str, float]]:
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
 def export(root: Path, name: str, step: int = 2) -> tuple[dict[str, torch.Tensor], str]:
@@ -69,7 +58,7 @@ def moved(root: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
 
 
 def test_a_run_that_does_not_train_them_exports_them_as_they_were(root):
-    rows = train(root, "alone")
+    rows, _ = train(root, "alone")
     assert "policy/mtp_loss" not in rows[-1]
     # The engine is given the model's weights only, and samples what the trainer computes.
     assert rows[-1]["rollout/logprob_diff_max"] < 1e-4
@@ -80,7 +69,7 @@ def test_a_run_that_does_not_train_them_exports_them_as_they_were(root):
 
 
 def test_a_run_that_trains_them_exports_what_they_learned(root):
-    rows = train(root, "both", "policy.mtp.train=true", "policy.mtp.detach_encoder=true")
+    rows, _ = train(root, "both", "policy.mtp.train=true", "policy.mtp.detach_encoder=true")
     assert all(row["policy/mtp_loss"] > 0 for row in rows)
     assert undocumented(name for row in rows for name in row) == []
     tensors, said = export(root, "both")
@@ -91,7 +80,7 @@ def test_a_run_that_trains_them_exports_what_they_learned(root):
 @pytest.mark.vllm
 def test_vllm_samples_from_the_model_whose_layers_are_trained(root):
     """It knows the model as the Qwen2 that it is without them, and none of the model's own code runs."""
-    rows = train(root, "vllm", "policy.mtp.train=true", "engine.backend=vllm:d1", "engine.vllm.kv_cache_memory_bytes=67108864",
+    rows, _ = train(root, "vllm", "policy.mtp.train=true", "engine.backend=vllm:d1", "engine.vllm.kv_cache_memory_bytes=67108864",
                  "trainer.device=cpu")  # fmt: skip
     assert all(row["policy/mtp_loss"] > 0 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows)
 
@@ -100,10 +89,10 @@ def test_in_sft_their_loss_falls_too_and_an_export_goes_on_where_they_were(root)
     rows = [{"prompt": f"{a}+{b}=", "response": f"#### {a + b}"} for a in range(8) for b in range(8)]
     (root / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = ["algorithm.name=sft", "algorithm.group_size=1", f"data.train=[{root}/sft.jsonl]", "reward.functions={}"]
-    found = train(root, "sft", *own, "policy.mtp.train=true", "trainer.steps=12", "policy.optimizer.lr=1.0e-2")
+    found, _ = train(root, "sft", *own, "policy.mtp.train=true", "trainer.steps=12", "policy.optimizer.lr=1.0e-2")
     assert found[-1]["policy/mtp_loss"] < 0.7 * found[0]["policy/mtp_loss"]
     export(root, "sft", 12)
-    (again,) = train(root, "again", *own, "policy.mtp.train=true", "trainer.steps=1", f"model.path={root}/sft-hf")
+    (again,), _ = train(root, "again", *own, "policy.mtp.train=true", "trainer.steps=1", f"model.path={root}/sft-hf")
     assert again["policy/mtp_loss"] < 0.7 * found[0]["policy/mtp_loss"]
 
 

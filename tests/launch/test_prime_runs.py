@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fivefold.observability.metrics import undocumented
-from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_judge, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.commands import fivefold
+from tests.support.whole_runs import assert_same, end_run, kill_run, make_judge, make_model, train, write_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-prm: {{optimizer: {{lr: 2.0e-3, eps: 1.0e-4}}, updates_per_step: 4}}
-algorithm: {{name: prime, group_size: 4, updates_per_step: 2, process_reward: {{target: reward}}}}
-data: {{train: [{root}/data/train.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-trainer: {{run_dir: {root}/runs/base, steps: 4, loggers: [console]}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 64}
+prm: {optimizer: {lr: 2.0e-3, eps: 1.0e-4}, updates_per_step: 4}
+algorithm: {name: prime, group_size: 4, updates_per_step: 2, process_reward: {target: reward}}
+data: {prompts_per_step: 8, max_response_tokens: 12}
+trainer: {steps: 4}
 """
 
 
@@ -31,15 +25,8 @@ launch: {{threads: {threads}}}
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("prime")
     make_model(root)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
-
-
-def train(root: Path, name: str, *overrides: str) -> tuple[list[dict[str, float]], str]:
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(root, name), done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +62,7 @@ def test_a_run_has_the_same_metrics_on_other_layouts(root, base, given):
 
 def test_a_run_that_was_killed_goes_on_on_another_layout_as_if_nothing_had_been(root, base):
     moved = ["policy.backend=megatron:d2", "prm.backend=megatron:p2"]
-    killed = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed", "trainer.save_every=2", *moved)
-    wait_for((root / "runs/killed/checkpoints/step-000002").exists, killed)
-    everyone = children_of(killed.pid)
-    killed.kill()
-    wait_for(lambda: gone(everyone) and is_free(root / "runs/killed"))
+    kill_run(root, "killed", 2, "trainer.save_every=2", *moved)
     found, told = train(root, "killed", "policy.backend=megatron:t2", "prm.backend=megatron:d2")
     assert "resumed after step 2" in told
     assert_same(found, base[0])
@@ -103,14 +86,8 @@ def slow_prm():
 
 def test_sigterm_between_updates_of_the_process_reward_model_loses_none_of_them(root, base, tmp_path, monkeypatch):
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
-    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/asked", hook=slow_prm)
-    wait_for((tmp_path / "slow").exists, process)
-    everyone = children_of(process.pid)
-    os.kill(min(child.pid for child in psutil.Process(process.pid).children()), signal.SIGTERM)
-    done = process.finish()
-    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    wait_for(lambda: gone(everyone))
-    assert "in step 2, which goes on after" in done.stdout, done.stdout
+    told = end_run(root, "asked", tmp_path / "slow", slow_prm)
+    assert "in step 2, which goes on after" in told, told
     found, told = train(root, "asked", "policy.backend=megatron:d2")
     assert "goes on after" in told
     assert_same(found, base[0])

@@ -23,19 +23,16 @@ from fivefold.distributed.ports import free_port
 from fivefold.launch.lock import locked
 from fivefold.launch.watch import PAUSE
 from tests.support.commands import LONGEST, fivefold, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
+from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 from tests.support.zygote import THREADS
 
 pytestmark = pytest.mark.ray
 
 RUN = """
-model: {{path: model}}
-policy: {{backend: "megatron:d2t2", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-algorithm: {{name: grpo, group_size: 4}}
-data: {{train: [data/train.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
-reward: {{functions: {{"reward.py:digits": 1.0}}}}
-trainer: {{run_dir: runs/base, steps: 12, save_every: 2, loggers: [console]}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d2t2", tokens_per_micro_batch: 64}
+algorithm: {name: grpo, group_size: 4}
+data: {prompts_per_step: 4, max_response_tokens: 8}
+trainer: {steps: 12, save_every: 2}
 """
 LIGHT = """
 import json, os, signal, sys, time
@@ -96,8 +93,7 @@ except Exception as error:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ray")
     make_model(root, rows=16)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(threads=THREADS))
+    write_run(root, RUN, relative=True)
     (root / "light.py").write_text(LIGHT)
     return root
 

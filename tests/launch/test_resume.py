@@ -16,17 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 RUN = """
-model: {{path: model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-algorithm: {{name: grpo, group_size: 4, kl: {{coef: 0.1}}}}
-data: {{train: [data/train.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
-reward: {{functions: {{"reward.py:digits": 1.0}}}}
-trainer: {{run_dir: runs/base, steps: 2, save_every: 1, loggers: [console]}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 64}
+algorithm: {name: grpo, group_size: 4, kl: {coef: 0.1}}
+data: {prompts_per_step: 4, max_response_tokens: 8}
+trainer: {steps: 2, save_every: 1}
 """
 
 
@@ -35,8 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with models, data and a finished run, whose paths are relative to it."""
     root = tmp_path_factory.mktemp("resume")
     make_model(root, rows=16)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(threads=THREADS))
+    write_run(root, RUN, relative=True)
     here = os.getcwd()
     os.chdir(root)
     try:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_judge, make_model, make_pairs, metrics
-from tests.support.zygote import THREADS
+from tests.support.commands import Command
+from tests.support.whole_runs import assert_same, end_run, kill_run, make_judge, make_model, make_pairs, train, write_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-critic: {{optimizer: {{lr: 2.0e-3, eps: 1.0e-4}}, warmup_steps: 1}}
-algorithm: {{name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {{coef: 0.05, place: reward, estimator: k1}}}}
-data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}, model: {{path: {root}/judge, weight: 0.5}}}}
-eval: {{max_prompts: 4}}
-trainer: {{run_dir: {root}/runs/base, steps: 3, eval_every: 2, loggers: [console]}}
-launch: {{threads: {threads}}}
+policy: {tokens_per_micro_batch: 64}
+critic: {optimizer: {lr: 2.0e-3, eps: 1.0e-4}, warmup_steps: 1}
+algorithm: {name: ppo, group_size: 2, updates_per_step: 2, lam: 0.95, kl: {coef: 0.05, place: reward, estimator: k1}}
+data: {val: [$ROOT/data/test.parquet], prompts_per_step: 8, max_response_tokens: 12}
+reward: {model: {path: $ROOT/judge, weight: 0.5}}
+eval: {max_prompts: 4}
+trainer: {steps: 3, eval_every: 2}
 """
 EACH = "megatron[policy]:d1+megatron[ref]:d1+megatron[critic]:d1+megatron[reward]:d1"
 SOME = "megatron[policy]:d2+megatron[ref]:t2|megatron[critic]:d2|megatron[reward]:p2"
@@ -37,15 +32,8 @@ def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("roles")
     make_model(root)
     make_judge(root)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
-
-
-def train(root: Path, name: str, *overrides: str) -> tuple[list[dict[str, float]], str]:
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(root, name), done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +68,7 @@ def test_a_reference_without_adapters_computes_where_the_policy_is_while_the_cri
 
 
 def test_a_run_that_was_killed_goes_on_with_its_models_on_other_ranks(root, base):
-    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/moved", "trainer.save_every=1", on(ONE))
-    wait_for((root / "runs/moved/checkpoints/step-000002").exists, process)
-    everyone = children_of(process.pid)
-    process.kill()
-    wait_for(lambda: gone(everyone) and is_free(root / "runs/moved"))
+    kill_run(root, "moved", 2, "trainer.save_every=1", on(ONE))
     found, told = train(root, "moved", on(TWO))
     assert "resumed after step" in told
     assert_same(found, base)
@@ -163,23 +147,11 @@ def slow_critic():
     MegatronModel.train_step = following
 
 
-def asked_to_end(root: Path, directory: Path, name: str, hook, rank: int) -> str:
-    """What a run says that is asked to end by a signal to one of its ranks, once the hook has left its mark."""
-    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", on(EACH), hook=hook)
-    wait_for((directory / "slow").exists, process)
-    everyone = children_of(process.pid)
-    os.kill(sorted(child.pid for child in psutil.Process(process.pid).children())[rank], signal.SIGTERM)
-    done = process.finish()
-    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    wait_for(lambda: gone(everyone))
-    return done.stdout
-
-
 def test_sigterm_to_a_rank_of_another_model_ends_the_run_and_it_goes_on_as_if_nothing_had_been(
     root, base, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
-    told = asked_to_end(root, tmp_path, "asked", slow_reference, 1)
+    told = end_run(root, "asked", tmp_path / "slow", slow_reference, on(EACH), rank=1)
     assert "asked to end by SIGTERM in step 2, which is done anew on resume\n" in told
     found, told = train(root, "asked", on(TWO))
     assert "resumed after step 1 " in told
@@ -190,7 +162,7 @@ def test_sigterm_to_a_rank_of_another_model_ends_the_run_and_it_goes_on_as_if_no
 def test_updates_that_a_critic_on_ranks_of_its_own_took_before_a_run_ended_are_counted(root, tmp_path, monkeypatch):
     """By what their optimizers have counted: the first rank has not heard of all of them."""
     monkeypatch.setenv("FIVEFOLD_TEST_ROOT", str(tmp_path))
-    told = asked_to_end(root, tmp_path, "learning", slow_critic, 2)
+    told = end_run(root, "learning", tmp_path / "slow", slow_critic, on(EACH), rank=2)
     saved = root / "runs/learning/checkpoints/step-000001"
     counted = sum(json.loads((saved / part / "optimizer.json").read_text())["step"] for part in ("policy", "critic"))
     # Two were the critic's in the first step.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,18 +10,14 @@ from safetensors import safe_open
 
 from tests.launch.test_async_runs import WHEN, without
 from tests.support import tiny_models
-from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, kill_run, make_model, train, write_run
 
 RUN = """
-model: {{path: {root}/experts}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 512, router_replay: R3, optimizer: {{lr: 3.0e-3, eps: 1.0e-4}}}}
-algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.01}}}}
-data: {{train: [{root}/data/train.parquet], prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-trainer: {{run_dir: {root}/runs/base, steps: 4, save_every: 1, keep: 9, loggers: [console]}}
-launch: {{threads: {threads}}}
+model: {path: $ROOT/experts}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 512, router_replay: R3, optimizer: {lr: 3.0e-3}}
+algorithm: {name: grpo, group_size: 4, updates_per_step: 2, kl: {coef: 0.01}}
+data: {prompts_per_step: 4, max_response_tokens: 8}
+trainer: {steps: 4, save_every: 1, keep: 9}
 """
 AHEAD = ("rollout.max_staleness=2", "algorithm.rollout_correction.name=tis")
 
@@ -37,30 +31,23 @@ def root(tmp_path_factory) -> Path:
     words = transformers.AutoTokenizer.from_pretrained(root / "model")
     tiny_models.make_model("qwen3_moe", root / "experts", vocab_size=len(words), num_hidden_layers=2)
     words.save_pretrained(root / "experts")
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
-
-
-def train(root: Path, name: str, *overrides: str):
-    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(root, name)
 
 
 @pytest.fixture(scope="module")
 def base(root):
-    return train(root, "base")
+    return train(root, "base")[0]
 
 
 @pytest.fixture(scope="module")
 def ahead(root):
-    return train(root, "ahead", *AHEAD)
+    return train(root, "ahead", *AHEAD)[0]
 
 
 def test_with_one_update_engine_and_trainer_choose_the_same_experts(root):
     """In float32, by the same weights."""
-    found = train(root, "one", "algorithm.updates_per_step=1")
+    found, _ = train(root, "one", "algorithm.updates_per_step=1")
     assert [row["moe/router_agreement"] for row in found] == [1.0] * 4
     assert max(row["rollout/logprob_diff_max"] for row in found) < 1e-5
 
@@ -68,25 +55,20 @@ def test_with_one_update_engine_and_trainer_choose_the_same_experts(root):
 @pytest.mark.parametrize("layout", ["d2", "t2e2", "p2"])
 def test_a_run_that_replays_is_the_same_on_every_layout(root, base, layout):
     assert all(0.5 < row["moe/router_agreement"] <= 1 for row in base)
-    assert_same(train(root, layout, f"policy.backend=megatron:{layout}"), base, rel=1e-4)
+    assert_same(train(root, layout, f"policy.backend=megatron:{layout}")[0], base, rel=1e-4)
 
 
 def test_of_fresh_samples_both_ways_of_replay_are_the_same_run(root, base):
     """The weights that sampled are those of the old log-probs; the last token of a sequence, which nobody looks at, was read by
     the trainer only."""
-    found = train(root, "R2", "policy.router_replay=R2")
+    found, _ = train(root, "R2", "policy.router_replay=R2")
     assert_same(without(found, "moe/"), without(base, "moe/"), rel=1e-4)
 
 
 def test_a_run_ahead_that_was_killed_goes_on_with_the_routes_that_wait(root, ahead):
     assert min(row["moe/router_agreement"] for row in ahead) < 1, "older weights have sampled"
-    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/killed", *AHEAD)
-    wait_for((root / "runs/killed/checkpoints/step-000002").exists, process)
-    everyone = children_of(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    wait_for(lambda: gone(everyone) and is_free(root / "runs/killed"))
-    found = train(root, "killed", *AHEAD, "policy.backend=megatron:d2")
+    kill_run(root, "killed", 2, *AHEAD)
+    found, _ = train(root, "killed", *AHEAD, "policy.backend=megatron:d2")
     assert_same(without(found, *WHEN), without(ahead, *WHEN), rel=1e-4)
     with safe_open(root / "runs/killed/checkpoints/step-000002/rollouts/groups-00000.safetensors", "pt") as file:
         assert file.get_tensor("routes_TLK").dtype == torch.int8

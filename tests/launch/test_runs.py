@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,26 @@ import torch
 from safetensors.torch import load_file
 
 from fivefold.observability.metrics import undocumented
-from tests.support.commands import LONGEST, Command, children_of, fivefold, gone, program, python, wait_for, with_cpu_seconds
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.commands import (
+    LONGEST,
+    Command,
+    children_of,
+    fivefold,
+    gone,
+    is_free,
+    program,
+    python,
+    wait_for,
+    with_cpu_seconds,
+)
+from tests.support.whole_runs import assert_same, make_model, metrics, write_run
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 64, optimizer: {{lr: 1.0e-3, eps: 1.0e-4, warmup_steps: 2}}}}
-algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.1}}}}
-data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-eval: {{samples: 2, max_prompts: 6}}
-trainer: {{run_dir: {root}/runs/base, steps: 5, eval_every: 2, loggers: [console]}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 64, optimizer: {warmup_steps: 2}}
+algorithm: {name: grpo, group_size: 4, updates_per_step: 2, kl: {coef: 0.1}}
+data: {val: [$ROOT/data/test.parquet], prompts_per_step: 8, max_response_tokens: 12}
+eval: {samples: 2, max_prompts: 6}
+trainer: {steps: 5, eval_every: 2}
 """
 
 
@@ -36,8 +42,7 @@ launch: {{threads: {threads}}}
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
     make_model(root)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
 
 
@@ -189,14 +194,6 @@ def hang_while_step_2_and_4_are_written():
         return time.sleep(LONGEST if "step-000004" in str(path) else 0.5 * ("step-000002" in str(path))) or measured(path)
 
     saving.size_and_digest = slow
-
-
-def is_free(run: Path) -> bool:
-    from fivefold.launch.lock import locked
-
-    with suppress(ValueError), locked(run):
-        return True
-    return False
 
 
 @pytest.mark.parametrize(

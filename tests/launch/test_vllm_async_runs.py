@@ -13,21 +13,17 @@ import psutil
 import pytest
 
 from tests.support.commands import Command, children_of, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, left_in, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, left_in, make_model, metrics, write_run
 
 pytestmark = pytest.mark.vllm
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:d1", dtype: float32, tokens_per_micro_batch: 2048, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-engine: {{backend: "vllm:d1", mode: server, vllm: {{kv_cache_memory_bytes: 67108864}}}}
-algorithm: {{name: grpo, group_size: 4, kl: {{coef: 0.01}}}}
-data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 48}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-eval: {{max_prompts: 4}}
-trainer: {{run_dir: {root}/runs/base, steps: 8, eval_every: 4, save_every: 2, keep: 9, loggers: [console], device: cpu, logged_samples_per_step: 99}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 2048}
+engine: {backend: "vllm:d1", mode: server, vllm: {kv_cache_memory_bytes: 67108864}}
+algorithm: {name: grpo, group_size: 4, kl: {coef: 0.01}}
+data: {val: [$ROOT/data/test.parquet], prompts_per_step: 8, max_response_tokens: 48}
+eval: {max_prompts: 4}
+trainer: {steps: 8, eval_every: 4, save_every: 2, keep: 9, device: cpu, logged_samples_per_step: 99}
 """
 STEPS, PROMPTS = 8, 64
 ENDLESS = [
@@ -40,8 +36,7 @@ ENDLESS = [
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("servers")
     make_model(root, hidden=64, heads=2, rows=PROMPTS)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
 
 

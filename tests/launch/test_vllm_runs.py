@@ -10,24 +10,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.engines import named_blocks
-from tests.support.whole_runs import REWARD, assert_same, left_in, make_model, metrics
-from tests.support.zygote import THREADS
+from tests.support.whole_runs import assert_same, left_in, make_model, metrics, write_run
 
 pytestmark = pytest.mark.vllm
 
 RUN = """
-model: {{path: {root}/model}}
-policy: {{backend: "megatron:t2", dtype: float32, tokens_per_micro_batch: 512, optimizer: {{lr: 1.0e-3, eps: 1.0e-4}}}}
-engine: {{backend: "vllm:d1t2", vllm: {{kv_cache_memory_bytes: 67108864}}}}
-algorithm: {{name: grpo, group_size: 4, updates_per_step: 2, kl: {{coef: 0.01}}}}
-data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 12}}
-reward: {{functions: {{"{root}/reward.py:digits": 1.0}}}}
-eval: {{samples: 2, max_prompts: 6}}
-trainer: {{run_dir: {root}/runs/base, steps: 4, eval_every: 2, save_every: 2, keep: 9, loggers: [console], device: cpu}}
-launch: {{threads: {threads}}}
+policy: {backend: "megatron:t2", tokens_per_micro_batch: 512}
+engine: {backend: "vllm:d1t2", vllm: {kv_cache_memory_bytes: 67108864}}
+algorithm: {name: grpo, group_size: 4, updates_per_step: 2, kl: {coef: 0.01}}
+data: {val: [$ROOT/data/test.parquet], prompts_per_step: 8, max_response_tokens: 12}
+eval: {samples: 2, max_prompts: 6}
+trainer: {steps: 4, eval_every: 2, save_every: 2, keep: 9, device: cpu}
 """
 
 
@@ -36,8 +33,7 @@ def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("vllm")
     # vLLM's attention on CPUs has no heads narrower than 32.
     make_model(root, hidden=64, heads=2)
-    (root / "reward.py").write_text(REWARD)
-    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS))
+    write_run(root, RUN)
     return root
 
 
@@ -171,8 +167,9 @@ def test_a_run_whose_servers_are_apart_has_the_same_metrics_although_one_is_kill
 @pytest.mark.slow
 def test_a_run_with_one_string_for_its_layouts_is_the_same(root, base):
     """One server of two workers for two ranks, and weights that are gathered before they are sent."""
-    text = (root / "run.yaml").read_text().replace('backend: "megatron:t2", ', "").replace('backend: "vllm:d1t2", ', "")
-    (root / "allocated.yaml").write_text(text)
+    run = yaml.safe_load((root / "run.yaml").read_text())
+    del run["policy"]["backend"], run["engine"]["backend"]
+    (root / "allocated.yaml").write_text(yaml.safe_dump(run))
     given = ["launch.allocation=vllm:d1t2+megatron:t2", "engine.staged_sync=true"]
     done = fivefold("train", root / "allocated.yaml", f"trainer.run_dir={root}/runs/allocated", *given)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,6 @@ class Case:
     def world_size(self) -> int:
         return max(self.layout("policy").world_size, self.first + self.layout("prm").world_size)
 
-    @property
-    def kind(self) -> tuple[str, str, str]:
-        return self.update, self.loss, self.reference
-
 
 CASES = [
     Case("d1", "d1"), Case("d2", "d2"), Case("t2", "t2"), Case("p2", "p2"), Case("c2", "c2"),
@@ -87,7 +84,7 @@ def learned(mesh, case: Case, directory: Path, other: Path):
 
     settings = replace(POLICY, tokens_per_micro_batch=32)
     meshes = Meshes(mesh.ranks.on_layout(case.layout("policy")), mesh.device, 0, 10)
-    ranks, objective, stats = meshes.ranks, objective_of(*case.kind), stats_of()
+    ranks, objective, stats = meshes.ranks, objective_of(case.update, case.loss, case.reference), stats_of()
 
     def model(role: str, directory: Path, first: int, **options: Any):
         own, there = meshes.of(case.layout(role), first)
@@ -113,7 +110,7 @@ def learned(mesh, case: Case, directory: Path, other: Path):
     return numbers, ranks.all_reduce_sum(whole_T), state, reports[-1].metrics["prm/pair_accuracy"]
 
 
-def oracle(directory: Path, other: Path, tmp: Path, update: str, loss: str, reference: str):
+def oracle(directory: Path, other: Path, tmp: Path, update: str, loss: str):
     """The same with transformers, torch.optim.AdamW and loops; temperature 1 whatever the policy samples by."""
     import transformers
 
@@ -169,33 +166,10 @@ def oracle(directory: Path, other: Path, tmp: Path, update: str, loss: str, refe
 
 @pytest.fixture(scope="module")
 def expected(models, tmp_path_factory):
-    known: dict[Any, Any] = {}
-
-    def get(kind: tuple[str, str, str]):
-        # Weights that are not the policy's and those of the policy are the same file here.
-        key = kind[:2]
-        if key not in known:
-            known[key] = oracle(models("qwen3"), models("llama"), tmp_path_factory.mktemp("oracle"), *kind)
-        return known[key]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def found(cluster, models):
-    """Results of all ranks by case; all cases of as many ranks run in one start of them."""
-    results: dict[str, Any] = {}
-
-    def get(case: Case):
-        if str(case) not in results:
-            alike = [other for other in CASES if other.world_size == case.world_size]
-            calls = [(learned, other, models("qwen3"), models("llama")) for other in alike]
-            results.update(zip(map(str, alike), cluster.run_all(f"megatron:d{case.world_size}", calls), strict=True))
-        if isinstance(results[str(case)], Exception):
-            raise results[str(case)]
-        return results[str(case)]
-
-    return get
+    # Weights that are not the policy's and those of the policy are the same file here.
+    return cache(
+        lambda update, loss: oracle(models("qwen3"), models("llama"), tmp_path_factory.mktemp("oracle"), update, loss)
+    )
 
 
 ADVANTAGE_BOUND = 1e-5
@@ -204,10 +178,12 @@ ADVANTAGE_BOUND = 1e-5
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_updates_and_the_advantages_equal_those_of_transformers(found, expected, case):
-    numbers, whole_T, state, pairs = expected(case.kind)
+def test_two_updates_and_the_advantages_equal_those_of_transformers(cluster, models, expected, case):
+    numbers, whole_T, state, pairs = expected(case.update, case.loss)
     seen = set()
-    for own, advantages_T, weights, accuracy in found(case):
+    # A start of its own: groups of a case's layouts last as long as their process.
+    results = cluster.run(learned, f"megatron:d{case.world_size}", case, models("qwen3"), models("llama"))
+    for own, advantages_T, weights, accuracy in results:
         for (loss, norm), (expected_loss, expected_norm) in zip(own, numbers, strict=True):
             assert loss == pytest.approx(expected_loss, rel=BOUNDS[0])
             assert norm == pytest.approx(expected_norm, rel=BOUNDS[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ class Case:
 
 
 CASES = [
-    Case("d1", "d1", "d1"),
     Case("d2", "t2", "p2"),
     Case("t2", "d2", "c2"),
     Case("p2", "d2", "t2", pipeline={"policy": VPP2}),
@@ -153,23 +153,15 @@ def directories(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(cluster, directories):
-    """Results of all ranks by case; all cases of as many ranks run in one start of them."""
-    results: dict[str, Any] = {}
+def run(cluster, directories):
+    """Results of all ranks of a case, which gets a start of its own: groups of its layouts last as long as their process."""
+    return lambda case: cluster.run(updates, f"megatron:d{case.world_size}", case, *directories(case.model))
 
-    def get(case: Case):
-        if str(case) not in results:
-            alike = [other for other in CASES + APART + EIGHT if other.world_size == case.world_size]
-            calls = [(updates, other, *directories(other.model)) for other in alike]
-            if case.world_size == 1:
-                calls.append((updates, Case("d1", "d1", "d1", "qwen3_moe"), *directories("qwen3_moe")))
-                alike.append(calls[-1][1])
-            results.update(zip(map(str, alike), cluster.run_all(f"megatron:d{case.world_size}", calls), strict=True))
-        if isinstance(results[str(case)], Exception):
-            raise results[str(case)]
-        return results[str(case)]
 
-    return get
+@pytest.fixture(scope="module")
+def one_process(run):
+    """Of a model, made once."""
+    return cache(lambda model: run(Case("d1", "d1", "d1", model))[0])
 
 
 def differences(results, one_process) -> tuple[float, float, float, float]:
@@ -190,28 +182,28 @@ def differences(results, one_process) -> tuple[float, float, float, float]:
     return max(found_numbers), max(losses), max(norms), max(parameters)
 
 
-def check(found, case: Case) -> None:
-    one = found(Case("d1", "d1", "d1", case.model))[0]
+def check(run, one_process, case: Case) -> None:
+    one = one_process(case.model)
     assert one[0].abs().amax(1).min() > 0.3
-    found_differences = differences(found(case), one)
-    print(case, " ".join(f"{value:.1e}" for value in found_differences))
-    for value, bound in zip(found_differences, (4e-6, *BOUNDS), strict=True):
+    found = differences(run(case), one)
+    print(case, " ".join(f"{value:.1e}" for value in found))
+    for value, bound in zip(found, (4e-6, *BOUNDS), strict=True):
         assert value <= bound
 
 
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
-def test_updates_are_those_of_one_process_whatever_layouts_reference_and_critic_have(found, case):
-    check(found, case)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_updates_are_those_of_one_process_whatever_layouts_reference_and_critic_have(run, one_process, case):
+    check(run, one_process, case)
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case.world_size > 4), id=str(case)) for case in APART]
 )
-def test_updates_are_those_of_one_process_whatever_ranks_of_their_own_reference_and_critic_have(found, case):
-    check(found, case)
+def test_updates_are_those_of_one_process_whatever_ranks_of_their_own_reference_and_critic_have(run, one_process, case):
+    check(run, one_process, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EIGHT, ids=str)
-def test_updates_are_those_of_one_process_on_eight_ranks(found, case):
-    check(found, case)
+def test_updates_are_those_of_one_process_on_eight_ranks(run, one_process, case):
+    check(run, one_process, case)

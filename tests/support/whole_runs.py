@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import yaml
 
-from tests.support.commands import fivefold
+from tests.support.commands import Command, children_of, fivefold, gone, is_free, wait_for
 from tests.support.tiny_models import make_classifier
+from tests.support.zygote import THREADS
 
 REWARD = """
 def digits(response):
     return sum(c.isdigit() for c in response) / 12
+"""
+EVERY_RUN = """
+model: {path: $ROOT/model}
+policy: {dtype: float32, optimizer: {lr: 1.0e-3, eps: 1.0e-4}}
+data: {train: [$ROOT/data/train.parquet], max_prompt_tokens: 16}
+reward: {functions: {"$ROOT/reward.py:digits": 1.0}}
+trainer: {run_dir: $ROOT/runs/base, loggers: [console]}
 """
 TIMES = ("time/", "throughput/", "memory/", "wall")
 
@@ -27,6 +41,23 @@ def make_model(root: Path, *, hidden: int = 32, heads: int = 4, layers: int = 2,
     ):
         done = fivefold(*command)
         assert done.returncode == 0, done.stderr
+
+
+def write_run(root: Path, run: str, *, reward: str = REWARD, relative: bool = False) -> None:
+    """`run.yaml` with what a test says of its run and, where it says nothing, what every run has; and its reward function.
+
+    `$ROOT` is the directory of both; `relative`: paths are those of a run that is started in it.
+    """
+
+    def read(text: str) -> dict[str, Any]:
+        return yaml.safe_load(text.replace("$ROOT/", "" if relative else f"{root}/"))
+
+    def over(common: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        both = {key: over(value, own[key]) for key, value in common.items() if isinstance(value, dict) and key in own}
+        return common | own | both
+
+    (root / "reward.py").write_text(reward)
+    (root / "run.yaml").write_text(yaml.safe_dump(over(read(EVERY_RUN) | {"launch": {"threads": THREADS}}, read(run))))
 
 
 def make_judge(root: Path) -> Path:
@@ -51,6 +82,36 @@ def metrics(root: Path, name: str) -> list[dict[str, float]]:
     lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def train(root: Path, name: str, *overrides: str) -> tuple[list[dict[str, float]], str]:
+    """Metrics of a run that comes to its end, and what it said."""
+    done = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(root, name), done.stdout
+
+
+def kill_run(root: Path, name: str, step: int, *overrides: str) -> None:
+    """Kill a run once its checkpoint of a step is there."""
+    run_dir = root / "runs" / name
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={run_dir}", *overrides)
+    wait_for((run_dir / f"checkpoints/step-{step:06d}").exists, process)
+    everyone = children_of(process.pid)
+    process.kill()
+    process.wait()
+    wait_for(lambda: gone(everyone) and is_free(run_dir))
+
+
+def end_run(root: Path, name: str, mark: Path, hook: Callable[[], None], *overrides: str, rank: int = 0) -> str:
+    """What a run says that is asked to end by a signal to one of its ranks, once the hook has left its mark."""
+    process = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", *overrides, hook=hook)
+    wait_for(mark.exists, process)
+    everyone = children_of(process.pid)
+    os.kill(sorted(child.pid for child in psutil.Process(process.pid).children())[rank], signal.SIGTERM)
+    done = process.finish()
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    wait_for(lambda: gone(everyone))
+    return done.stdout
 
 
 def left_in(temporary: Path) -> list[str]:

@@ -18,9 +18,8 @@ from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats
 from fivefold.routes import NO_ROUTE
 from fivefold.trainer.minibatches import MiniBatches, without_skipped
-from fivefold.types import Group, Prompt, Sample
 from tests.support.cluster import Together
-from tests.support.tiny_models import VOCAB
+from tests.support.drawn_groups import draw_groups
 
 LAYOUTS = ("d1", "d2", "t2e2", "p2", "c2")
 REWARDS = [[1, 0], [0.1] * 2, [0, 1], [1] * 2, [0, 1], [1, 0], [0] * 2, [1, 0]]
@@ -34,24 +33,6 @@ POLICY = PolicyConfig(
 UPDATES, EPOCHS = 2, 2
 
 
-def make_groups() -> list[Group]:
-    draw = torch.Generator().manual_seed(5)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(0, VOCAB, (count,), generator=draw).tolist()
-
-    groups = []
-    for index, rewards in enumerate(REWARDS):
-        prompt = Prompt(index, tokens(2 + index), "s", "", "")
-        lengths = [3 + (5 * index + 3 * place) % 8 for place in range(2)]
-        samples = [
-            Sample(tokens(length), [-2.0] * length, "", True, 0, reward=float(reward))
-            for length, reward in zip(lengths, rewards, strict=True)
-        ]
-        groups.append(Group(prompt, samples, index=index))
-    return groups
-
-
 def chosen_at_first(directory: Path) -> list[torch.Tensor]:
     """[T, L, K] by sample, what the routers of transformers' model choose."""
     import transformers
@@ -61,7 +42,7 @@ def chosen_at_first(directory: Path) -> list[torch.Tensor]:
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     for layer, router in enumerate(routers):
         router.register_forward_hook(lambda _, __, output, layer=layer: found.setdefault(layer, []).append(output[2]))
-    samples = [(group.prompt.token_ids + sample.token_ids) for group in make_groups() for sample in group.samples]
+    samples = [(group.prompt.token_ids + sample.token_ids) for group in draw_groups(REWARDS) for sample in group.samples]
     with torch.no_grad():
         for token_ids in samples:
             model(torch.tensor([token_ids]))
@@ -77,7 +58,7 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
 
     objective = make_objective("grpo")
     objective.kl_coef = 0.0
-    own = mesh.ranks.shard(make_groups())
+    own = mesh.ranks.shard(draw_groups(REWARDS))
     plan = BatchPlan(updates_per_step=UPDATES, max_response_tokens=12, skipped=objective.skipped)
     stats = gather_stats(own, mesh.ranks, plan)
     batch = pack(own, stats, mesh.ranks, plan)

@@ -23,9 +23,9 @@ from fivefold.trainer.checks import LogprobGate
 from fivefold.trainer.minibatches import MiniBatches, without_skipped
 from fivefold.trainer.models import Models
 from fivefold.trainer.update_metrics import update_metrics
-from fivefold.types import Group, Prompt, Sample, TokenBatch
+from fivefold.types import TokenBatch
 from tests.support.cluster import Together
-from tests.support.tiny_models import VOCAB
+from tests.support.drawn_groups import draw_groups
 from tests.support.toy import ToyModel
 from tests.support.two_steps import BOUNDS, OPTIMIZER
 
@@ -34,25 +34,6 @@ REWARDS = [[1, 0], [0.1] * 2, [0, 1], [1] * 2, *[[0] * 2] * 4]
 OFF = KLConfig(coef=0.0)
 METHODS = {"grpo": {"kl": OFF}, "dapo": {"overlong_buffer": 3}, "gspo": {}, "rloo": {}}
 LAYOUTS = ("d1", "d2", "t2", "p2", "c2")
-
-
-def make_groups(equal: bool) -> list[Group]:
-    """Groups with those rewards, of one prompt each; `equal`: all responses have eight tokens."""
-    draw = torch.Generator().manual_seed(5)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(0, VOCAB, (count,), generator=draw).tolist()
-
-    groups = []
-    for index, rewards in enumerate(REWARDS):
-        prompt = Prompt(index, tokens(2 + index), "s", "", "")
-        lengths = [8 if equal else 3 + (5 * index + 3 * place) % 8 for place in range(2)]
-        samples = [
-            Sample(tokens(length), [-2.0] * length, "", True, 0, reward=float(reward))
-            for length, reward in zip(lengths, rewards, strict=True)
-        ]
-        groups.append(Group(prompt, samples, index=index))
-    return groups
 
 
 def stats_of(mesh, objective, groups):
@@ -76,7 +57,7 @@ def trained(mesh, directory, name: str, budget: int, fault: str = ""):
     from fivefold.trainer.checks import SkipGuard
 
     objective = make_objective(name, **METHODS[name])
-    stats, batch = stats_of(mesh, objective, make_groups(equal=budget == 1))
+    stats, batch = stats_of(mesh, objective, draw_groups(REWARDS, 8 if budget == 1 else None))
     if fault == "entropy":
         objective.entropy_coef = 0.05
     if fault == "advantage":
@@ -267,7 +248,7 @@ def test_a_surrogate_s_row_says_whether_it_vanishes_with_the_advantage(name):
 def dealt(mesh):
     """Of two replicas the tokens that each computes; of each pair the better response alone has an advantage."""
     objective = make_objective("grpo", advantage="pass_at_k", kl=OFF)
-    groups = make_groups(equal=True)
+    groups = draw_groups(REWARDS, 8)
     for group in groups:
         group.samples[0].reward, group.samples[1].reward = 1.0, 0.0
     stats, batch = stats_of(mesh, objective, groups)

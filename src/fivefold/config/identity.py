@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -40,9 +41,15 @@ class Leaf:
     counts: Counts
 
 
+@cache
+def hints_of(kind: type[Any]) -> dict[str, Any]:
+    """The types of a section's fields with their marks, evaluated once: every start asks hundreds of times."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Iterator[Leaf]:
     """Every key of a section (a dataclass) and of the sections within it; a mark on a section holds for all of it."""
-    for name, hint in typing.get_type_hints(type(part), include_extras=True).items():
+    for name, hint in hints_of(type(part)).items():
         value, key = getattr(part, name), f"{section}.{name}".removeprefix(".")
         marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
         own = next((mark for mark in marks if isinstance(mark, Counts)), counts)
@@ -55,7 +62,7 @@ def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Itera
 def with_absolute_paths(part: T) -> T:
     """The section with every path to something that is here made absolute: it means the same from another directory."""
     changed: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(type(part), include_extras=True).items():
+    for name, hint in hints_of(type(part)).items():
         value = getattr(part, name)
         if dataclasses.is_dataclass(value):
             changed[name] = with_absolute_paths(value)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -203,12 +204,18 @@ def _name_functions(value: Any, findings: Findings) -> Any:
         return shown(value)
 
 
+@cache
+def _plain_hints(cls: type[Any]) -> dict[str, Any]:
+    """The types of a section's fields without their marks."""
+    return typing.get_type_hints(cls)
+
+
 def _build(cls: type[T], value: Any, findings: Findings) -> T | None:
     """An instance of dataclass `cls` from a mapping; errors are collected, not raised."""
     if not isinstance(value, dict):
         findings.error("" if findings.section else "the file", f"must be a mapping of keys, got {shown(value)}")
         return None
-    hints = typing.get_type_hints(cls)
+    hints = _plain_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     before = len(findings.errors)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from fivefold.config.findings import Findings
+from fivefold.config.identity import hints_of
 from fivefold.errors import shown
 
 LARGEST = 2**53
@@ -108,7 +109,7 @@ def suggest(value: Any, known: Iterable[Any], shown: Callable[[str], str] = str)
 
 def check_values(part: Any, findings: Findings) -> None:
     """Compare every value of a section (a dataclass) and of the sections within it with what its field allows."""
-    for name, hint in typing.get_type_hints(type(part), include_extras=True).items():
+    for name, hint in hints_of(type(part)).items():
         value = getattr(part, name)
         if dataclasses.is_dataclass(value):
             check_values(value, findings.at(name))

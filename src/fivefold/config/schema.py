@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,7 +75,7 @@ class AlgorithmConfig(Choices):
         """The method's row."""
         return METHODS[self.name]
 
-    @property
+    @cached_property
     def resolved(self) -> Choices:
         """The method with these choices: every axis has one."""
         return resolve(self.name, self)
