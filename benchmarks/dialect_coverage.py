@@ -170,10 +170,12 @@ def write_data(path: Path, config: RunConfig) -> None:
             "reward_model": {"ground_truth": truth},
             data.ground_truth_key: truth,
             data.ground_truth_by_source.get(source, data.ground_truth_key): truth,
-            data.prompt_key: conversation[:1],
+            data.prompt_key: conversation[:1] if data.apply_chat_template else "1+1=",
             data.response_key: "11",
             **dict.fromkeys((data.messages_key, data.chosen_key, data.rejected_key), conversation),
         }
+        if not data.apply_chat_template:
+            del row[data.messages_key]
         rows += json.dumps(row) + "\n"
     path.write_text(rows * (data.prompts_per_step + 2 * ROWS))
 

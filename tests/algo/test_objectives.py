@@ -721,6 +721,22 @@ def test_prompts_that_are_too_easy_or_too_hard_carry_no_loss_and_no_share_of_the
     assert make_objective("dapo").kept(stats) is None
 
 
+def test_prompts_whose_responses_are_alike_are_left_out_behind_whitening():
+    """Rewards 0 0, 1 0 and 1 1 with the overlong penalty: the second response of 8 tokens is worse by 1, so the third prompt stays."""
+    stats = difficulty_stats([0, 0, 1, 0, 1, 1], [True] * 6)
+    chosen = {"difficulty_low": 0.0, "difficulty_by": "spread"}
+    plain = make_objective("dapo", overlong_buffer=0, **chosen)
+    assert plain.kept(stats).tolist() == [False, False, True, True, False, False]
+    weights = plain.loss_weights(stats.response_lengths_N, 8, plain.kept(stats))
+    assert weights.tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 0, 0])
+    assert make_objective("dapo", overlong_buffer=8, overlong_penalty=1.0, **chosen).kept(stats).tolist() == [True] * 6
+    # Advantages are whitened over all tokens, and what is left out still is packed for it.
+    whitened = make_objective("ppo", credit="response", **chosen)
+    assert whitened._whitened(stats) is None and not whitened.skipped(stats).any()
+    assert whitened.kept(stats).tolist() == [False, False, True, True, False, False]
+    assert plain.skipped(stats).tolist() == [True, True, False, False, True, True]
+
+
 def test_whitening_looks_at_responses_that_carry_loss_only():
     batch = make_batch()
     given = scores([5.0, -3.0, 1.0], [0, 1, 2])

@@ -75,7 +75,8 @@ TRAINING_CMD=(
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("systems")
-    make_model(root)
+    # Heads of 32, which vLLM on CPUs has attention for.
+    make_model(root, hidden=64, heads=2)
     (root / "run.sh").write_text(SCRIPT)
     sums = [
         {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "answer": str(a + b), "tag": "t"}
@@ -83,6 +84,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for b in range(8)
     ]
     (root / "data/sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    own = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "reward_spec": {"ground_truth": row["answer"]}}
+        for row in sums
+    ]
+    (root / "data/skyrl.jsonl").write_text("\n".join(map(json.dumps, own)))
     return root
 
 
@@ -107,7 +113,7 @@ def test_a_script_of_siirl_trains_as_its_translation_does(root):
 
 def test_arguments_of_skyrl_train_as_they_are(root):
     done = fivefold(
-        "train", "--from", "skyrl", f"data.train_data=['{root}/data/train.parquet']", "trainer.algorithm.advantage_estimator=grpo",
+        "train", "--from", "skyrl", f"data.train_data=['{root}/data/skyrl.jsonl']", "trainer.algorithm.advantage_estimator=grpo",
         f"trainer.policy.model.path={root}/model", "trainer.placement.colocate_all=true", "trainer.strategy=fsdp2",
         "trainer.placement.policy_num_gpus_per_node=1", "generator.inference_engine.num_engines=1", "trainer.train_batch_size=4",
         "trainer.policy_mini_batch_size=2", "trainer.max_prompt_length=16", "generator.sampling_params.max_generate_length=8",

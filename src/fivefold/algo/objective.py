@@ -83,7 +83,7 @@ class Objective:
     overlong_zero: bool = False
     difficulty_low: float | None = None
     difficulty_high: float | None = None
-    difficulty_by: Literal["reward", "correct"] = "reward"
+    difficulty_by: Literal["reward", "correct", "spread"] = "reward"
     old_logprobs_from: Literal["trainer", "engine", "loglinear"] = "trainer"
     """Whose log-probs are the old ones; loglinear: between the engine's and those of now, by a token's age."""
     needs_greedy: bool = False
@@ -192,7 +192,7 @@ class Objective:
 
     def assign_advantages(self, batch: TokenBatch, stats: RolloutStats, replicas: Replicas) -> None:
         """Set `advantages_T` and `returns_T` of this replica's batch from the rewards of the whole step. Collective."""
-        inputs, kept_N = self._inputs(stats), self.kept(stats)
+        inputs, kept_N = self._inputs(stats), self._whitened(stats)
         part_N = None
         if self.whiten_by != "step":
             part_N = stats.domain_N if self.whiten_by == "domain" else stats.group_N
@@ -230,14 +230,30 @@ class Objective:
         if self.overlong_filter:
             kept_N = stats.finished_N
         if self.difficulty_low is not None or self.difficulty_high is not None:
-            inputs = AdvantageInputs(stats.rewards_N, stats.group_N, stats.response_lengths_N)
-            judged_N = stats.rewards_N if self.difficulty_by == "reward" else stats.correct_N.double()
-            mean_N = inputs.group_sums(judged_N) / inputs.count_N
+            judged_N = self._difficulty(stats)
             low = -math.inf if self.difficulty_low is None else self.difficulty_low
             high = math.inf if self.difficulty_high is None else self.difficulty_high
-            fair_N = (mean_N > low) & (mean_N < high)
+            fair_N = (judged_N > low) & (judged_N < high)
             kept_N = fair_N if kept_N is None else kept_N & fair_N
         return kept_N if kept_N is None or stats.expert_N is None else kept_N | stats.expert_N
+
+    def _whitened(self, stats: RolloutStats) -> Tensor | None:
+        """[N] samples over whose tokens advantages are whitened: those that carry loss, and what a spread leaves out."""
+        return replace(self, difficulty_low=None, difficulty_high=None).kept(stats) if self._is_late else self.kept(stats)
+
+    @property
+    def _is_late(self) -> bool:
+        """Prompts are left out when advantages have been made: AReaL's actor.dynamic_sampling."""
+        return self.difficulty_by == "spread"
+
+    def _difficulty(self, stats: RolloutStats) -> Tensor:
+        """[N] what says of each sample's prompt how hard it is."""
+        if self._is_late:
+            inputs = self._inputs(stats)
+            return inputs.group_extremes("amax") - inputs.group_extremes("amin")
+        inputs = AdvantageInputs(stats.rewards_N, stats.group_N, stats.response_lengths_N)
+        judged_N = stats.rewards_N if self.difficulty_by == "reward" else stats.correct_N.double()
+        return inputs.group_sums(judged_N) / inputs.count_N
 
     def skipped(self, stats: RolloutStats) -> Tensor | None:
         """[N] samples that add exactly nothing to the loss and its gradient, as far as the rewards of the step say so.
@@ -249,7 +265,7 @@ class Objective:
         in_reward, moves = self.reward_penalty is not None, self.kl_target is not None
         if not self.vanishes or selects or self.per_micro_batch or in_reward or moves or self.needs_prm:
             return None
-        kept_N = self.kept(stats)
+        kept_N = self._whitened(stats) if self.whiten else self.kept(stats)
         skipped_N = torch.zeros(len(stats), dtype=torch.bool) if kept_N is None else ~kept_N
         compares = self.whiten or self.token_baseline
         if not self.kl_coef and not self.entropy_coef and not compares and self.credit.keeps_zero:

@@ -216,8 +216,9 @@ class Choices:
     difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
     """Responses to prompts whose mean reward is not above the one and below the other carry no loss and do not count in its
     denominators; off when left out."""
-    difficulty_by: Literal["reward", "correct"] | None = None
-    """Whose mean these bounds are of: the reward, or whether a response is correct (1 or 0)."""
+    difficulty_by: Literal["reward", "correct", "spread"] | None = None
+    """What these bounds are of: the mean of the reward, or of whether a response is correct (1 or 0), or how far apart the
+    best and the worst reward are, as the method shapes them; by that spread prompts are left out behind `whiten`."""
     dynamic_sampling: bool | None = None
     """Sample further prompts in the place of those whose responses all have the same reward."""
     dynamic_sampling_by: Literal["reward", "shaped_reward"] | None = None

@@ -6,11 +6,12 @@ Numbers that only AReaL's code explains were read in AReaL 4aef98d8d (2026-05-21
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from fivefold.config.dialects import areal_legacy, shared
+from fivefold.config.dialects import areal_legacy, areal_legacy_sft, areal_releases, shared
 from fivefold.config.dialects.areal_method import advantage, correction, critic, kl, loss, low_rank, optimizer
-from fivefold.config.dialects.areal_placement import ahead, engine, is_sft, layout, roles, trainer
+from fivefold.config.dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
 from fivefold.config.dialects.areal_rows import SECTIONS
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
@@ -111,6 +112,8 @@ def model(source: Source) -> dict[str, Any]:
         )
     if (virtual := role.whole("megatron.virtual_pipeline_parallel_size") or 1) > 1:
         found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    if source.flag("rollout.return_routed_experts"):
+        found |= shared.replayed("R3")
     if role.flag("megatron.use_deterministic_algorithms"):
         found["trainer.deterministic"] = True
     if role.text("megatron.bridge_type") == "megatron-bridge":
@@ -120,7 +123,7 @@ def model(source: Source) -> dict[str, Any]:
 
 def longest(source: Source) -> tuple[int, int]:
     """(prompt, response) in tokens."""
-    if is_sft(source):
+    if not is_sampled(source):
         length = source.whole("train_dataset.max_length") or 1024
         return length, length
     response = source.count("gconfig.max_new_tokens")
@@ -134,9 +137,12 @@ def data(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
-        "policy.tokens_per_micro_batch": max(budget or 0, prompt + response),
+        # Of a pair both are computed together.
+        "policy.tokens_per_micro_batch": max(budget or 0, (prompt + response) * (2 if is_dpo(source) else 1)),
     }
     found |= {"data.prompts_per_step": source.count("train_dataset.batch_size")}
+    if is_dpo(source):
+        return found | {"algorithm.name": "dpo", "algorithm.updates_per_step": 1, "data.apply_chat_template": False}
     if is_sft(source):
         return found | {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
     updates = source.count("actor.ppo_n_minibatches")
@@ -145,8 +151,15 @@ def data(source: Source) -> dict[str, Any]:
     return found | {"algorithm.updates_per_step": updates}
 
 
+def first_rows(source: Source) -> dict[str, Any]:
+    """The first rows of the training data, where a branch's program takes no more."""
+    count = (source.whole("max_train_samples") if source.has("max_train_samples") else None) or 0
+    files = shared.files(source, "train_dataset.path") or []
+    return {"data.train": [f"{files[0]}[:{count}]"]} if count > 0 and files else {}
+
+
 def sampling(source: Source) -> dict[str, Any]:
-    if is_sft(source):
+    if not is_sampled(source):
         return {}
     said = source.under("gconfig.")
     if said.flag("greedy"):
@@ -220,6 +233,7 @@ DERIVED = (
     model,
     low_rank,
     data,
+    first_rows,
     advantage,
     loss,
     kl,
@@ -235,7 +249,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
-    versions={"2025-11": {"gconfig.max_tokens": 65536}},
+    versions=areal_releases.DEFAULTS,
     known=known("areal"),
     command=(
         "`fivefold train --from areal --config run.yaml KEY=VALUE ...`, as `python3 "
@@ -256,12 +270,25 @@ LEGACY = Table(
     areal_legacy.DEFAULTS,
     elsewhere=dict.fromkeys(TABLE.exact) | DEFAULTS | areal_legacy.TODAY,
 )
-OTHER_TABLES = (LEGACY,)
+LEGACY_SFT = Table(
+    "AReaL",
+    areal_legacy_sft.SECTIONS,
+    (*areal_legacy_sft.METHOD, model, data, run, tracked),
+    areal_legacy_sft.DEFAULTS,
+    elsewhere=dict.fromkeys(TABLE.exact) | DEFAULTS | areal_legacy_sft.TODAY,
+)
+OTHER_TABLES = (LEGACY, LEGACY_SFT)
+OLDER = {name: replace(TABLE, defaults={**DEFAULTS, **own}) for name, own in areal_releases.DEFAULTS.items()}
+"""The same with what a release had when a key was left out."""
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of the program that the settings are of."""
-    return LEGACY if areal_legacy.is_legacy(settings) else TABLE
+    """The table of the program that the settings are of, with the defaults of its release as far as they show it."""
+    if areal_legacy_sft.is_legacy_sft(settings):
+        return LEGACY_SFT
+    if areal_legacy.is_legacy(settings):
+        return LEGACY
+    return OLDER.get(areal_releases.release_of(settings), TABLE)
 
 
 translate = dialect(table_of)

@@ -14,7 +14,7 @@ from fivefold.config.dialects.areal_method import kl, loss, optimizer
 from fivefold.config.dialects.areal_placement import ahead, engine, layout
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.table import Row, Section, fixed, lacks, slower, to, used
 
 TODAY: dict[str, Any] = {
     "total_train_epochs": "${exp_ctrl.total_train_epochs}",
@@ -179,11 +179,14 @@ def precision(source: Source) -> dict[str, Any]:
         source.lacks(name, f"sampling in {samples}")
     elif samples != "auto" and shared.DTYPES[samples] != trains:
         found["engine.dtype"] = shared.DTYPES[samples]
-    if trains == "float16":
-        for key in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            value = source.number(f"actor.optimizer.{key}")
-            found[f"policy.megatron.optimizer.{key}"] = int(value or 0) if key == "hysteresis" else value
-    return found
+    return found | (loss_scale(source, "actor.optimizer.") if trains == "float16" else {})
+
+
+def loss_scale(source: Source, start: str) -> dict[str, Any]:
+    """How a loss in float16 is scaled."""
+    found = {name: source.number(start + name) for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window")}
+    found["hysteresis"] = int(source.number(f"{start}hysteresis") or 0)
+    return {f"policy.megatron.optimizer.{name}": value for name, value in found.items()}
 
 
 def rewards(source: Source) -> dict[str, Any]:
@@ -198,23 +201,80 @@ def rewards(source: Source) -> dict[str, Any]:
     }
 
 
+def optimizer_rows(role: str) -> list[Row]:
+    """AdamW, as the section of this model has it."""
+    at = f"{role}.optimizer."
+    return [
+        *used(f"{at}lr", "policy.optimizer.lr", "2e-5 when left out."),
+        *used(f"{at}weight_decay", "policy.optimizer.weight_decay", "0.05 when left out."),
+        *used(f"{at}eps", "policy.optimizer.eps", "1e-5 when left out."),
+        *used(f"{at}beta1 {at}beta2", "policy.optimizer.betas", "0.9 and 0.95 when left out."),
+        *used(f"{at}gradient_clipping", "policy.optimizer.clip_grad"),
+        *used(f"{at}lr_scheduler_type", "policy.optimizer.schedule"),
+        *used(f"{at}min_lr_ratio", "policy.optimizer.min_lr"),
+        *used(
+            f"{at}warmup_steps_proportion",
+            "policy.optimizer.warmup_steps",
+            "A share of the run's steps, from rate 0 on. The first update of a step still has the rate of the step "
+            "before (backend/megatron.py:533); here all have the step's.",
+        ),
+        *used(
+            f"{at}initial_loss_scale {at}min_loss_scale {at}loss_scale_window {at}hysteresis", "policy.megatron.optimizer"
+        ),
+        *used(f"{at}type", "policy.optimizer", "AdamW; another one is refused."),
+        *fixed(f"{at}offload", SPREAD),
+    ]
+
+
+PLACES = [
+    *fixed(
+        "mode n_nodes n_gpus_per_node partition schedule_strategy schedule_policy nodelist exclude debug "
+        "ignore_worker_error metric_discovery_port ray_temp_path torch_cache_mysophobia cache_clear_freq "
+        "cpus_per_master_worker mem_per_master_worker cpus_per_model_worker mem_per_model_worker "
+        "cpus_per_generation_server mem_per_generation_server cpus_per_gserver_manager mem_per_gserver_manager "
+        "cpus_per_rollout_worker mem_per_rollout_worker n_rollout_workers flush_request_timeout new_tokens_per_chunk "
+        "cluster.n_nodes cluster.n_gpus_per_node cluster.config_path cluster.cluster_name cluster.gpu_type "
+        "cluster.mount cluster.gpu_image cluster.cpu_image cluster.gpu_infer_image cluster.node_name_prefix "
+        "cluster.name_resolve.type cluster.name_resolve.nfs_record_root cluster.name_resolve.etcd3_addr "
+        "cluster.name_resolve.ray_actor_name external_configs.** *.scheduling_spec",
+        "the layout says how many GPUs; how they are started is launch's",
+        takes_any=True,
+    ),
+]
+"""Where the programs run, and how they are started."""
+RUN = [
+    to("shuffle_dataset", "data.shuffle", shared.flag),
+    *used("seed", "trainer.seed"),
+    *used("experiment_name trial_name cluster.fileroot", "trainer.run_dir tracking.project tracking.name"),
+    *used("recover_mode", "trainer.resume"),
+    *used("exp_ctrl.total_train_epochs", "trainer.epochs"),
+    *used("exp_ctrl.benchmark_steps", "trainer.steps"),
+    *lacks("exp_ctrl.benchmark_n_seqs", "a bound by sequences: say benchmark_steps"),
+    *used("exp_ctrl.save_freq_steps", "trainer.save_every"),
+    *slower(
+        "exp_ctrl.save_freq_epochs exp_ctrl.save_freq_secs exp_ctrl.ckpt_freq_epochs exp_ctrl.ckpt_freq_steps "
+        "exp_ctrl.ckpt_freq_secs exp_ctrl.eval_freq_epochs exp_ctrl.eval_freq_steps exp_ctrl.eval_freq_secs",
+        "epochs or seconds between checkpoints, and evaluations by another program: say save_freq_steps",
+    ),
+    *used("wandb.mode wandb.project wandb.name wandb.group tensorboard.path", "trainer.loggers tracking"),
+    *fixed(
+        "wandb.entity wandb.job_type wandb.notes wandb.tags wandb.config swanlab.mode swanlab.project swanlab.name "
+        "swanlab.config swanlab.logdir swanlab.api_key recover_retries recover_after auto_eval auto_eval_config.*",
+        SHOWN,
+        takes_any=True,
+    ),
+    *used("-m", "algorithm.name"),
+    *fixed("--config-name --config-path --config", "how the program is started"),
+]
+"""What all programs have of a run."""
+
+
 METHOD = (ahead, layout, engine, precision, advantage, dynamic_sampling, loss, kl, correction, optimizer, rewards)
 SECTIONS = (
     Section.of(
         "Before 2025-08: placement and models",
         used("allocation_mode", "policy.backend engine.backend", "sglang.d64p1m1+d32p2m1: m is tensor parallelism."),
-        fixed(
-            "mode n_nodes n_gpus_per_node partition schedule_strategy schedule_policy nodelist exclude debug "
-            "ignore_worker_error metric_discovery_port ray_temp_path torch_cache_mysophobia cache_clear_freq "
-            "cpus_per_master_worker mem_per_master_worker cpus_per_model_worker mem_per_model_worker "
-            "cpus_per_generation_server mem_per_generation_server cpus_per_gserver_manager mem_per_gserver_manager "
-            "cpus_per_rollout_worker mem_per_rollout_worker n_rollout_workers flush_request_timeout new_tokens_per_chunk "
-            "cluster.n_nodes cluster.n_gpus_per_node cluster.config_path cluster.cluster_name cluster.gpu_type "
-            "cluster.mount cluster.gpu_image cluster.cpu_image cluster.gpu_infer_image cluster.node_name_prefix "
-            "cluster.name_resolve.type cluster.name_resolve.nfs_record_root cluster.name_resolve.etcd3_addr "
-            "cluster.name_resolve.ray_actor_name",
-            "the layout says how many GPUs; how they are started is launch's",
-        ),
+        *PLACES,
         used(
             "max_head_offpolicyness",
             "rollout",
@@ -231,11 +291,6 @@ SECTIONS = (
             "actor.bf16",
             "policy.dtype policy.megatron.optimizer",
             "float16 when left out, with a loss scale that begins at 2^32 and doubles after five good updates.",
-        ),
-        used(
-            "actor.optimizer.initial_loss_scale actor.optimizer.min_loss_scale actor.optimizer.loss_scale_window "
-            "actor.optimizer.hysteresis",
-            "policy.megatron.optimizer",
         ),
         used("actor.sglang.dtype actor.vllm.dtype", "engine.dtype", "float16 when left out."),
         used("actor.gradient_checkpointing", "policy.recompute"),
@@ -258,27 +313,7 @@ SECTIONS = (
             "the reference computes as the policy does; no cut changes the numbers",
             takes_any=True,
         ),
-        *(
-            row
-            for rows in (
-                used("actor.optimizer.lr", "policy.optimizer.lr", "2e-5 when left out."),
-                used("actor.optimizer.weight_decay", "policy.optimizer.weight_decay", "0.05 when left out."),
-                used("actor.optimizer.eps", "policy.optimizer.eps", "1e-5 when left out."),
-                used("actor.optimizer.beta1 actor.optimizer.beta2", "policy.optimizer.betas", "0.9 and 0.95 when left out."),
-                used("actor.optimizer.gradient_clipping", "policy.optimizer.clip_grad"),
-                used("actor.optimizer.lr_scheduler_type", "policy.optimizer.schedule"),
-                used("actor.optimizer.min_lr_ratio", "policy.optimizer.min_lr"),
-                used(
-                    "actor.optimizer.warmup_steps_proportion",
-                    "policy.optimizer.warmup_steps",
-                    "A share of the run's steps, from rate 0 on. The first update of a step still has the rate of the step "
-                    "before (backend/megatron.py:533); here all have the step's.",
-                ),
-            )
-            for row in rows
-        ),
-        lacks("actor.optimizer.type", "another optimizer than AdamW", ["adam"]),
-        fixed("actor.optimizer.offload", SPREAD),
+        *optimizer_rows("actor"),
     ),
     Section.of(
         "Before 2025-08: PPO",
@@ -351,27 +386,6 @@ SECTIONS = (
         used("dataset.max_prompt_len", "data.max_prompt_tokens", "Longer prompts are dropped, as there."),
         used("dataset.train_bs_n_seqs", "data.prompts_per_step", "Prompts."),
         lacks("dataset.fill_to_max_length", "prompts that are filled for tests", [False]),
-        to("shuffle_dataset", "data.shuffle", shared.flag),
-        used("seed", "trainer.seed"),
-        used("experiment_name trial_name cluster.fileroot", "trainer.run_dir tracking.project tracking.name"),
-        used("recover_mode", "trainer.resume"),
-        used("exp_ctrl.total_train_epochs", "trainer.epochs"),
-        used("exp_ctrl.benchmark_steps", "trainer.steps"),
-        lacks("exp_ctrl.benchmark_n_seqs", "a bound by sequences: say benchmark_steps"),
-        used("exp_ctrl.save_freq_steps", "trainer.save_every"),
-        slower(
-            "exp_ctrl.save_freq_epochs exp_ctrl.save_freq_secs exp_ctrl.ckpt_freq_epochs exp_ctrl.ckpt_freq_steps "
-            "exp_ctrl.ckpt_freq_secs exp_ctrl.eval_freq_epochs exp_ctrl.eval_freq_steps exp_ctrl.eval_freq_secs",
-            "epochs or seconds between checkpoints, and evaluations by another program: say save_freq_steps",
-        ),
-        used("wandb.mode wandb.project wandb.name wandb.group tensorboard.path", "trainer.loggers tracking"),
-        fixed(
-            "wandb.entity wandb.job_type wandb.notes wandb.tags wandb.config swanlab.mode swanlab.project swanlab.name "
-            "swanlab.config swanlab.logdir swanlab.api_key recover_retries recover_after auto_eval auto_eval_config.*",
-            SHOWN,
-            takes_any=True,
-        ),
-        used("-m", "algorithm.name"),
-        fixed("--config-name --config-path --config", "how the program is started"),
+        *RUN,
     ),
 )

@@ -6,12 +6,15 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.adapters import adapters, refuse
-from fivefold.config.dialects.areal_placement import is_sft, trainer
+from fivefold.config.dialects.areal_placement import is_dpo, is_sampled, trainer
 from fivefold.config.dialects.source import Source
 
 
 def advantage(source: Source) -> dict[str, Any]:
-    if is_sft(source):
+    if source.text("train_dataset.type") == "rw":
+        source.lacks("train_dataset.type", "the training of reward models")
+        return {}
+    if not is_sampled(source):
         return {}
     said, has_critic = source.under("actor."), bool(source.keys("critic."))
     found: dict[str, Any] = {
@@ -24,9 +27,14 @@ def advantage(source: Source) -> dict[str, Any]:
     if source.keys("actor.reward_norm."):
         norm = said.under("reward_norm.")
         mean, std = _level(norm, "mean_level"), _level(norm, "std_level")
-        if mean != "group" or norm.flag("mean_leave1out"):
+        if mean != "group":
             norm.lacks("mean_level", "a mean of rewards other than that of the group")
         found |= {"advantage": "group", "normalize": std or "none"}
+        if norm.flag("mean_leave1out"):
+            # A prompt's one response has nothing to be compared with: its mean is 0 there (data.py:1143).
+            found["advantage"] = "leave_one_out" if source.count("gconfig.n_samples") > 1 else "reward"
+            if std is not None:
+                norm.lacks("std_level", "the deviation from the mean of the others")
     if has_critic:
         found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
     else:
@@ -40,6 +48,9 @@ def advantage(source: Source) -> dict[str, Any]:
         )
     if source.flag("actor.mask_no_eos_with_zero"):
         source.lacks("actor.mask_no_eos_with_zero", "a reward of 0 for responses that were cut off")
+    if said.flag("dynamic_sampling"):
+        # Without further prompts in their place, and of no weight in the denominators (functional.py:433).
+        found |= {"difficulty_low": 0.0, "difficulty_by": "spread"}
     if said.flag("overlong_reward_penalty"):
         found |= {
             "overlong_buffer": said.whole("overlong_tokens"),
@@ -103,8 +114,20 @@ def credit(source: Source) -> dict[str, Any]:
     return {"credit": "discounted", "gamma": decay}
 
 
+def pairs(source: Source) -> dict[str, Any]:
+    """DPO's loss, the mean over pairs (dpo_engine.py:194)."""
+    if (kind := source.text("actor.loss_type") or source.text("loss_type") or "sigmoid") != "sigmoid":
+        source.lacks("actor.loss_type", f"the loss of pairs {kind}")
+    beta = source.number("actor.beta") if source.has("actor.beta") else source.number("beta")
+    if source.keys("ref.path") and shared.path(source, "ref.path") != shared.path(source, "actor.path"):
+        source.lacks("ref.path", "another reference than the policy as it was")
+    return {"algorithm.beta": 0.1 if beta is None else beta}
+
+
 def loss(source: Source) -> dict[str, Any]:
-    if is_sft(source):
+    if is_dpo(source):
+        return pairs(source)
+    if not is_sampled(source):
         return {}
     said = source.under("actor.")
     low, high = said.number("eps_clip"), said.number("eps_clip_higher")
@@ -117,6 +140,9 @@ def loss(source: Source) -> dict[str, Any]:
         "dual_clip": said.number("c_clip"),
         "entropy_coef": 0.0,
     }
+    if said.flag("use_cispo_loss"):
+        # Its clip has no second bound, and the weight of a token no gradient.
+        found |= {"surrogate": "cispo", "dual_clip": None}
     if said.flag("use_sapo_loss"):
         found |= {
             "surrogate": "sapo",
@@ -130,7 +156,7 @@ def loss(source: Source) -> dict[str, Any]:
 
 
 def kl(source: Source) -> dict[str, Any]:
-    if is_sft(source):
+    if not is_sampled(source) or source.text("train_dataset.type") == "rw":
         return {}
     coef = source.number("actor.kl_ctl")
     if not coef:
@@ -151,7 +177,7 @@ def kl(source: Source) -> dict[str, Any]:
 
 
 def correction(source: Source) -> dict[str, Any]:
-    if is_sft(source):
+    if not is_sampled(source):
         return {}
     said = source.under("actor.")
     found: dict[str, Any] = {}
@@ -163,26 +189,59 @@ def correction(source: Source) -> dict[str, Any]:
         said.fixed("prox_logp_method", "log-probs are computed; estimates of them are only shown (actor.py:745)")
     elif method == "loglinear":
         found["old_logprobs_from"] = "loglinear"
+    elif method == "reuse_train_logp" and said.whole("ppo_n_minibatches") == 1:
+        said.fixed("prox_logp_method", "of one update the log-probs of now are those before it")
     elif method not in (None, "recompute"):
         said.lacks("prox_logp_method", f"log-probs that are estimated ({method}) instead of computed")
-    if (cap := said.number("behav_imp_weight_cap") or said.number("behave_imp_weight_cap")) is not None:
-        found |= {"weight": "token", "high": cap, "outside": "mask"}
-    if source.keys("actor.rejection_sampling."):
-        rule = said.under("rejection_sampling.")
-        if (rule.text("metric") or "ratio") != "ratio":
-            rule.lacks("metric", "rejection by an estimate of the KL")
-        level, action = rule.text("level") or "token", rule.text("action") or "mask"
-        if level == "sequence" and (rule.text("agg") or "mean") != "mean":
-            rule.lacks("agg", "another mean over a sequence than the geometric one")
-        found |= {
-            "weight": "token" if level == "token" else "geometric",
-            "low": rule.number("lower"),
-            "high": rule.number("upper"),
-            "outside": "mask" if action == "mask" else "truncate",
-        }
+    found |= rejection(said) if source.keys("actor.rejection_sampling.") else behaviour(source)
     if (bound := said.number("m2_threshold")) is not None:
         found["reject_divergence"] = {"second_moment": bound}
     return {f"algorithm.rollout_correction.{key}": value for key, value in found.items()}
+
+
+_LEVELS = {"token": "token", "sequence": "geometric"}
+_OUTSIDE = {"mask": "mask", "clamp": "truncate", "truncate": "truncate"}
+_UNBOUNDED = 1e9
+
+
+def rejection(said: Source) -> dict[str, Any]:
+    """Since 2026-04-20; without it there is no weight at all (functional.py:518)."""
+    rule = said.under("rejection_sampling.")
+    if (rule.text("metric") or "ratio") != "ratio":
+        rule.lacks("metric", "rejection by an estimate of the KL")
+    level, action = rule.text("level") or "token", rule.text("action") or "mask"
+    if level == "sequence" and (rule.text("agg") or "mean") != "mean":
+        rule.lacks("agg", "another mean over a sequence than the geometric one")
+    upper = rule.number("upper")
+    return {
+        "weight": _LEVELS[level],
+        "low": rule.number("lower"),
+        "high": 5.0 if upper is None else upper,
+        "outside": _OUTSIDE[action],
+    }
+
+
+def behaviour(source: Source) -> dict[str, Any]:
+    """Until 2026-04-20: a weight of every token, which until 2026-03 had no bound unless one was said.
+
+    Then it was masked above 5, or what behave_imp_weight_mode says (compute_behave_imp_weight of 550656f3d). One string
+    of a layout is of before 2026-03-24: for most of that time without a bound.
+    """
+    said = source.under("actor.")
+    older, cap = said.number("behav_imp_weight_cap"), said.number("behave_imp_weight_cap")
+    mode = said.text("behave_imp_weight_mode")
+    if older is None and cap is None and mode is None and not source.text("allocation_mode"):
+        return {}
+    if mode == "disabled":
+        return {}
+    level, _, action = (mode or "token_mask").partition("_")
+    if level not in _LEVELS or action not in _OUTSIDE:
+        said.lacks("behave_imp_weight_mode", f"weights by {mode}")
+        return {}
+    high = older if cap is None else cap
+    if high is None:
+        high = 5.0 if mode and not said.has("behave_imp_weight_cap") else _UNBOUNDED
+    return {"weight": _LEVELS[level], "high": high, "outside": _OUTSIDE[action]}
 
 
 def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") -> dict[str, Any]:
@@ -191,6 +250,11 @@ def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") ->
     if style not in ("constant", "linear", "cosine"):
         said.lacks("lr_scheduler_type", f"the schedule {style}")
         style = "constant"
+    if said.text("type") == "adam_bf16":
+        said.lacks("type", "moments in bfloat16: here they are float32, of more memory and precision", changes_result=False)
+    elif said.text("type") not in (None, "adam", "adamw"):
+        said.lacks("type", "another optimizer than AdamW")
+    exact = said.number("warmup_steps")
     found: dict[str, Any] = {
         "lr": said.number("lr"),
         "weight_decay": said.number("weight_decay"),
@@ -198,7 +262,7 @@ def optimizer(source: Source, role: str = "", ours: str = "policy.optimizer") ->
         "clip_grad": said.number("gradient_clipping"),
         "betas": [said.number("beta1"), said.number("beta2")],
         "schedule": style,
-        "warmup_steps": said.number("warmup_steps_proportion"),
+        "warmup_steps": said.number("warmup_steps_proportion") if exact is None else exact,
         "schedule_per": "step",
         "warmup_from": 0,
     }

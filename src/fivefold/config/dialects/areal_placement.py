@@ -17,8 +17,18 @@ def trainer(source: Source) -> str:
 
 def is_sft(source: Source) -> bool:
     """It imitates the data: neither generation nor rollouts have a section."""
-    samples = source.keys("gconfig.") or source.keys("rollout.")
-    return trainer(source) == "model" or (source.text("train_dataset.type") == "sft" and not samples)
+    sampled = source.keys("gconfig.") or source.keys("rollout.")
+    return trainer(source) == "model" or (source.text("train_dataset.type") == "sft" and not sampled)
+
+
+def is_dpo(source: Source) -> bool:
+    """It learns from pairs that are there."""
+    return source.text("train_dataset.type") == "dpo" or source.has("actor.beta") or source.has("beta")
+
+
+def is_sampled(source: Source) -> bool:
+    """Responses are sampled: it learns from neither rows nor pairs."""
+    return not (is_sft(source) or is_dpo(source))
 
 
 def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
@@ -32,6 +42,9 @@ def roles(source: Source) -> tuple[ParallelLayout, ParallelLayout | None]:
         trainers = [part for part in parts if part not in ("cpu", "eval", *engines)]
         theirs = (engines or [theirs])[0]
         ours = _with_backend(trainers[0], ours.partition(":")[0]) if trainers else ours
+    if is_sft(source) and ours and ":" not in _dotless(ours):
+        # Of 2025-07, when torchrun alone said how many GPUs.
+        ours += f":d{(source.whole('cluster.n_nodes') or 1) * (source.whole('cluster.n_gpus_per_node') or 1)}"
     try:
         engine = ParallelLayout.parse(_dotless(theirs)) if theirs else None
         return ParallelLayout.parse(_dotless(ours)), engine
@@ -72,7 +85,7 @@ def is_colocated(source: Source) -> bool:
 
 def steps_ahead(source: Source) -> int:
     """0 where rollouts are waited for: until 2026 async_training said so."""
-    waits = is_sft(source) or not source.flag("async_training")
+    waits = not is_sampled(source) or not source.flag("async_training")
     return 0 if waits else source.whole("rollout.max_head_offpolicyness") or 0
 
 
@@ -111,7 +124,7 @@ def _for_megatron(given: ParallelLayout) -> ParallelLayout:
 
 
 def engine(source: Source) -> dict[str, Any]:
-    if is_sft(source):
+    if not is_sampled(source):
         return {}
     ours, theirs = roles(source)
     if theirs is None:

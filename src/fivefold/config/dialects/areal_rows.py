@@ -60,11 +60,35 @@ SECTIONS = (
             "rollout.setup_timeout rollout.request_* rollout.pause_grace_period "
             "rollout.check_trajectory_format rollout.experiment_name rollout.trial_name rollout._version "
             "rollout.model "
-            "rollout.routing_strategy rollout.poll_interval rollout.*_api_key rollout.api_url",
+            "rollout.routing_strategy rollout.poll_interval rollout.*_api_key rollout.api_url rollout.lora_name "
+            "rollout.schedule_policy rollout.workers_ready_timeout rollout.pause_generation_clearance_period "
+            "rollout.serialize_group_samples rollout.use_gateway actor.workers_ready_timeout ref.workers_ready_timeout",
             "how requests are spread",
         ),
         fixed("rollout.use_lora", "the engine is given the merged weights"),
-        lacks("rollout.return_routed_experts", "the routing of experts", [False]),
+        used(
+            "rollout.return_routed_experts",
+            "policy.router_replay engine.mode",
+            "R3: the trainer takes the experts that the engine took (megatron_engine.py). vLLM samples in a server then.",
+        ),
+        lacks("rollout.deterministic_sampling gconfig.seed", "samples that are the same in every run", [False]),
+        fixed("awex.**", "how weights travel to the engine: the engine has the trainer's after every step", takes_any=True),
+        slower(
+            "actor.enable_delta_weight_update actor.dte.enabled",
+            "weights that are sent as what changed: all of them are sent",
+            [False],
+        ),
+        fixed(
+            "actor.dte.** actor.weight_update_* actor.colocated actor.colocated_weight_path",
+            "how weights travel to the engine",
+            takes_any=True,
+        ),
+        fixed(
+            "n_nodes n_gpus_per_node **.scheduling_specs **.scheduling_spec.type post_exit_hook actor.scheduling_spec.** "
+            "rollout.scheduling_spec.** ref.scheduling_spec.** model.scheduling_spec.**",
+            "the layout says how many GPUs; how they are started is launch's",
+            takes_any=True,
+        ),
         fixed("rollout.agent.** rollout.openai.**", "read by agents only"),
     ),
     Section.of(
@@ -85,6 +109,28 @@ SECTIONS = (
             "mbridge is AReaL's default; weights are read by our own tables: the same numbers.",
         ),
         lacks("*.megatron.fp8_config *.archon.fp8_config.mode", "training in 8 bits", ["disabled"]),
+        lacks("*.megatron.fp8 *.megatron.fp8_*", "training in 8 bits", [False]),
+        lacks("*.megatron.moe_z_loss_coeff *.megatron.moe_router_bias_update_rate", "what balances experts", [0, 0.0]),
+        lacks(
+            "actor.enable_mtp_training *.megatron.enable_mtp_training",
+            "layers for further tokens that learn apart from the output layer (megatron_engine.py:199 of 71cecba5f): "
+            "policy.mtp trains that too",
+            [False],
+        ),
+        fixed(
+            "actor.mtp_* *.megatron.mtp_* *.megatron.enable_mtp *.optimizer.mtp_lr_scale",
+            "read with enable_mtp_training only",
+            takes_any=True,
+        ),
+        fixed(
+            "*.megatron.enable_fp32_lm_head *.megatron.cross_entropy_loss_fusion *.megatron.lm_head_loss_chunk_size "
+            "*.megatron.enable_chunked_logits *.megatron.entropy_requires_grad *.megatron.moe_router_fusion "
+            "*.megatron.use_areal_lm_head *.megatron.use_bridge_for_update_weights "
+            "*.megatron.disable_grad_buffers_cpu_backup *.archon.activation_checkpoint.mode *.logprobs_chunk_size",
+            KERNELS,
+            takes_any=True,
+        ),
+        fixed("*.fsdp.offload_optimizer *.fsdp.offload_policy *.optimizer_dtype", SPREAD, takes_any=True),
         fixed("*.megatron.** *.fsdp.** *.archon.**", SPREAD),
         used(
             "actor.mb_spec.max_tokens_per_mb model.mb_spec.max_tokens_per_mb",
@@ -93,7 +139,8 @@ SECTIONS = (
         ),
         fixed(
             "**.mb_spec.* *.pad_to_maximum *.weight_update_mode *.offload *.attn_impl *.use_kernels "
-            "*.grad_reduce_dtype *.enable_tree_training",
+            "*.grad_reduce_dtype *.enable_tree_training *.tree_training_mode *.packing_algorithm *.dta_block_size "
+            "*.pad_mbs_to_max_tokens",
             "no cut and no kernel changes the numbers",
         ),
         fixed("*.disable_dropout", "there is no dropout"),
@@ -116,6 +163,9 @@ SECTIONS = (
         ),
         lacks("*.use_lora", "adapters of another model", [False]),
         fixed("*.lora_rank *.lora_alpha *.target_modules *.peft_type", "read with use_lora only"),
+        lacks("*.lora_dropout", "dropout", [0, 0.0]),
+        fixed("*.use_merged_lora", "the engine is given the merged weights"),
+        lacks("model.is_reward_model actor.is_reward_model", "the training of reward models", [False]),
         *(
             row
             for role in ("actor", "model")
@@ -128,9 +178,14 @@ SECTIONS = (
                 used(f"{role}.optimizer.lr_scheduler_type", "policy.optimizer.schedule"),
                 used(f"{role}.optimizer.min_lr_ratio", "policy.optimizer.min_lr"),
                 used(
-                    f"{role}.optimizer.warmup_steps_proportion",
+                    f"{role}.optimizer.warmup_steps_proportion {role}.optimizer.warmup_steps",
                     "policy.optimizer.warmup_steps",
-                    "A share of the run, in steps of the run from rate 0 on: the schedule moves once a step.",
+                    "A share of the run, or so many, in steps of the run from rate 0 on: the schedule moves once a step.",
+                ),
+                used(
+                    f"{role}.optimizer.type",
+                    "policy.optimizer",
+                    "AdamW. adam_bf16 is taken with moments in float32, sgd is refused.",
                 ),
             )
             for row in rows
@@ -149,16 +204,40 @@ SECTIONS = (
             "AReaL balances tokens between updates, here each has as many prompts.",
         ),
         used("actor.eps_clip actor.eps_clip_higher", "algorithm.clip_low algorithm.clip_high"),
+        used("actor.use_cispo_loss", "algorithm.surrogate"),
+        lacks("actor.gae_timestep_unit", "advantages of turns", ["token"]),
+        lacks("actor.gae_lambda_kwargs actor.gae_lambda_kwargs.**", "a λ that a function of the user's computes"),
+        lacks(
+            "actor.enable_icepop actor.enable_kpop actor.use_prox_approx actor.enable_MIS_TIS_correction "
+            "enable_segment_wise_ppo rollout.enable_segment_wise_ppo",
+            "a switch of a branch: rejection_sampling says which tokens are left out since 2026-04",
+            [False],
+        ),
+        fixed(
+            "actor.icepop_* actor.kpop_* actor.prox_approx_method actor.log_prox_approx_metrics",
+            "read with their switch only",
+            takes_any=True,
+        ),
+        lacks("actor.behav_imp_weight_floor", "a lower bound of the weight"),
+        lacks("actor.aent.**", "AEnt: an entropy of the likeliest tokens alone, whose coefficient moves"),
+        lacks("dynamic_hint.**", "hints in prompts, the more the harder they are"),
+        lacks("actor.adv_norm.adv_norm_mode actor.adv_norm.aggregation_mode", "MAPO's mixture of two deviations"),
+        lacks("actor.sft_reg", "a loss of imitation beside the surrogate", [0, 0.0]),
         used("actor.c_clip", "algorithm.dual_clip"),
         used(
             "actor.use_sapo_loss actor.sapo_tau_pos actor.sapo_tau_neg",
             "algorithm.surrogate algorithm.temperature_positive algorithm.temperature_negative",
         ),
         used("actor.importance_sampling_level", "algorithm.importance_sampling_level"),
-        lacks("actor.beta actor.loss_type", "DPO's trainer: use algorithm.name: dpo"),
+        used(
+            "actor.beta actor.loss_type beta loss_type",
+            "algorithm.name algorithm.beta",
+            "DPO; train_dataset.type dpo asks for it too. There a row has the whole text of both, and what they begin with "
+            "alike is the prompt: here that is a column of its own.",
+        ),
         lacks(
             "econfig.** tir.** workflow eval_workflow agent_run_args.** reward_fn_path agent_builder_path "
-            "export_style max_tokens_per_trajectory",
+            "export_style max_tokens_per_trajectory max_turns max_tool_uses sandbox_type execd_endpoint code_timeout",
             "agents",
         ),
         used(
@@ -170,10 +249,11 @@ SECTIONS = (
         used(
             "actor.reward_norm.mean_level actor.reward_norm.std_level actor.reward_norm.mean_leave1out",
             "algorithm.advantage algorithm.normalize",
-            "Unbiased deviation, ε 1e-5 there and 1e-6 here.",
+            "Unbiased deviation, ε 1e-5 there and 1e-6 here. With mean_leave1out the mean of the group's others.",
         ),
         fixed(
-            "actor.reward_norm.group_size actor.adv_norm.group_size actor.group_size actor.max_new_tokens actor.reward_norm",
+            "actor.reward_norm.group_size actor.adv_norm.group_size actor.group_size actor.max_new_tokens actor.reward_norm "
+            "actor.adv_norm.max_new_tokens actor.context_length context_length",
             "gconfig says it",
         ),
         used(
@@ -203,18 +283,30 @@ SECTIONS = (
         ),
         used(
             "actor.recompute_logprob actor.use_decoupled_loss actor.behav_imp_weight_cap "
-            "actor.behave_imp_weight_cap actor.rejection_sampling.* actor.prox_logp_method",
+            "actor.behave_imp_weight_cap actor.behave_imp_weight_mode actor.rejection_sampling.* actor.prox_logp_method",
             "algorithm.rollout_correction",
-            "Without recompute_logprob the old log-probs are the engine's. What is masked keeps its place in "
-            "the denominator (functional.py:459), as here. loglinear: (s - 1) / s of the way from the engine's log-probs to "
-            "those of now, for a token of s steps ago (actor.py:640).",
+            "Without recompute_logprob the old log-probs are the engine's. What is masked keeps its place in the "
+            "denominator (functional.py:459), as here. Until 2026-03 (one string of a layout) the decoupled loss has a "
+            "weight without a bound where no cap is said; since 2026-04 it has none without rejection_sampling. "
+            "loglinear: (s - 1) / s of the way from the engine's log-probs to those of now, for a token of s steps ago "
+            "(actor.py:640).",
         ),
         used(
             "actor.overlong_reward_penalty actor.overlong_tokens actor.overlong_penalty_factor",
             "algorithm.overlong_buffer algorithm.overlong_penalty",
         ),
         used("actor.mask_no_eos_with_zero", "algorithm.overlong_filter"),
-        lacks("actor.dynamic_sampling dynamic_bs", "AReaL's own filter of groups", [False]),
+        used(
+            "actor.dynamic_sampling",
+            "algorithm.difficulty_low algorithm.difficulty_by",
+            "Until 2026-01: prompts whose responses all have the same reward, penalties of length included, are left out, "
+            "and none are sampled in their place. A rank whose prompts are all such keeps them there, in the denominators.",
+        ),
+        lacks("actor.dynamic_sampling_strategy", "another filter of groups of a branch", ["dynamic"]),
+        fixed(
+            "dynamic_bs",
+            "read with a filter that the program gives (rl_trainer.py:520); without one every prompt is accepted",
+        ),
         used(
             "actor.temperature",
             "engine.sampling.temperature",
@@ -251,6 +343,22 @@ SECTIONS = (
         ),
         used("vllm.max_num_seqs", "engine.max_num_seqs"),
         used("vllm.enforce_eager", "engine.vllm"),
+        lacks("sglang.torchao_config sglang.quantization vllm.quantization", "engines that quantize", [""]),
+        lacks("sglang.kv_cache_dtype vllm.kv_cache_dtype vllm.kv_cache_type", "a cache in 8 bits", ["auto"]),
+        slower(
+            "sglang.speculative_algorithm vllm.speculative_config",
+            "speculative decoding: the engine draws each token from the policy",
+        ),
+        fixed(
+            "sglang.speculative_* sglang.enable_draft_weights_cpu_backup",
+            "read with speculative_algorithm only",
+            takes_any=True,
+        ),
+        fixed(
+            "sglang.enable_deterministic_inference sglang.load_format vllm.enable_expert_parallel vllm.data_parallel_size "
+            "vllm.tensor_parallel_size vllm.disable_custom_all_reduce vllm.trust_remote_code vllm.gdn_prefill_backend",
+            KERNELS,
+        ),
         fixed("sglang.** vllm.**", KERNELS),
     ),
     Section.of(
@@ -265,12 +373,25 @@ SECTIONS = (
         used("train_dataset.batch_size", "data.prompts_per_step"),
         to("train_dataset.shuffle", "data.shuffle", shared.flag),
         fixed(
-            "train_dataset.type valid_dataset.** train_dataset.pin_memory train_dataset.num_workers "
+            "valid_dataset valid_dataset.** ref train_dataset.pin_memory train_dataset.num_workers "
             "train_dataset.num_dataset_workers train_dataset.drop_last train_dataset.setup_timeout "
             "train_dataset.scheduling_spec.**",
             "how data are read",
         ),
+        used(
+            "max_train_samples",
+            "data.train",
+            "Of a branch's program (examples/cloud_gsm8k/gsm8k_grpo_train.py): the first rows, `FILE[:N]`.",
+        ),
+        slower(
+            "circuit_breaker_enabled",
+            "a run that ends where rewards stay 0: trainer.stop_at ends one that is good enough",
+            [False],
+        ),
+        fixed("circuit_breaker_threshold training_mode", "of that program: a name, and how many steps it waits"),
         lacks("train_dataset.split", "another part of a data set of the hub", ["train"]),
+        used("train_dataset.type", "algorithm.name", "sft, rl or dpo; rw, the training of reward models, is refused."),
+        lacks("defaults", "a file that is composed of others: give it as the program sees it"),
         lacks("train_dataset.dataset_kwargs train_dataset.dataset_kwargs.**", "arguments of a data set's code"),
         used("seed", "trainer.seed"),
         used("experiment_name trial_name cluster.fileroot", "trainer.run_dir tracking.project tracking.name"),
