@@ -21,6 +21,7 @@ from fivefold.config.dialects.translator import dialect
 from fivefold.config.dialects.trinity_algorithm import algorithm, kl, loss, offline
 from fivefold.config.dialects.trinity_data import data, lengths, sampled_evaluation
 from fivefold.config.dialects.trinity_placement import engine, layout, low_rank, offload
+from fivefold.config.dialects.trinity_releases import FIRST, RELEASE, VERSIONS, moved, named, release_of, remove
 from fivefold.config.dialects.trinity_rows import ACTOR, CRITIC, ROLLOUT, SECTIONS, TASKSET, VERL
 from fivefold.config.dialects.trinity_steps import ahead, batch, critic, optimizer, period, periods, replayed
 from fivefold.config.loader import read
@@ -34,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.algorithm_type": "ppo",
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,
+    "algorithm.policy_loss_fn_args.clip_ratio_c": 3.0,
     "algorithm.optimizer.lr": 1e-6,
     "algorithm.optimizer.lr_warmup_steps": -1,
     "algorithm.optimizer.lr_warmup_steps_ratio": 0.0,
@@ -74,6 +76,16 @@ HALVES = "explore and train"
 """The mode of two files that are one run."""
 
 
+def _is_said(value: Any) -> bool:
+    return value not in ("", None)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """What one of two files leaves empty the other says, and a path is the same with a slash behind it."""
+    ends = [str(value).rstrip("/") for value in (one, other)]
+    return _is_said(one) and _is_said(other) and one != other and ends[0] != ends[1]
+
+
 def join(trees: list[Tree]) -> Tree:
     """Two files of which one explores and one trains are the run that `mode: both` makes of them, on the GPUs of both.
 
@@ -86,15 +98,19 @@ def join(trees: list[Tree]) -> Tree:
         return merged(trees)
     explorer, trainer = modes["explore"], modes["train"]
     own = ("mode", "explorer", "cluster", "trainer", "monitor", "log", "service", "ignore_validator_suggestions")
-    shared_parts = [{key: value for key, value in each.items() if key not in own} for each in (explorer, trainer)]
+    shared_parts = [
+        copy.deepcopy({key: value for key, value in each.items() if key not in own}) for each in (explorer, trainer)
+    ]
     said, also = (dict(flatten(part)) for part in shared_parts)
-    if differing := sorted(key for key in said.keys() & also.keys() if said[key] != also[key]):
+    if differing := sorted(key for key in said.keys() & also.keys() if _differ(said[key], also[key])):
         first = differing[0]
         raise ValueError(
             f"the files of explorer and trainer must say the same of {', '.join(differing)}: "
             f"got {first}={said[first]} and {also[first]}"
         )
     of_trainer = {key: trainer[key] for key in own if key in trainer}
+    for key in (key for key in said.keys() & also.keys() if not _is_said(also[key])):
+        remove(shared_parts[1], key)
     return {**merged(shared_parts), **of_trainer, "explorer": explorer.get("explorer", {}), "mode": HALVES}
 
 
@@ -103,6 +119,8 @@ def program(source: Source) -> dict[str, Any]:
     if mode not in ("both", HALVES, "train") or (mode == "train" and not offline(source)):
         reason = "half of a run of two programs: give the other's file too" if mode in ("explore", "train") else mode
         source.lacks("mode", f"{reason}; a run samples and trains here (both), or learns from data (train with dpo or sft)")
+    if mode == HALVES and source.text(RELEASE) in FIRST:
+        source.lacks("mode", "an explorer that never waits for the trainer's weights (explorer.py of 2025-05, explore)")
     if source.text("trainer.trainer_config_path"):
         source.lacks("trainer.trainer_config_path", "settings in a second file: write them under trainer.trainer_config")
     return {}
@@ -110,6 +128,7 @@ def program(source: Source) -> dict[str, Any]:
 
 def run(source: Source) -> dict[str, Any]:
     place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
+    place = source.text("model.checkpoint_path") or place
     keep = source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
     key = "buffer.total_steps" if source.whole("buffer.total_steps") else "trainer.total_steps"
     steps = source.whole(key)
@@ -158,7 +177,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
-    versions={"2025-09": {"cluster.gpu_per_node": 8}},
+    versions=VERSIONS,
     command="`fivefold train --from trinity --config run.yaml`, as `trinity run --config run.yaml`.",
     loses=(
         "workflows with tools, environments and other models",
@@ -174,27 +193,17 @@ TABLE = Table(
 )
 
 
-def _of_today(tree: Tree) -> Tree:
-    """Names of 2025 -> today's: the expert's data of mix, which was sft_warmup_dataset until 2025-10, and a token budget."""
-    tree = copy.deepcopy(tree)
-    trainer, buffer = tree.get("trainer"), tree.get("buffer")
-    inputs = buffer.get("trainer_input") if isinstance(buffer, dict) else None
-    mixes = str((tree.get("algorithm") or {}).get("algorithm_type")).startswith("mix")
-    if mixes and isinstance(inputs, dict) and "sft_warmup_dataset" in inputs:
-        inputs.setdefault("auxiliary_buffers", {})["sft_dataset"] = inputs.pop("sft_warmup_dataset")
-    if isinstance(trainer, dict) and "ppo_max_token_len_per_gpu" in trainer:
-        trainer.setdefault("max_token_len_per_gpu", trainer.pop("ppo_max_token_len_per_gpu"))
-    return tree
-
-
 def translate(
     tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None, version: str = ""
 ) -> Translation:
-    """Trinity-RFT's configuration in our spelling, with the file of `trainer.trainer_config_path` where it is here."""
-    trainer = tree.get("trainer")
+    """Trinity-RFT's configuration in our spelling, with the file of `trainer.trainer_config_path` where it is here.
+
+    It is read as one of the release that is named, or else of the one that its keys tell of.
+    """
+    version, trainer = version or release_of(tree), tree.get("trainer")
     if isinstance(trainer, dict) and Path(str(trainer.get("trainer_config_path") or "")).is_file():
         inner = {**read(str(trainer["trainer_config_path"])), **(trainer.get("trainer_config") or {})}
         rest = {key: value for key, value in trainer.items() if key != "trainer_config_path"}
         tree = {**tree, "trainer": {**rest, "trainer_config": inner}}
-    tree = _of_today(tree)
-    return dialect(TABLE)(tree, overrides, environment, version)
+    today, names = moved(tree)
+    return named(dialect(TABLE)(today, overrides, environment, version), names)

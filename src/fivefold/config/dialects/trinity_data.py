@@ -7,26 +7,38 @@ from typing import Any
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.trinity_algorithm import kind, mixes, offline
+from fivefold.config.dialects.trinity_releases import FIRST, RELEASE
 from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, EXPERTS, ROLLOUT, TASKSET
+
+
+def longest(source: Source, name: str) -> int | None:
+    """What the model's section says of prompts or responses, or the engine's, which went before it until 2025-09
+    (config.py, check_and_update)."""
+    places = [f"model.max_{name}_tokens", f"{ROLLOUT}max_{name}_tokens"]
+    if source.text(RELEASE) in (*FIRST, "2025-09"):
+        places.reverse()
+    return next((found for place in places if (found := source.whole(place)) is not None), None)
 
 
 def response_tokens(source: Source) -> int:
     """What prompts leave of model.max_model_len where it is not said, or half of it (config_validator.py:555)."""
-    said, whole = source.whole("model.max_response_tokens"), source.whole("model.max_model_len")
-    if said is not None or whole is None:
+    said, whole = longest(source, "response"), source.whole("model.max_model_len")
+    if said is not None:
+        return said
+    if whole is None:
         return source.count("model.max_response_tokens")
-    prompt = source.whole("model.max_prompt_tokens")
+    prompt = longest(source, "prompt")
     return whole - (whole // 2 if prompt is None else min(prompt, whole - 1))
 
 
 def lengths(source: Source) -> dict[str, Any]:
     response = response_tokens(source)
-    prompt, whole = source.whole("model.max_prompt_tokens"), source.whole("model.max_model_len")
+    prompt, whole = longest(source, "prompt"), source.whole("model.max_model_len")
     if prompt is None:
         prompt = whole - response if whole is not None else None
     if prompt is None or prompt < 1:
         raise UnreadableError("model.max_prompt_tokens or model.max_model_len must say how long prompts may be")
-    longest = (prompt + response) * (2 if kind(source) == "dpo" else 1)
+    whole_sample = (prompt + response) * (2 if kind(source) == "dpo" else 1)
     if (
         source.flag(ACTOR + "use_dynamic_bsz")
         if source.has(ACTOR + "use_dynamic_bsz")
@@ -39,7 +51,7 @@ def lengths(source: Source) -> dict[str, Any]:
     return {
         "data.max_prompt_tokens": prompt,
         "data.max_response_tokens": response,
-        "policy.tokens_per_micro_batch": max(tokens, longest),
+        "policy.tokens_per_micro_batch": max(tokens, whole_sample),
         "data.overlong_prompts": "refuse",
     }
 
@@ -105,8 +117,9 @@ def data(source: Source) -> dict[str, Any]:
     if selector not in ("sequential", "shuffle"):
         source.lacks(TASKSET + "data_selector.selector_type", f"tasks that are chosen in another way: {selector}")
     found["data.shuffle"] = selector == "shuffle"
-    thinking = next((key for key in (ROLLOUT + "enable_thinking", "model.enable_thinking") if source.has(key)), None)
-    if thinking is not None and source.value(thinking) is not None:
+    thinking = ROLLOUT + "enable_thinking" if source.has(ROLLOUT + "enable_thinking") else "model.enable_thinking"
+    # Until 2026-02 it was false when left out, which templates of models that think read.
+    if source.value(thinking) is not None:
         found["data.chat_template_kwargs"] = {"enable_thinking": source.flag(thinking)}
     return found
 
@@ -189,7 +202,8 @@ def sampled_evaluation(source: Source) -> dict[str, Any]:
         drawn = (
             own.number(name) if own.has(name) else other for name, other in zip(("temperature", "top_p"), usual, strict=True)
         )
-        ways.append((*drawn, int((each.get("repeat_times") if isinstance(each, dict) else None) or 1)))
+        times = (each.get("repeat_times") if isinstance(each, dict) else None) or own.whole("n")
+        ways.append((*drawn, int(times or 1)))
     if len(set(ways)) > 1:
         source.lacks(key, "sets that are sampled in different ways: all are as the first", changes_result=False)
     temperature, top_p, times = ways[0]

@@ -62,7 +62,7 @@ def engine(source: Source) -> dict[str, Any]:
         **shared.engine_apart(said.count("engine_num") * tp, tp),
         "engine.memory_fraction": said.number("gpu_memory_utilization"),
         "engine.sampling.temperature": drawn.number("temperature")
-        if drawn.has("temperature")
+        if drawn.value("temperature") is not None
         else source.number("model.temperature"),
         "engine.sampling.top_p": drawn.number("top_p") if drawn.has("top_p") else source.number("model.top_p"),
         "engine.sampling.top_k": max(0, (drawn.whole("top_k") if drawn.has("top_k") else source.whole("model.top_k")) or 0),

@@ -9,6 +9,7 @@ from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.trinity_algorithm import ADVANTAGES, ALGORITHMS, chosen, expert_batch, kind, mixes, offline
 from fivefold.config.dialects.trinity_data import lengths, response_tokens
 from fivefold.config.dialects.trinity_placement import is_megatron
+from fivefold.config.dialects.trinity_releases import RELEASE
 from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, CRITIC, VERL
 
 
@@ -80,7 +81,9 @@ def replayed(source: Source) -> dict[str, Any]:
 def batch(source: Source) -> dict[str, Any]:
     tasks, taken = source.count("buffer.batch_size"), source.whole("buffer.train_batch_size") or 0
     if offline(source):
-        return {"data.prompts_per_step": taken or tasks}
+        # Until 2025-05 a pair counted twice where samples were divided into updates (verl_config.py, synchronize_config).
+        twice = kind(source) == "dpo" and source.has(ACTOR + "alg_type")
+        return {"data.prompts_per_step": taken or tasks} | ({"algorithm.updates_per_step": 2} if twice else {})
     group = source.whole("algorithm.repeat_times") or int(ALGORITHMS.get(kind(source), {}).get("repeat", 1))
     steps, experts = period(source), expert_batch(source) if mixes(source) else 0
     if (taken or experts or mixes(source)) and taken != tasks * group + experts:
@@ -136,6 +139,13 @@ def optimizer(source: Source) -> dict[str, Any]:
     return {f"policy.optimizer.{key}": value for key, value in found.items()}
 
 
+def _own_updates(source: Source) -> None:
+    """Before 2025-05-15 the critic's mini-batch counted samples where the policy's counted prompts (fsdp_workers.py:867)."""
+    key, group = CRITIC + "ppo_mini_batch_size", source.whole("algorithm.repeat_times") or 1
+    if source.count("buffer.batch_size") * group > (source.whole(key) or 0):
+        source.lacks(key, "several updates of the critic beside one of the policy: until 2025-05 it counted samples")
+
+
 def critic(source: Source) -> dict[str, Any]:
     if chosen(source, "advantage", "advantage_fn") != "ppo" or offline(source):
         return {}
@@ -145,6 +155,8 @@ def critic(source: Source) -> dict[str, Any]:
         "critic.optimizer.schedule_per": "step" if period(source) == 1 else "update",
         "critic.optimizer.warmup_from": 0,
     }
+    if source.text(RELEASE) == "2025-04":
+        _own_updates(source)
     if path := source.text("model.critic_model_path"):
         found["critic.path"] = path
     if budget := source.whole(CRITIC + "ppo_max_token_len_per_gpu"):
