@@ -406,7 +406,8 @@ SECTIONS = (
         fixed(
             "**.strategy_args.strategy_config.additional_configs.** **.strategy_args.strategy_config.wrap_policy.* "
             "**.strategy_args.strategy_config.zero_optimization.** **.strategy_args.strategy_config.bf16.* "
-            "**.strategy_args.strategy_config.train_micro_batch_size_per_gpu **.strategy_args.strategy_config.gradient_clipping",
+            "**.strategy_args.strategy_config.train_micro_batch_size_per_gpu "
+            "**.strategy_args.strategy_config.gradient_clipping",
             SPREAD,
             takes_any=True,
         ),
