@@ -177,6 +177,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    elsewhere={RELEASE: None},
     versions=VERSIONS,
     command="`fivefold train --from trinity --config run.yaml`, as `trinity run --config run.yaml`.",
     loses=(

@@ -14,7 +14,7 @@ from typing import Any
 
 from fivefold.config.dialects import Outcome, Translation, Tree
 from fivefold.config.dialects.source import flatten
-from fivefold.config.dialects.trinity_rows import BUFFER, EXPERTS, ROLLOUT, TASKSET, VERL
+from fivefold.config.dialects.trinity_rows import BUFFER, ROLLOUT, TASKSET, VERL
 
 RELEASE = "release"
 """A default that no configuration can set: the month of the release that it is read as."""
@@ -110,14 +110,7 @@ _SIGNS: tuple[tuple[str, Callable[[Iterable[str]], bool]], ...] = (
             for key in keys
         ),
     ),
-    (
-        "2025-11",
-        lambda keys: any(
-            key == "trainer.ppo_max_token_len_per_gpu"
-            or key.startswith((VERL + "actor_rollout_ref.actor.use_dynamic_bsz", EXPERTS + "total_epochs"))
-            for key in keys
-        ),
-    ),
+    ("2025-11", lambda keys: "trainer.ppo_max_token_len_per_gpu" in keys),
 )
 """Release -> whether keys that only it and those before it have are set, the oldest that fits first."""
 
