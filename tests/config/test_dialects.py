@@ -1842,9 +1842,10 @@ def test_keys_of_trinity_before_2025_06_say_what_verls_said():
     resolved = chosen.algorithm.resolved
     assert (resolved.kl.estimator, resolved.kl.coef, resolved.kl.place, resolved.entropy_coef) == ("k2", 0.2, "loss", 0.01)
     assert (resolved.clip_low, resolved.clip_high, chosen.policy.optimizer.clip_grad) == (0.3, 0.3, 0.5)
-    # What neither file says was verl's default: no penalty, and an entropy of 0.001.
+    # What neither file says was verl's default: a penalty in the reward, where there is none in the loss, and an entropy.
     without = config("trinity", tree=GSM8K_TRINITY + "  actor_clip_ratio: 0.1\n").algorithm.resolved
-    assert (without.kl.coef, without.entropy_coef, without.clip_low) == (0.0, 0.001, 0.1)
+    assert (without.kl.place, without.kl.estimator, without.kl.coef) == ("reward", "k1", 0.001)
+    assert (without.entropy_coef, without.clip_low) == (0.001, 0.1)
     # Today Trinity's own keys come over verl's.
     today = config("trinity", tree=GSM8K_TRINITY + verl).algorithm.resolved
     assert (today.kl.estimator, today.kl.coef, today.entropy_coef, today.clip_low) == ("k2", 0.001, 0.0, 0.2)

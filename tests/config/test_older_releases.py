@@ -168,3 +168,26 @@ def test_variables_of_skyrls_chat_template_are_ours(words):
     plain = ["data.train_data=['a.parquet']", "trainer.policy.model.path=m", "generator.inference_engine.num_engines=1"]
     found = translated("skyrl", *plain, *words)
     assert found.tree["data"]["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": False}
+
+
+@pytest.mark.parametrize(("words", "refusal"), [
+    ("infer_correction: false\ninfer_is_mode: token\nreport_length_and_rewards: true", ""),
+    ("infer_correction: true\ninfer_is_threshold_max: 2.0", "correction of the engine's log-probs"),
+    ("dynamic_sampling: false\nmax_prompts_ratio: 1\nautoscaling: false", ""),
+    ("max_prompts_ratio: 1.25", "more of which are begun than used"),
+    ("debug_max_steps: 20", "an end of the run before max_steps"),
+])  # fmt: skip
+def test_keys_of_rolls_forks_are_refused_by_name_where_they_act(words, refusal):
+    found = translated("roll", tree=f"{ROLL}{words}\n")
+    assert not [each.key for each in found.outcomes if each.kind == "unknown"]
+    assert bool(found.refusals) == bool(refusal) and all(refusal in each for each in found.refusals)
+
+
+def test_a_deepspeed_file_within_rolls_changes_no_number():
+    """ROLL puts max_grad_norm and the batch size over its own (deepspeed_strategy.py:44)."""
+    own = (
+        "strategy_name: deepspeed_train, strategy_config: {gradient_clipping: 0.3, train_micro_batch_size_per_gpu: auto, "
+        "bf16: {enabled: true}, zero_optimization: {stage: 2, overlap_comm: true}}"
+    )
+    found = config("roll", tree=ROLL.replace("strategy_name: megatron_train", own) + "max_grad_norm: 0.7\n")
+    assert (found.policy.optimizer.clip_grad, found.layout.dp) == (0.7, 8)

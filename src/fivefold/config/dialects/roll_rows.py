@@ -128,6 +128,26 @@ SECTIONS = (
             "is_use_additional_prompts", "more prompts than a step takes, of which the first that are done are used", [False]
         ),
         fixed("max_additional_running_prompts", "read with is_use_additional_prompts only"),
+        lacks(
+            "dynamic_sampling max_prompts_ratio max_num_return_sequences max_prompts autoscaling multi_infer_tp "
+            "infer_scaling_down_progress_ratio scaling_down_train_batch_size",
+            "RollPacker's rounds of short responses, more of which are begun than used, and engines that come and go",
+            [False, 0, 0.0, -1, 1, 1.0],
+        ),
+        lacks(
+            "infer_correction",
+            "correction of the engine's log-probs as of 2025-12: algorithm.rollout_correction",
+            [False],
+        ),
+        fixed(
+            "infer_is_mode infer_is_threshold_* enable_token_reject enable_catastrophic_reject enable_seq_reject "
+            "infer_token_rs_* infer_catastrophic_threshold infer_seq_rs_*",
+            "read with infer_correction only (base_worker.py of a595ec3)",
+            takes_any=True,
+        ),
+        fixed("reward_filter_mean_threshold", "read nowhere"),
+        lacks("debug_max_steps", "an end of the run before max_steps: say it there", [0, -1]),
+        fixed("report_length_and_rewards", SHOWN),
         lacks("rollout_mock.enable", "responses from a file", [False]),
         fixed("rollout_mock.*", "read with rollout_mock.enable only", takes_any=True),
         lacks("rl_loss_coef", "a factor of the whole loss", [1, 1.0]),
@@ -384,7 +404,10 @@ SECTIONS = (
         lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
         fixed("actor_infer.**", KERNELS),
         fixed(
-            "**.strategy_args.strategy_config.additional_configs.** **.strategy_args.strategy_config.wrap_policy.*",
+            "**.strategy_args.strategy_config.additional_configs.** **.strategy_args.strategy_config.wrap_policy.* "
+            "**.strategy_args.strategy_config.zero_optimization.** **.strategy_args.strategy_config.bf16.* "
+            "**.strategy_args.strategy_config.train_micro_batch_size_per_gpu "
+            "**.strategy_args.strategy_config.gradient_clipping",
             SPREAD,
             takes_any=True,
         ),

@@ -7,7 +7,8 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.trinity_rows import ACTOR
+from fivefold.config.dialects.trinity_releases import FIRST, RELEASE
+from fivefold.config.dialects.trinity_rows import ACTOR, VERL
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "ppo", "loss": "ppo", "kl": "k2", "repeat": 1},
@@ -108,7 +109,23 @@ def expert_batch(source: Source) -> int:
 
 def chosen(source: Source, axis: str, key: str, default: str = "none") -> str:
     """A choice of the algorithm: its own key, or what the type has."""
-    return source.text(f"algorithm.{key}") or str(ALGORITHMS.get(kind(source), {}).get(axis, default))
+    said = source.text(f"algorithm.{key}")
+    if said is None and axis == "advantage" and source.text(RELEASE) == "2025-04" and kind(source) in ("ppo", "grpo"):
+        said = _by_verl(source)
+    return said or str(ALGORITHMS.get(kind(source), {}).get(axis, default))
+
+
+_OF_VERL = {"gae": "ppo", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforceplusplus"}
+"""adv_estimator -> advantage_fn."""
+
+
+def _by_verl(source: Source) -> str:
+    """The advantage by verl's key, while the type ppo told of the loss alone (ray_trainer.py, compute_advantage)."""
+    key = VERL + "algorithm.adv_estimator"
+    estimator = source.text(key) or "gae"
+    if estimator not in _OF_VERL or (kind(source) == "grpo" and source.has(key) and estimator != "grpo"):
+        source.lacks(key, f"the advantage {estimator} with the algorithm {kind(source)}")
+    return "grpo" if kind(source) == "grpo" else _OF_VERL.get(estimator, "ppo")
 
 
 _EARLY = {
@@ -122,7 +139,7 @@ _EARLY = {
 
 def early(source: Source) -> dict[str, Any]:
     """The numbers of the loss where keys of before 2025-06 say them; nothing where none does."""
-    if not any(source.has(f"trainer.actor_{name}") for name in _EARLY):
+    if source.text(RELEASE) not in FIRST and not any(source.has(f"trainer.actor_{name}") for name in _EARLY):
         return {}
     found: dict[str, Any] = {}
     for name, (of_verl, usual) in _EARLY.items():
@@ -164,8 +181,9 @@ def algorithm(source: Source) -> dict[str, Any]:
         found["normalize"] = "batch"
     if advantage == "asymre":
         found["baseline_shift"] = said.number("baseline_shift") if said.has("baseline_shift") else -0.1
-    if advantage == "opmd" and said.text("opmd_baseline") == "logavgexp":
-        tau = said.number("tau") if said.has("tau") else 1.0
+    old = source.under(ACTOR) if early(source) and not source.keys("algorithm.advantage_fn_args.") else said
+    if advantage == "opmd" and old.text("opmd_baseline") == "logavgexp":
+        tau = old.number("tau") if old.has("tau") else (0.001 if old is not said else 1.0)
         found |= {"advantage": "log_mean_exp", "baseline_temperature": tau}
     if advantage == "rec":
         if said.flag("std_normalize"):
@@ -217,7 +235,7 @@ def loss(source: Source) -> dict[str, Any]:
             "clip_high": said.number("clip_range_high") if said.has("clip_range_high") else usual,
         }
     if name in ("ppo", "mix", "mix_chord"):
-        found["dual_clip"] = said.number("clip_ratio_c") if said.has("clip_ratio_c") else 3.0
+        found["dual_clip"] = said.number("clip_ratio_c")
     if name == "cispo":
         found |= {
             "clip_low": said.number("clip_low") if said.has("clip_low") else 1.0,
@@ -229,7 +247,8 @@ def loss(source: Source) -> dict[str, Any]:
             "temperature_negative": said.number("tau_neg") if said.has("tau_neg") else 1.05,
         }
     if name == "opmd":
-        found["tau"] = said.number("tau") if said.has("tau") else 1.0
+        usual = (source.number(ACTOR + "tau") if source.has(ACTOR + "tau") else 0.001) if early(source) else 1.0
+        found["tau"] = said.number("tau") if said.has("tau") else usual
     if name == "sppo":
         epsilon = said.number("epsilon") if said.has("epsilon") else 0.3
         # A log ρ where 1 / (1 + ε) <= ρ <= 1 + ε: the gradient of A log π.
@@ -329,15 +348,21 @@ def _penalty(source: Source, section: str, name: str | None = None) -> dict[str,
     """Estimator and coefficient of one of the two penalties; nothing where it is off."""
     name, said = name or source.text(f"algorithm.{section}") or "none", source.under(f"algorithm.{section}_args.")
     coef = said.number("kl_coef") if said.has("kl_coef") else 0.001
-    if section == "kl_loss_fn" and (before := early(source)):
-        name = source.text(ACTOR + "kl_loss_type") or "low_var_kl"
-        coef = before["kl_loss_coef"] if before["use_kl_loss"] else 0.0
+    if before := early(source):
+        # One of the two, as in verl: in the loss, or else in the reward (verl_trainer.py, train_rft_iteration).
+        if section == "kl_loss_fn":
+            name = source.text(ACTOR + "kl_loss_type") or "low_var_kl"
+            coef = before["kl_loss_coef"] if before["use_kl_loss"] else 0.0
+        else:
+            said = source.under(VERL + "algorithm.kl_ctrl.")
+            name = source.text(VERL + "algorithm.kl_penalty") or "kl"
+            coef = 0.0 if before["use_kl_loss"] else said.number("kl_coef") if said.has("kl_coef") else 0.001
     if name == "none" or not coef:
         return {}
     if name not in shared.ESTIMATORS:
         source.lacks(f"algorithm.{section}", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
         return {}
     found: dict[str, Any] = {"estimator": shared.ESTIMATORS[name], "coef": coef}
-    if said.flag("adaptive"):
+    if said.text("type") == "adaptive" if before else said.flag("adaptive"):
         found |= {"target": said.number("target_kl"), "horizon": said.whole("horizon")}
     return found

@@ -32,6 +32,7 @@ SECTIONS = (
             "on the GPUs of both: the explorer waits for the trainer's weights, and the trainer for its samples.",
         ),
         used("project name checkpoint_root_dir", "trainer.run_dir tracking.project tracking.name"),
+        used("model.checkpoint_path", "trainer.run_dir", "Of before 2025-05-22, whole."),
         used("group", "tracking.group"),
         used("continue_from_checkpoint", "trainer.resume"),
         fixed(
@@ -64,7 +65,8 @@ SECTIONS = (
         ),
         fixed(
             "synchronizer.sync_method synchronizer.sync_timeout synchronizer.wait_for_checkpoint "
-            "synchronizer.explorer_world_size synchronizer.ray_namespace",
+            "synchronizer.explorer_world_size synchronizer.ray_namespace synchronizer.backend synchronizer.master_address "
+            "synchronizer.master_port",
             "weights move on the GPUs",
         ),
         lacks("stages", "stages of different algorithms"),
@@ -77,7 +79,8 @@ SECTIONS = (
             "algorithm.algorithm_type algorithm.advantage_fn algorithm.advantage_fn_args.*",
             "algorithm.name algorithm.advantage algorithm.normalize algorithm.gamma algorithm.lam "
             "algorithm.baseline_shift algorithm.baseline_temperature",
-            "multi_step_grpo learns from several turns: refused.",
+            "multi_step_grpo learns from several turns: refused. Before 2025-05 the type ppo told of the loss alone, and "
+            "trainer.trainer_config.algorithm.adv_estimator of the advantage.",
             takes_any=True,
         ),
         used(
@@ -91,7 +94,8 @@ SECTIONS = (
             "algorithm.token_weight algorithm.weight_temperature algorithm.likelihood_coef algorithm.proximal_coef "
             "algorithm.importance_sampling_level algorithm.temperature_positive algorithm.temperature_negative "
             "algorithm.expert",
-            "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py). opmd, topr, sppo and "
+            "The ratio is bounded twice, with 3.0, when clip_ratio_c is left out (ppo_policy_loss.py), and once in releases "
+            "of before 2025-11-19. opmd, topr, sppo and "
             "rec are means over tokens; sppo is rec without weight, within 1 / (1 + ε) and 1 + ε. mix and mix_chord are "
             "1 - μ of GRPO and μ of an expert's cross-entropy, a mean of its own each, where the batch sizes that they are "
             "told are the run's (chord_policy_loss.py).",
@@ -112,6 +116,11 @@ SECTIONS = (
             "Of mix and mix_chord: the expert's share of train_batch_size, rounded up; 0.5 when left out.",
         ),
         lacks("algorithm.sample_strategy_args.*", "another choice of samples"),
+        lacks(
+            "algorithm.add_strategy algorithm.add_strategy_args.*",
+            "another way of scoring a group than that of the algorithm",
+            ["grpo", "opmd", "asymre"],
+        ),
         fixed("algorithm.*_args", "empty"),
         used("algorithm.optimizer.lr", "policy.optimizer.lr"),
         used("algorithm.optimizer.betas", "policy.optimizer.betas"),
@@ -132,9 +141,11 @@ SECTIONS = (
         to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
         used("model.critic_model_path", "critic.path"),
         used(
-            "model.max_prompt_tokens model.max_response_tokens model.max_model_len",
+            f"model.max_prompt_tokens model.max_response_tokens model.max_model_len {ROLLOUT}max_prompt_tokens "
+            f"{ROLLOUT}max_response_tokens",
             "data.max_prompt_tokens data.max_response_tokens",
-            "Prompts that are too long are refused: Trinity cuts them off.",
+            "Prompts that are too long are refused: Trinity cuts them off. The engine's went before the model's until "
+            "2025-09.",
         ),
         used(
             "model.temperature model.top_p model.top_k",
@@ -144,7 +155,7 @@ SECTIONS = (
         ),
         used("model.lora_configs", "policy.lora", "One of them; rank 32, alpha 32 and all-linear when left out."),
         lacks("model.lora_configs.**", "parts of an adapter on the command line: write model.lora_configs whole"),
-        used("model.enable_thinking", "data.chat_template_kwargs"),
+        used("model.enable_thinking", "data.chat_template_kwargs", "false when left out, until 2026-02."),
         to("model.custom_chat_template", "data.chat_template", Source.raw),
         lacks("model.chat_template_path", "a file of a chat template: write its text in model.custom_chat_template", [""]),
         lacks("model.rope_scaling model.rope_theta", "another RoPE: write it into the model's directory"),
@@ -255,8 +266,32 @@ SECTIONS = (
             _below(EXPERTS + "format.", "prompt_type messages_key prompt_key response_key"),
             "data.messages_key data.response_key",
         ),
-        fixed(_below(EXPERTS, "name storage_type schema_type split subset_name total_epochs total_steps batch_size"), _KEPT),
+        fixed(
+            _below(
+                EXPERTS, "algorithm_type name storage_type schema_type split subset_name total_epochs total_steps batch_size"
+            ),
+            _KEPT,
+        ),
         lacks("buffer.trainer_input.sft_warmup_steps trainer.sft_warmup_steps", "imitation before sampling begins", [0]),
+        fixed(
+            "buffer.sft_warmup_dataset.** buffer.trainer_input.sft_warmup_dataset.**",
+            "read with sft_warmup_steps only",
+            takes_any=True,
+        ),
+        lacks("trainer.get_exp_strategy", "samples in another order than that of sampling", ["", "FIFO", "fifo"]),
+        lacks("buffer.explorer_output.*", "samples that another program passes on"),
+        lacks(
+            "buffer.prompt_type buffer.prompt_key buffer.response_key buffer.messages_key",
+            "columns of all data sets: name them in each one's format",
+            ["messages", "message", "prompt", "response"],
+        ),
+        fixed(
+            "buffer.db_url buffer.read_batch_size buffer.pad_token_id buffer.reset_consumed "
+            f"buffer.train_dataset.algorithm_type {BUFFER}algorithm_type",
+            _KEPT,
+        ),
+        lacks("data.format_config.*", "a column that says how its row is asked or scored", [""]),
+        fixed("data.eval_split", "none: there is no evaluation"),
         lacks(
             "buffer.explorer_input.taskset.format.reply_prefix",
             "responses that begin with a given text",
@@ -301,8 +336,8 @@ SECTIONS = (
         fixed(
             _below(
                 ROLLOUT,
-                "name engine_type use_v1 dtype seed temperature top_p top_k logprobs max_model_len max_prompt_tokens "
-                "max_response_tokens model_path trust_remote_code enable_prompt_truncation enable_history enable_openai_api "
+                "name engine_type use_v1 dtype seed temperature top_p top_k logprobs max_model_len "
+                "model_path trust_remote_code enable_prompt_truncation enable_history enable_openai_api "
                 "enable_log_requests enable_auto_tool_choice tool_call_parser reasoning_parser bundle_indices ray_namespace "
                 "cuda_visible_devices enable_lora enable_runtime_lora_updating lora_modules lora_kwargs",
             )
@@ -310,7 +345,8 @@ SECTIONS = (
                 "explorer.",
                 "name runner_per_model runner_num max_timeout max_retry_times env_vars concurrent_mode "
                 "max_repeat_times_per_runner bench_on_latest_checkpoint proxy_port listen_address db_url "
-                "service_status_check_interval min_running_model_num runner_state_report_interval",
+                "service_status_check_interval min_running_model_num runner_state_report_interval backend use_ray "
+                "max_pending_requests max_waiting_steps",
             ),
             "how requests are spread; model and algorithm say the rest",
         ),
@@ -363,10 +399,30 @@ SECTIONS = (
         used(VERL + "trainer.critic_warmup", "critic.warmup_steps"),
         used(VERL + "trainer.max_actor_ckpt_to_keep", "trainer.keep"),
         lacks(f"{VERL}algorithm.rollout_correction.bypass_mode", "verl's correction below Trinity's losses", [False]),
-        lacks(
-            f"{ACTOR}tau {ACTOR}opmd_baseline {ACTOR}use_uid",
-            "OPMD's numbers of before 2025-05: algorithm.policy_loss_fn_args and algorithm.advantage_fn_args",
-            [0.0, "mean", False],
+        used(
+            f"{ACTOR}tau {ACTOR}opmd_baseline",
+            "algorithm.tau algorithm.advantage algorithm.baseline_temperature",
+            "OPMD's of before 2025-06; later in policy_loss_fn_args and advantage_fn_args.",
+        ),
+        fixed(f"{ACTOR}use_uid {ACTOR}algorithm_type", "of pairwise_opmd"),
+        used(
+            f"{ACTOR}alg_type",
+            "algorithm.updates_per_step",
+            "algorithm_type came over it (verl_config.py); where it is, DPO made two updates of a step (until 2025-04-30).",
+        ),
+        used(
+            f"{VERL}algorithm.adv_estimator {VERL}algorithm.gamma {VERL}algorithm.lam {VERL}algorithm.kl_penalty "
+            f"{VERL}algorithm.kl_ctrl.type {VERL}algorithm.kl_ctrl.kl_coef {VERL}algorithm.kl_ctrl.horizon "
+            f"{VERL}algorithm.kl_ctrl.target_kl",
+            "algorithm.name algorithm.advantage algorithm.gamma algorithm.lam algorithm.kl",
+            "Read until 2025-06: without a KL in the loss there was one in the reward (verl_trainer.py).",
+        ),
+        used(f"{CRITIC}ppo_mini_batch_size", "critic", "Until 2025-05 in samples, where the policy's was in prompts."),
+        used(f"{VERL}trainer.save_freq", "trainer.save_every", "Until 2025-05."),
+        fixed(
+            f"{VERL}data.* {VERL}reward_model.** {VERL}actor_rollout_ref.rollout.*",
+            "verl's own data, reward model and sampler, which Trinity never starts",
+            takes_any=True,
         ),
         fixed(f"{ACTOR}checkpoint.contents {CRITIC}checkpoint.contents", "a checkpoint has the whole state"),
         fixed(VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
