@@ -96,7 +96,9 @@ def loss(source: Source) -> dict[str, Any]:
     if mode not in (None, "vanilla", "cpgd"):
         said.lacks("policy_loss.loss_mode", f"CPGD with the loss {mode}")
     if verl.is_megatron(source):
-        source.lacks("algorithm.adv_estimator" if asked else _A + "use_cpgd_loss", "CPGD, which siiRL's Megatron actor lacks")
+        source.lacks(
+            "algorithm.adv_estimator" if asked else _A + "use_cpgd_loss", "CPGD, which siiRL's Megatron actor lacks"
+        )
     program = source.text("-m") or ""
     if mode != "cpgd" and not asked and not program.startswith("siirl.client"):
         said.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as siiRL has it since 2025-10: loss_mode: cpgd is CPGD")
@@ -134,7 +136,9 @@ _OWN = Section.of(
         "advantage fails (core_algos.py:1475), and the drift is added to whatever loss_mode names: with another than cpgd "
         "it is refused.",
     ),
-    used("algorithm.weight_factor_in_cpgd", "algorithm.normalize", "STD_weight or naive; clip_filter_like_weight is refused."),
+    used(
+        "algorithm.weight_factor_in_cpgd", "algorithm.normalize", "STD_weight or naive; clip_filter_like_weight is refused."
+    ),
     fixed(
         f"{_A}recompute_old_log_prob algorithm.share_reward_in_agent",
         "old log-probs are the trainer's, computed before the updates",
