@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.dialects import shared, verl
+from fivefold.config.dialects import shared, verl, verl_algorithm
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
@@ -76,7 +76,7 @@ def is_cpgd(source: Source) -> bool:
 
 def advantage(source: Source) -> dict[str, Any]:
     if source.text("algorithm.adv_estimator") != "cpgd":
-        return verl.advantage(source)
+        return verl_algorithm.advantage(source)
     weight = source.text("algorithm.weight_factor_in_cpgd") or "STD_weight"
     normalize = {"STD_weight": "group", "naive": "none"}.get(weight)
     if normalize is None:
@@ -90,7 +90,7 @@ def advantage(source: Source) -> dict[str, Any]:
 
 def loss(source: Source) -> dict[str, Any]:
     if not is_cpgd(source):
-        return verl.loss(source)
+        return verl_algorithm.loss(source)
     said, asked = source.under(_A), source.text("algorithm.adv_estimator") == "cpgd"
     mode = said.text("policy_loss.loss_mode")
     if mode not in (None, "vanilla", "cpgd"):
@@ -199,8 +199,8 @@ _OWN = Section.of(
 )
 
 _REPLACED: dict[Any, Any] = {
-    verl.advantage: advantage,
-    verl.loss: loss,
+    verl_algorithm.advantage: advantage,
+    verl_algorithm.loss: loss,
     verl.layout: layout,
     verl.optimizer: optimizer,
     verl.batch: batch,

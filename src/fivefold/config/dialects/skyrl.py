@@ -192,10 +192,9 @@ def longest(source: Source) -> int:
 
 def program(source: Source) -> dict[str, Any]:
     name = (source.text("-m") or "main_base").rpartition(".")[2]
-    key, function = WITH_A_FUNCTION.get(name, ("", ""))
-    for asking, known_function in WITH_A_FUNCTION.values():
-        if asking != key and source.text(asking) == known_function:
-            source.lacks(asking, f"the function {known_function}, which SkyRL's example of it registers, and not {name}")
+    for example, (key, function) in WITH_A_FUNCTION.items():
+        if example != name and source.text(key) == function:
+            source.lacks(key, f"the function {function}, which SkyRL's example of it registers, and not {name}")
     if name in (*PROGRAMS, FLASHRL) or name in WITH_A_FUNCTION:
         return {"engine.vllm.quantization": "fp8"} if name == FLASHRL else {}
     source.lacks("-m", OTHER_PROGRAMS.get(name, "another program than main_base: it may do what no key says"))

@@ -46,7 +46,7 @@ TOKEN_MEAN = "skyrl.token_mean"
 
 def is_before_2026_04(source: Source) -> bool:
     """Losses are averaged over micro-batches, as until #1296 (2026-03-31)."""
-    return source.defaults[TOKEN_MEAN] == "micro-batch-token-mean"
+    return bool(source.defaults[TOKEN_MEAN] == "micro-batch-token-mean")
 
 
 def has_kl_loss(source: Source) -> bool:
