@@ -527,6 +527,23 @@ def test_dppo_looks_at_probabilities_and_not_at_ratios(divergence):
     assert now.grad.tolist() == pytest.approx([2.0, 0.0, -2.0, 0.0, 2 / 7], rel=1e-4)
 
 
+def test_cpgd_clips_log_probs_and_pulls_back_to_the_old_policy():
+    """Ratios 1.1, 1.5, 0.9, 0.5 and 4 of A = 2, 2, -2, -2, -2: beyond the bound of their side nothing is left of A, and the
+    drift takes off 0.1 min(ρ - 1, 2)."""
+    ratios = torch.tensor([1.1, 1.5, 0.9, 0.5, 4.0])
+    now = torch.full((5,), -3.0).requires_grad_()
+    old = now.detach() - ratios.log()
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, -2.0])
+    value = make_surrogate("cpgd")(now - old, now, advantages, whole(5))
+    bounded = [2 * math.log(1.1), 2 * math.log(1.2), -2 * math.log(0.9), -2 * math.log(0.8), -2 * math.log(4)]
+    assert value.tolist() == pytest.approx(bounded, rel=1e-5)
+    value.sum().backward()
+    assert now.grad.tolist() == pytest.approx([2.0, 0.0, -2.0, 0.0, -2.0])
+    now.grad = None
+    make_surrogate("cpgd", drift_coef=0.1)(now - old, now, advantages, whole(5)).sum().backward()
+    assert now.grad.tolist() == pytest.approx([1.99, -0.05, -1.99, 0.05, -2.2], rel=1e-4)
+
+
 def test_covariance_chooses_tokens_over_the_whole_update():
     """Covariances 3.5·1.5, ...: kl-cov takes the largest, clip-cov random ones of those between its bounds."""
     logprobs = torch.tensor([-4.0, -0.1, -0.2, -3.0, -0.5, -0.4])
@@ -952,6 +969,8 @@ OTHER_FORMS = {
     "rec two-sided by sequence": ("rec", {"clip_mode": "two_sided", "importance_sampling_level": "sequence", "token_weight": "ratio", "clip_low": 0.4, "clip_high": 0.3}),
     "rec by advantage": ("rec", {"clip_mode": "none", "token_weight": "advantage", "weight_temperature": 0.7}),
     "dppo by kl": ("dppo", {"divergence": "kl", "clip_low": 0.02, "clip_high": 0.05, "ratio_cap": 1.1}),
+    "cpgd without a drift": ("cpgd", {"drift_coef": 0.0, "clip_low": 0.3, "clip_high": 0.1}),
+    "cpgd with a strong drift": ("cpgd", {"drift_coef": 0.5}),
     "dppo by tv": ("dppo", {"clip_low": 0.1, "clip_high": 0.15}),
     "several divergences": ("cispo", {"rollout_correction": methods.CorrectionConfig(
         reject="token", reject_low=0.6, reject_high=1.6, reject_divergence={"max_k2": 0.3, "token_k3": 0.1, "mean_k3": 0.2, "sum_k2": 0.5})}),

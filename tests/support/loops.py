@@ -142,6 +142,11 @@ def surrogate(chosen: Any, now: list, ratios: list, advantage: list[float], mark
             gone = far > high and p > q if a > 0 else far > low and p < q
             cap = math.inf if chosen.ratio_cap is None else chosen.ratio_cap
             value = logp * 0 if gone else min(float(rho), cap) * a * logp
+        elif name == "cpgd":
+            bound = math.log(1 + high) if a > 0 else math.log(1 - low)
+            gone = float(d) > bound if a > 0 else float(d) < bound
+            drift = min(float(rho) - 1, 2.0) * (chosen.drift_coef or 0.0)
+            value = (bound * a if gone else d * a) - drift * logp
         elif name == "rec":
             value = rec(chosen, logp, d, float(rho), a)
         found.append(value)

@@ -196,6 +196,7 @@ def test_a_sample_without_weight_is_skipped_whatever_its_advantage_is():
         {"baseline_shift": -0.1},
         {"surrogate": "rec", "likelihood_coef": 0.1},
         {"surrogate": "rec", "proximal_coef": 0.1},
+        {"surrogate": "cpgd", "drift_coef": 0.001},
         {"surrogate": "clip_cov"},
         {"surrogate": "kl_cov"},
         {"rollout_correction": CorrectionConfig(reject_divergence={"second_moment": 0.04})},

@@ -6,6 +6,7 @@ same name in config/methods.py, where `fivefold check` reads them without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -232,6 +233,38 @@ class DPPO(_Plain):
         return torch.where(kept_T, weight_T * advantages_T, 0.0) * logprobs_T
 
 
+DRIFT_BOUND = 2.0
+"""How far above 1 CPGD's drift sees a ratio at most."""
+
+
+@dataclass(frozen=True)
+class CPGD(_Plain):
+    """min(A log ρ, A clip(log ρ, log(1 - low), log(1 + high))) - drift_coef · sg(min(ρ - 1, 2)) log π: clipped policy
+    gradient with policy drift (2505.12504).
+
+    Log-probs and not ratios are weighted and clipped; the last term has the gradient of the KL to the old policy, ρ - 1 -
+    log ρ, bounded above.
+    """
+
+    clip_low: float
+    clip_high: float
+    drift_coef: float
+
+    def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
+        low = math.log(1 - self.clip_low) if self.clip_low < 1 else -math.inf
+        clipped_T = log_ratio_T.clamp(low, math.log(1 + self.clip_high))
+        objective_T = torch.minimum(log_ratio_T * advantages_T, clipped_T * advantages_T)
+        if not self.drift_coef:
+            return objective_T
+        drift_T = (ratio(log_ratio_T) - 1).clamp(max=DRIFT_BOUND).detach()
+        return objective_T - self.drift_coef * drift_T * logprobs_T
+
+    def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
+        ratio_T = ratio(log_ratio_T)
+        low_T = (ratio_T < 1 - self.clip_low) & (advantages_T < 0)
+        return {"policy/clip_fraction": (low_T | ((ratio_T > 1 + self.clip_high) & (advantages_T > 0))).float()}
+
+
 def covariances(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
     """(log π - its mean)(A - its mean) of each token: 2505.22617."""
     logprobs, advantages = logprobs_S.double(), advantages_S.double()
@@ -350,6 +383,7 @@ SURROGATES: dict[str, type[Surrogate]] = {
     "topr": TOPR,
     "rec": REC,
     "dppo": DPPO,
+    "cpgd": CPGD,
     "sppo": SPPO,
     "dpo": DPO,
 }

@@ -187,6 +187,8 @@ class Choices:
     """Weight of the log-likelihood of all samples that rec adds."""
     proximal_coef: float | None = None
     """Weight of the squared log-ratio to the old policy that rec takes off."""
+    drift_coef: float | None = None
+    """Weight of cpgd's pull to the old policy."""
     divergence: str | None = None
     """What dppo bounds by clip_low and clip_high: the total variation (tv) or the KL (kl) of a token against all others."""
     ratio_cap: float | None = None
@@ -399,6 +401,12 @@ SURROGATES: dict[str, SurrogateRow] = {
         },
         levels=("token",),
         vanishes=True,
+    ),
+    "cpgd": SurrogateRow(
+        {**_clip(0.2, 0.2), "drift_coef": Parameter(0.0, at_least(0))},
+        levels=("token",),
+        vanishes=True,
+        unless=("drift_coef",),
     ),
     "sppo": SurrogateRow({"eta": Parameter(1.0, above(0))}, levels=("token",)),
     "dpo": SurrogateRow(
@@ -674,6 +682,15 @@ METHODS: dict[str, Method] = {
             "bound of the total variation (or of the KL). The bounds 0.2 are PPO's."
         ),
         surrogate="dppo",
+    ),
+    "cpgd": replace(
+        _GROUP,
+        about=(
+            "2505.12504: the log-prob of a token is weighted and clipped, and not its ratio, with a pull to the old policy "
+            "whose weight is that of siiRL's scripts."
+        ),
+        surrogate="cpgd",
+        drift_coef=0.001,
     ),
     "m2po": replace(
         _GROUP,

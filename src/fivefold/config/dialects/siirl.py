@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.dialects import shared, verl
+from fivefold.config.dialects import shared, verl, verl_algorithm
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
@@ -68,6 +68,55 @@ def optimizer(source: Source) -> dict[str, Any]:
     return found
 
 
+def is_cpgd(source: Source) -> bool:
+    """By any of the keys that ask for it; the program of 2025 has no loss_mode."""
+    named = "cpgd" in (source.text("algorithm.adv_estimator"), source.text(_A + "policy_loss.loss_mode"))
+    return named or source.flag(_A + "use_cpgd_loss")
+
+
+def advantage(source: Source) -> dict[str, Any]:
+    if source.text("algorithm.adv_estimator") != "cpgd":
+        return verl_algorithm.advantage(source)
+    weight = source.text("algorithm.weight_factor_in_cpgd") or "STD_weight"
+    normalize = {"STD_weight": "group", "naive": "none"}.get(weight)
+    if normalize is None:
+        source.lacks("algorithm.weight_factor_in_cpgd", f"the weight {weight} of advantages: known are STD_weight, naive")
+    found: dict[str, Any] = {"name": "cpgd", "advantage": "group", "normalize": normalize}
+    if source.count(_R + "n") == 1:
+        # A group of one has mean 0 and deviation 1 there.
+        found |= {"advantage": "reward", "normalize": "none"}
+    return {f"algorithm.{key}": value for key, value in (found | {"whiten": False, "credit": "response"}).items()}
+
+
+def loss(source: Source) -> dict[str, Any]:
+    if not is_cpgd(source):
+        return verl_algorithm.loss(source)
+    said, asked = source.under(_A), source.text("algorithm.adv_estimator") == "cpgd"
+    mode = said.text("policy_loss.loss_mode")
+    if mode not in (None, "vanilla", "cpgd"):
+        said.lacks("policy_loss.loss_mode", f"CPGD with the loss {mode}")
+    if verl.is_megatron(source):
+        source.lacks(
+            "algorithm.adv_estimator" if asked else _A + "use_cpgd_loss", "CPGD, which siiRL's Megatron actor lacks"
+        )
+    program = source.text("-m") or ""
+    if mode != "cpgd" and not asked and not program.startswith("siirl.client"):
+        said.lacks("use_cpgd_loss", "PPO's clip with CPGD's drift, as siiRL has it since 2025-10: loss_mode: cpgd is CPGD")
+    mean = said.text("loss_agg_mode") or "token-mean"
+    if mean not in shared.AGGREGATES:
+        said.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(shared.AGGREGATES)}")
+    drifts = asked or said.flag("use_cpgd_loss")
+    common = said.number("clip_ratio")
+    bounds = {name: said.number(name.replace("clip_", "clip_ratio_")) for name in ("clip_low", "clip_high")}
+    found = {
+        "surrogate": "cpgd",
+        "drift_coef": (said.number("policy_drift_coeff") or 0.0) if drifts else 0.0,
+        "aggregate": shared.AGGREGATES.get(mean),
+        **{name: common if bound is None else bound for name, bound in bounds.items()},
+    }
+    return {f"algorithm.{key}": value for key, value in found.items()}
+
+
 def batch(source: Source) -> dict[str, Any]:
     if (source.text("algorithm.workflow_type") or "default") == "dapo" and not source.has("algorithm.filter_groups.enable"):
         source.lacks("algorithm.workflow_type", "DAPO's workflow without algorithm.filter_groups.enable: say it")
@@ -80,8 +129,16 @@ _OWN = Section.of(
     "siiRL's own keys",
     lacks("algorithm.algorithm_name", "embodied and multi-agent methods", ["grpo", "dapo", "ppo", "gae", "gspo", "cpgd"]),
     used("algorithm.workflow_type", "algorithm.dynamic_sampling"),
-    lacks(_A + "use_cpgd_loss", "CPGD, which fails in siiRL itself (core_algos.py:1475)", [False]),
-    fixed(f"{_A}policy_drift_coeff algorithm.weight_factor_in_cpgd", "read by CPGD only"),
+    used(
+        f"{_A}use_cpgd_loss {_A}policy_drift_coeff",
+        "algorithm.surrogate algorithm.drift_coef",
+        "CPGD (2505.12504), as the program of 2025 has it: adv_estimator=cpgd asks for the loss too. Since 2025-10 its "
+        "advantage fails (core_algos.py:1475), and the drift is added to whatever loss_mode names: with another than cpgd "
+        "it is refused.",
+    ),
+    used(
+        "algorithm.weight_factor_in_cpgd", "algorithm.normalize", "STD_weight or naive; clip_filter_like_weight is refused."
+    ),
     fixed(
         f"{_A}recompute_old_log_prob algorithm.share_reward_in_agent",
         "old log-probs are the trainer's, computed before the updates",
@@ -141,7 +198,13 @@ _OWN = Section.of(
     fixed("trainer.should_log trainer.should_save", "siiRL sets them itself"),
 )
 
-_REPLACED: dict[Any, Any] = {verl.layout: layout, verl.optimizer: optimizer, verl.batch: batch}
+_REPLACED: dict[Any, Any] = {
+    verl_algorithm.advantage: advantage,
+    verl_algorithm.loss: loss,
+    verl.layout: layout,
+    verl.optimizer: optimizer,
+    verl.batch: batch,
+}
 
 TABLE = Table(
     "siiRL",
@@ -156,7 +219,6 @@ TABLE = Table(
     loses=(
         "multi-agent graphs, tools and embodied models",
         "images",
-        "the method CPGD",
     ),
     gains=(
         "gradients that are summed over replicas: siiRL's Megatron path leaves `finalize_model_grads` out",

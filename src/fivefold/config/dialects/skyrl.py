@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,16 @@ from fivefold.config.dialects import shared, skyrl_sft
 from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
-from fivefold.config.dialects.skyrl_algorithm import advantage, correction, dynamic_sampling, kl, loss, shaping
+from fivefold.config.dialects.skyrl_algorithm import (
+    TOKEN_MEAN,
+    advantage,
+    constant_scale,
+    correction,
+    dynamic_sampling,
+    kl,
+    loss,
+    shaping,
+)
 from fivefold.config.dialects.skyrl_rows import OLDER, SECTIONS
 from fivefold.config.dialects.source import Source, UnreadableError, typed
 from fivefold.config.dialects.table import Table
@@ -96,6 +106,8 @@ DEFAULTS: dict[str, Any] = {
     _ALGORITHM + "off_policy_correction.geo_mask_low": 0.99,
     _ALGORITHM + "off_policy_correction.product_mask_high": 2.0,
     _ALGORITHM + "off_policy_correction.product_mask_low": 0.5,
+    _ALGORITHM + "rollout_correction.token_tis_ratio_cap_high": 2.0,
+    _ALGORITHM + "rollout_correction.sequence_tis_ratio_cap_high": 5.0,
     _ALGORITHM + "sapo.tau_pos": 1.0,
     _ALGORITHM + "sapo.tau_neg": 1.05,
     _ALGORITHM + "clip_cov.clip_ratio": 2e-4,
@@ -135,10 +147,11 @@ _BEFORE_2026_08: dict[str, Any] = {
     _ALGORITHM + "cispo.cispo_eps_clip_low": 0.0,
     _ALGORITHM + "cispo.cispo_eps_clip_high": 5.0,
 }
+_BEFORE_2026_04 = _BEFORE_2026_08 | {TOKEN_MEAN: "micro-batch-token-mean"}
 VERSIONS: dict[str, dict[str, Any]] = {
-    "2026-03": _BEFORE_2026_08,
+    "2026-03": _BEFORE_2026_04,
     "2025-09": {
-        **_BEFORE_2026_08,
+        **_BEFORE_2026_04,
         _MEGATRON + "transformer_config_kwargs.recompute_granularity": None,
         _MEGATRON + "transformer_config_kwargs.recompute_method": None,
         _MEGATRON + "transformer_config_kwargs.recompute_num_layers": None,
@@ -147,14 +160,18 @@ VERSIONS: dict[str, dict[str, Any]] = {
 """Month of a release -> defaults that were others."""
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-REWARDS = {"gsm8k": {"gsm8k": 1.0}, "aime": {"math": 2.0}, "math": {"math": 1.0}}
+REWARDS = {"gsm8k": {"gsm8k": 1.0}, "aime": {"math": 2.0}, "math": {"math": 1.0}, "lcb": {"code": 1.0}}
 PROGRAMS = ("main_base", "main_dapo", "main_tis_dapo", "main_async", "main_fully_async", "main_dapo_fully_async")
+WITH_A_FUNCTION = {
+    "main_custom_policy_loss": (_ALGORITHM + "policy_loss_type", "reinforce"),
+    "main_custom_adv_est": (_ALGORITHM + "advantage_estimator", "simple_baseline"),
+}
+"""SkyRL's examples of functions of one's own, with the key and the name that ask for them."""
+FLASHRL = "main_dapo_flashrl"
 OTHER_PROGRAMS = {
     "main_full_ctx": "a test of memory on made-up sequences of the longest length, which learns nothing: `fivefold check`",
-    "main_custom_policy_loss": "a loss in Python, of which keys tell the name: the mean of A log π over a padded batch, "
-    "which algorithm.surrogate: log_likelihood takes over tokens",
-    "main_dapo_flashrl": "engines that FlashRL's vLLM quantizes by a file: engine.vllm.quantization has fp8",
     "main_fully_async_sim": "training that is only simulated",
+    "main_generate": "sampling and scoring without training: `fivefold eval`",
 }
 """Programs that are refused, with what they do besides their keys."""
 
@@ -174,9 +191,13 @@ def longest(source: Source) -> int:
 
 
 def program(source: Source) -> dict[str, Any]:
-    name = source.text("-m")
-    if name is not None and (program := name.rpartition(".")[2]) not in PROGRAMS:
-        source.lacks("-m", OTHER_PROGRAMS.get(program, "another program than main_base: it may do what no key says"))
+    name = (source.text("-m") or "main_base").rpartition(".")[2]
+    for example, (key, function) in WITH_A_FUNCTION.items():
+        if example != name and source.text(key) == function:
+            source.lacks(key, f"the function {function}, which SkyRL's example of it registers, and not {name}")
+    if name in (*PROGRAMS, FLASHRL) or name in WITH_A_FUNCTION:
+        return {"engine.vllm.quantization": "fp8"} if name == FLASHRL else {}
+    source.lacks("-m", OTHER_PROGRAMS.get(name, "another program than main_base: it may do what no key says"))
     return {}
 
 
@@ -221,11 +242,16 @@ def ahead(source: Source) -> dict[str, Any]:
     return shared.ahead(steps, "continue", "carry")
 
 
+def of_megatron(source: Source) -> str:
+    """The section of the policy's Megatron settings: of today, or the one beside `trainer` of 2025-08 to 2025-10."""
+    return "megatron_config.policy." if source.keys("megatron_config.policy.") else _MEGATRON
+
+
 def layout(source: Source) -> dict[str, Any]:
     world = gpus(source)
     if source.text("trainer.strategy") != "megatron":
         return {"policy.backend": str(shared.world_layout(world, cp=source.whole(_POLICY + "sequence_parallel_size") or 1))}
-    sizes = shared.parallel_sizes(source.under(_MEGATRON))
+    sizes = shared.parallel_sizes(source.under(of_megatron(source)))
     return {"policy.backend": str(shared.world_layout(world, **sizes)), "policy.sequence_parallel": True}
 
 
@@ -233,10 +259,16 @@ def megatron(source: Source) -> dict[str, Any]:
     if source.text("trainer.strategy") != "megatron":
         return {"policy.recompute": "full"} if source.flag("trainer.gradient_checkpointing") else {}
     found: dict[str, Any] = {}
+    start = of_megatron(source)
+    kwargs = start + "transformer_config_kwargs"
     if source.flag("trainer.gradient_checkpointing"):
-        found |= shared.recompute(source, _MEGATRON + "transformer_config_kwargs", "policy")
-    found |= shared.megatron_options(source, _MEGATRON + "transformer_config_kwargs", "policy.megatron")
-    optimizer = source.under(_MEGATRON + "optimizer_config_kwargs.")
+        found |= shared.recompute(source, kwargs, "policy")
+    found |= shared.megatron_options(source, kwargs, "policy.megatron")
+    if (source.whole(start + "pipeline_model_parallel_size") or 1) == 1:
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if found.pop(f"policy.megatron.pipeline.{name}", None) is not None:
+                source.fixed(f"{kwargs}.{name}", "there is one stage, which has all layers")
+    optimizer = source.under(start + "optimizer_config_kwargs.")
     if optimizer.flag("optimizer_cpu_offload"):
         for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
             found[f"policy.megatron.optimizer.{name}"] = optimizer.value(name)
@@ -274,10 +306,13 @@ def optimizer(source: Source, role: str = _POLICY, ours: str = "policy.optimizer
     if style not in SCHEDULES:
         said.lacks("scheduler", f"the schedule {style}: known here are {', '.join(SCHEDULES)}")
         style = "constant"
+    clip = said.number("max_grad_norm")
+    if role == _POLICY and clip:
+        clip *= constant_scale(source)
     found = {
         "lr": said.number("lr"),
         "betas": [float(beta) for beta in said.items("adam_betas")],
-        "clip_grad": said.number("max_grad_norm"),
+        "clip_grad": clip,
         "weight_decay": said.number("weight_decay"),
         "schedule": SCHEDULES[style],
         "warmup_steps": said.whole("num_warmup_steps") or 0,
@@ -311,6 +346,11 @@ def critic(source: Source) -> dict[str, Any]:
 def sampling(source: Source) -> dict[str, Any]:
     said = source.under("generator.sampling_params.")
     found: dict[str, Any] = {name: said.number(name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+    limit, longest_prompt = source.whole("generator.max_input_length"), source.count("trainer.max_prompt_length")
+    if limit is not None and limit < longest_prompt:
+        source.lacks(
+            "generator.max_input_length", f"less than trainer.max_prompt_length = {longest_prompt}, which SkyRL refuses"
+        )
     found["top_k"] = max(0, said.whole("top_k") or 0)
     if said.items("stop"):
         found["stop"] = said.texts("stop")
@@ -386,7 +426,7 @@ def rewards(source: Source) -> dict[str, Any]:
         return {}
     if name == "aime" and source.text(_ALGORITHM + "advantage_estimator") in ("gae", "reinforce++"):
         source.lacks("environment.env_class", "rewards of -1 and 1, of which only the difference is kept here")
-    spec = "reward_spec.ground_truth" if name == "gsm8k" else None
+    spec = "reward_spec.ground_truth" if name in ("gsm8k", "lcb") else None
     return {"reward.functions": dict(REWARDS[name]), "data.ground_truth_key": spec}
 
 
@@ -460,6 +500,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    elsewhere={TOKEN_MEAN: "token-mean"},
     versions=VERSIONS,
     known=known("skyrl"),
     command=(
@@ -493,9 +534,20 @@ SFT = Table(
 OTHER_TABLES = (SFT,)
 
 
+_OLDER_KEYS = frozenset(f"generator.{name}" for name in OLDER.values())
+_OLDER_TABLE = replace(TABLE, defaults=DEFAULTS | VERSIONS["2026-03"])
+
+
+def is_of_skyrl_train(settings: Mapping[str, Any]) -> bool:
+    """Settings of the package skyrl-train, which ended on 2026-03-02: by its name, or by keys that no later one has."""
+    return str(settings.get("-m", "")).startswith("skyrl_train.") or not _OLDER_KEYS.isdisjoint(settings)
+
+
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of a program's settings: that of RL, or of SFT."""
-    return SFT if skyrl_sft.looks_like(settings) else TABLE
+    """The table of a program's settings: that of RL, with the defaults of its release, or of SFT."""
+    if skyrl_sft.looks_like(settings):
+        return SFT
+    return _OLDER_TABLE if is_of_skyrl_train(settings) else TABLE
 
 
 translate = dialect(table_of)

@@ -15,6 +15,8 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
     "gae": shared.PPO,
     "rloo": shared.RLOO,
     "reinforce++": shared.REINFORCE_PLUS_PLUS,
+    # examples/.../main_custom_adv_est.py: less the mean of the whole batch.
+    "simple_baseline": {"name": "grpo", "advantage": "step_mean", "normalize": "none"},
 }
 LOSSES = {
     "regular": {"surrogate": "ppo_clip"},
@@ -26,6 +28,7 @@ LOSSES = {
     "kl_cov": {"surrogate": "kl_cov"},
     "rollout_is": {"surrogate": "rec", "clip_mode": "two_sided", "token_weight": "ratio"},
     "dppo": {"surrogate": "dppo"},
+    "reinforce": {"surrogate": "log_likelihood", "aggregate": "constant-length"},
 }
 REDUCTIONS = {
     "token_mean": "token-mean",
@@ -35,8 +38,45 @@ REDUCTIONS = {
 }
 
 
+OLDER_CORRECTION = _ALGORITHM + "rollout_correction."
+"""off_policy_correction, as it was called in January 2026."""
+TOKEN_MEAN = "skyrl.token_mean"
+"""What the release takes token_mean for; no key of SkyRL's, so nobody can set it."""
+
+
+def is_before_2026_04(source: Source) -> bool:
+    """Losses are averaged over micro-batches, as until #1296 (2026-03-31)."""
+    return bool(source.defaults[TOKEN_MEAN] == "micro-batch-token-mean")
+
+
+def has_kl_loss(source: Source) -> bool:
+    said = source.under(_ALGORITHM)
+    return said.flag("use_kl_loss") and bool(said.number("kl_loss_coef"))
+
+
+def aggregate(source: Source, mean: str) -> str:
+    """A mean by its name. That of micro-batches is one of sequences where each has one; it is for all of the loss or none
+    here, and the KL's never was one: beside a KL it is token-mean."""
+    found = REDUCTIONS["token_mean_legacy" if mean == "token_mean" and is_before_2026_04(source) else mean]
+    if found != "micro-batch-token-mean":
+        return found
+    if source.count("trainer.micro_train_batch_size_per_gpu") == 1:
+        return "seq-mean-token-mean"
+    return "token-mean" if mean == "token_mean" and has_kl_loss(source) else found
+
+
+def constant_scale(source: Source) -> float:
+    """How much smaller SkyRL's loss is than that of constant-length: what it is divided by over the longest response."""
+    said = source.under(_ALGORITHM)
+    if said.text("loss_reduction") != "seq_mean_token_sum_norm" or said.text("policy_loss_type") == "reinforce":
+        return 1.0
+    response = source.count("generator.sampling_params.max_generate_length")
+    prompt = source.whole("generator.max_input_length") or source.count("trainer.max_prompt_length")
+    return (said.whole("max_seq_len") or prompt + response) / response
+
+
 def is_dapo(source: Source) -> bool:
-    return (source.text("-m") or "").endswith(("main_dapo", "main_tis_dapo", "main_dapo_fully_async"))
+    return (source.text("-m") or "").endswith(("main_dapo", "main_tis_dapo", "main_dapo_fully_async", "main_dapo_flashrl"))
 
 
 def advantage(source: Source) -> dict[str, Any]:
@@ -66,7 +106,11 @@ def loss(source: Source) -> dict[str, Any]:
     if mean not in REDUCTIONS:
         said.lacks("loss_reduction", f"the mean {mean}: known here are {', '.join(REDUCTIONS)}")
         return {}
-    found: dict[str, Any] = {**LOSSES[name], "aggregate": REDUCTIONS[mean]}
+    found: dict[str, Any] = {"aggregate": aggregate(source, mean), **LOSSES[name]}
+    if name == "reinforce" and not is_before_2026_04(source):
+        said.lacks(
+            "policy_loss_type", "REINFORCE whose advantages were divided by loss_reduction before: @2026-03 has it whole"
+        )
     if found["surrogate"] in ("ppo_clip", "clip_cov", "rec"):
         found |= {"clip_low": said.number("eps_clip_low"), "clip_high": said.number("eps_clip_high")}
     if name == "dual_clip":
@@ -110,14 +154,15 @@ def kl(source: Source) -> dict[str, Any]:
     if name not in shared.ESTIMATORS:
         said.lacks("kl_estimator_type", f"the estimator {name}")
         return {}
-    found: dict[str, Any] = {"estimator": shared.ESTIMATORS[name], "coef": coef, "place": "reward" if in_reward else "loss"}
+    # Where the rest of the loss is divided by another constant, the KL weighs as much more.
+    scale = 1.0 if in_reward else constant_scale(source)
+    place = "reward" if in_reward else "loss"
+    found: dict[str, Any] = {"estimator": shared.ESTIMATORS[name], "coef": coef * scale, "place": place}
     if in_reward and said.text("kl_ctrl.type") == "adaptive":
         found |= {"target": said.number("kl_ctrl.kl_target"), "horizon": said.whole("kl_ctrl.horizon")}
     result = {f"algorithm.kl.{key}": value for key, value in found.items()}
-    if not in_reward and REDUCTIONS.get(said.text("loss_reduction") or "") not in (
-        "seq-mean-token-mean",
-        "micro-batch-token-mean",
-    ):
+    mean = said.text("loss_reduction") or "token_mean"
+    if not in_reward and mean in REDUCTIONS and aggregate(source, mean) in ("token-mean", "constant-length"):
         result["algorithm.penalty_aggregate"] = "seq-mean-token-mean"
     return result
 
@@ -129,10 +174,12 @@ def correction(source: Source) -> dict[str, Any]:
             "algorithm.rollout_correction.name": "tis",
             "algorithm.rollout_correction.high": said.number("tis_imp_ratio_cap"),
         }
-    off = said.under("off_policy_correction.")
+    is_older = bool(source.keys(OLDER_CORRECTION))
+    off = source.under(OLDER_CORRECTION if is_older else _ALGORITHM + "off_policy_correction.")
+    bound = "cap" if is_older else "clip"
     found: dict[str, Any] = {}
     if (level := off.text("tis_ratio_type")) is not None:
-        found |= {"weight": level, "high": off.number(f"{level}_tis_ratio_clip_high"), "outside": "truncate"}
+        found |= {"weight": level, "high": off.number(f"{level}_tis_ratio_{bound}_high"), "outside": "truncate"}
     if (metric := off.text("sequence_mask_metric")) is not None:
         short, name = {"geometric": ("geo", "geometric"), "product": ("product", "sequence")}.get(metric, ("", ""))
         if not short:

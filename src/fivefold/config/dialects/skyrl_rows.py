@@ -53,7 +53,9 @@ SECTIONS = (
         used(
             _ALGORITHM + "policy_loss_type",
             "algorithm.surrogate algorithm.importance_sampling_level",
-            "dual_clip is the only one with clip_ratio_c.",
+            "dual_clip is the only one with clip_ratio_c. reinforce of SkyRL's example is the mean of A log π over the "
+            "padded batch, whose width is the longest response there is and not the longest allowed: the same where one "
+            "reaches it. Since 2026-03-31 its advantages are divided twice, and it is refused.",
         ),
         used(
             f"{_ALGORITHM}eps_clip_low {_ALGORITHM}eps_clip_high {_ALGORITHM}cispo.*",
@@ -72,11 +74,17 @@ SECTIONS = (
         used(
             _ALGORITHM + "loss_reduction",
             "algorithm.aggregate",
-            "token_mean counts the tokens of the whole update. seq_mean_token_sum_norm divides by "
-            "max_seq_len, prompt included, "
-            "constant-length by the longest response: a constant that AdamW does not see but clipping does. "
-            "token_mean_legacy depends "
-            "on micro-batches, which are cut by tokens here.",
+            "token_mean counts the tokens of the whole update since 2026-03-31 (#1296), and of a micro-batch before, as "
+            "token_mean_legacy does still: which it was is known by `--from skyrl@2026-03` and by keys that no later "
+            "release has. With one sequence a micro-batch that is seq-mean-token-mean; others are cut by tokens here "
+            "(`micro-batch-token-mean`), and beside a KL in the loss, a mean over sequences, it is token-mean.",
+        ),
+        used(
+            _ALGORITHM + "max_seq_len",
+            "algorithm.aggregate algorithm.kl policy.optimizer.clip_grad",
+            "What seq_mean_token_sum_norm divides by; prompt and response when left out, as until 2026-03. constant-length "
+            "divides by the longest response: the KL's coefficient and max_grad_norm are as many times as large, so that "
+            "AdamW's updates are the same.",
         ),
         used(
             f"{_ALGORITHM}use_kl_loss {_ALGORITHM}use_kl_in_reward {_ALGORITHM}kl_loss_coef "
@@ -93,12 +101,15 @@ SECTIONS = (
             f"{_ALGORITHM}off_policy_correction.token_tis_ratio_clip_high "
             f"{_ALGORITHM}off_policy_correction.sequence_tis_ratio_clip_high "
             f"{_ALGORITHM}off_policy_correction.sequence_mask_metric {_ALGORITHM}off_policy_correction.geo_mask_* "
-            f"{_ALGORITHM}off_policy_correction.product_mask_*",
+            f"{_ALGORITHM}off_policy_correction.product_mask_* {_ALGORITHM}rollout_correction.tis_ratio_type "
+            f"{_ALGORITHM}rollout_correction.token_tis_ratio_cap_high "
+            f"{_ALGORITHM}rollout_correction.sequence_tis_ratio_cap_high "
+            f"{_ALGORITHM}rollout_correction.sequence_mask_metric",
             "algorithm.rollout_correction",
             "What is masked keeps its place in the denominators, as here: advantages are divided before "
             "(ppo_utils.py:1152).",
         ),
-        lacks(f"{_ALGORITHM}off_policy_correction.*", "masks of outlying tokens"),
+        lacks(f"{_ALGORITHM}off_policy_correction.* {_ALGORITHM}rollout_correction.*", "masks of outlying tokens"),
         used(
             f"{_ALGORITHM}dynamic_sampling.type {_ALGORITHM}dynamic_sampling.max_sample_batches",
             "algorithm.dynamic_sampling algorithm.dynamic_sampling_by algorithm.sampling_rounds",
@@ -121,8 +132,18 @@ SECTIONS = (
             f"{_ALGORITHM}zero_variance_filter_tol {_ALGORITHM}value_head_prefix",
             "read by what is not supported only",
         ),
+        lacks(_ALGORITHM + "ppo_loss_type", "the name of 2025: trainer.algorithm.policy_loss_type"),
+        lacks(
+            f"{_ALGORITHM}repo.enabled {_ALGORITHM}adaptive_prompt_filtering.enabled {_ALGORITHM}fold_grpo.enabled",
+            "a method of a fork",
+            [False],
+        ),
+        fixed(
+            f"{_ALGORITHM}repo.* {_ALGORITHM}adaptive_prompt_filtering.* {_ALGORITHM}fold_grpo.*",
+            "read by a fork's method only",
+            takes_any=True,
+        ),
         lacks(f"{_ALGORITHM}temperature", "another temperature of the trainer's log-probs"),
-        lacks(_ALGORITHM + "max_seq_len", "another constant than the longest response"),
         to("trainer.update_epochs_per_batch", "algorithm.ppo_epochs", shared.whole),
         to("generator.n_samples_per_prompt", "algorithm.group_size", shared.whole),
     ),
@@ -141,9 +162,12 @@ SECTIONS = (
         used(
             "environment.env_class",
             "reward.functions data.ground_truth_key",
-            "aime scores -1 and 1: 0 and 2 here, of which a group's mean takes the constant away.",
+            "aime scores -1 and 1: 0 and 2 here, of which a group's mean takes the constant away. lcb is LiveCodeBench's "
+            "programs and tests: code.",
         ),
         fixed("environment.skyrl_gym.**", "read by other environments only"),
+        lacks("data.max_num_examples", "the first rows of the data: `train.parquet[:100]` names them"),
+        lacks("dspy.**", "DSPy's programs, which are agents"),
         lacks("generator.chat_template.name_or_path", "another chat template"),
         used(
             "generator.chat_template_kwargs generator.chat_template_kwargs.**",
@@ -162,9 +186,14 @@ SECTIONS = (
             + " ".join(
                 f"{_MEGATRON}{name}_parallel_size"
                 for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-            ),
+            )
+            + " megatron_config.policy.*_parallel_size",
             "policy.backend",
+            "megatron_config beside trainer is of 2025-08 to 2025-10.",
+            takes_any=True,
         ),
+        lacks("trainer.policy.fsdp_config.context_parallel_size", "context parallelism of a fork's FSDP", [1]),
+        fixed("trainer.policy.fsdp_config.cp_* trainer.policy.fsdp_config.wrap_policy.**", SPREAD, takes_any=True),
         used(
             "trainer.placement.colocate_all",
             "engine.placement engine.backend policy.offload.optimizer",
@@ -178,11 +207,32 @@ SECTIONS = (
         used("trainer.gradient_checkpointing", "policy.recompute"),
         fixed("trainer.gradient_checkpointing_use_reentrant", KERNELS),
         used(
-            f"{_MEGATRON}transformer_config_kwargs.*",
+            f"{_MEGATRON}transformer_config_kwargs.* megatron_config.policy.transformer_config_kwargs.*",
             "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
             takes_any=True,
         ),
-        used(f"{_MEGATRON}optimizer_config_kwargs.*", "policy.megatron.optimizer"),
+        used(
+            f"{_MEGATRON}optimizer_config_kwargs.* megatron_config.policy.optimizer_config_kwargs.*",
+            "policy.megatron.optimizer",
+        ),
+        lacks(f"{_MEGATRON}fp8 {_MEGATRON}fp8_param", "training in 8 bits", [False]),
+        fixed(
+            f"{_MEGATRON}fp8_* {_MEGATRON}ddp_config.fp8_param_gather trainer.ref.megatron_config.fp8* "
+            "trainer.ref.megatron_config.ddp_config.fp8_param_gather",
+            "read with fp8 only",
+            takes_any=True,
+        ),
+        lacks(
+            f"{_MEGATRON}lora_config.experts_shared_outer_loras trainer.policy.model.lora.share_expert_adapters",
+            "adapters that experts share",
+            [False],
+        ),
+        lacks(_MEGATRON + "lora_config.normalize_moe_lora", "adapters of experts of another scale", [False]),
+        fixed(
+            "megatron_config.ref.** megatron_config.policy.ddp_config.* megatron_config.policy.empty_cuda_cache",
+            SPREAD,
+            takes_any=True,
+        ),
         fixed(
             f"{_MEGATRON}transformer_config_kwargs {_MEGATRON}optimizer_config_kwargs "
             f"{_MEGATRON}model_config_kwargs trainer.policy.model_config_kwargs",
@@ -311,15 +361,24 @@ SECTIONS = (
                 "use_expandable_segments enable_ray_prometheus_stats "
                 "served_model_name fully_sharded_loras"
             )
-            + f" {_ENGINE}delta_weight_sync {_ENGINE}delta_weight_sync.*",
+            + f" {_ENGINE}delta_weight_sync {_ENGINE}delta_weight_sync.* {_ENGINE}serialized_weight_sync_mode",
             "the engine is given the whole weights",
+            takes_any=True,
         ),
+        lacks(_ENGINE + "fp8_weight_sync_mode", "an engine that is given weights in 8 bits: engine.vllm.quantization"),
+        fixed(
+            f"{_ENGINE}router_type generator.use_http_server_inference_engine_client "
+            "generator.http_server_inference_engine_client_*",
+            "how requests reach the engine",
+            takes_any=True,
+        ),
+        lacks("generator.enable_thinking_tokens", "another chat template: data.chat_template_kwargs", [False]),
         slower(
             _engines("engine_init_kwargs") + f" {_ENGINE}engine_init_kwargs.** generator.engine_init_kwargs.**",
             "engine.vllm takes vLLM's own arguments: these are not carried over",
         ),
         slower(_ENGINE + "speculative_config", "speculative decoding"),
-        lacks(_ENGINE + "enable_pd", "prefill and decoding on different GPUs", [False]),
+        slower(_ENGINE + "enable_pd", "prefill and decoding on different GPUs: every engine does both", [False]),
         fixed(f"{_ENGINE}num_prefill {_ENGINE}router_init_kwargs", "read with enable_pd only"),
         used(
             " ".join(
@@ -328,7 +387,7 @@ SECTIONS = (
             ),
             "engine.sampling",
         ),
-        fixed("generator.sampling_params.logprobs", "log-probs are always recorded"),
+        fixed("generator.sampling_params.logprobs generator.sampling_params.get_logprobs", "log-probs are always recorded"),
         lacks("generator.sampling_params.additional_kwargs", "further arguments of sampling"),
         used(
             "generator.eval_sampling_params.temperature generator.eval_sampling_params.top_p "
@@ -353,7 +412,9 @@ SECTIONS = (
             "one turn is sampled token by token",
         ),
         lacks("generator.max_turns", _TOOLS, [1]),
-        lacks("generator.max_input_length", "a limit of prompts in later turns", [512, 1024, 2048]),
+        used(
+            "generator.max_input_length", "algorithm.aggregate", "A limit of prompts in later turns; max_seq_len has it too."
+        ),
         lacks(
             "generator.zero_reward_on_non_stop generator.step_wise_trajectories "
             "generator.vision_language_generator generator.merge_stepwise_output",
@@ -383,7 +444,8 @@ SECTIONS = (
         ),
         fixed("trainer.fully_async.simulate_*", "read with simulate_training only"),
         fixed(
-            "trainer.fully_async.clear_kv_cache_on_weight_sync",
+            "trainer.fully_async.clear_kv_cache_on_weight_sync "
+            "trainer.fully_async.preserve_inflight_kv_cache_on_weight_update",
             "as if it were true: keys and values of a response that goes on are computed anew by the new weights",
         ),
     ),
@@ -427,7 +489,17 @@ SECTIONS = (
             "trainer.algorithm.use_abs_kl trainer.algorithm.normalize_reward trainer.use_orm_score", "keys of 2025", [False]
         ),
         lacks("trainer.num_dummy_steps trainer.override_entrypoint trainer.arctic_rl.**", "another program's key"),
-        used("-m", "algorithm.name rollout", "main_base, main_async, main_fully_async, and DAPO's main_dapo."),
+        lacks("trainer.fireworks.**", "training and engines of a service, which has its own numbers"),
+        used(
+            "-m",
+            "algorithm.name rollout engine.vllm.quantization",
+            "main_base, main_async, main_fully_async, "
+            "DAPO's main_dapo, and the examples of a loss and an advantage of one's own, under their names. The engines of "
+            "main_dapo_flashrl quantize the policy's weights in 8 bits as FLASHRL_CONFIG says, which is no key: fp8 here, "
+            "which vLLM makes of the weights as they come, as FlashRL's fp8_vllm; its int8 takes scales from a file, which "
+            "vLLM cannot for weights that change. Log-probs are the engine's own in every case, and the correction weighs "
+            "by them.",
+        ),
         fixed("--config-name --config-path", "how the program is started"),
     ),
 )

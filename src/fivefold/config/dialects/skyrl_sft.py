@@ -5,6 +5,7 @@ What its code explains was read in SkyRL a9564572e (2026-08-21); a note has the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,12 +82,22 @@ def program(source: Source) -> dict[str, Any]:
     return {"algorithm.name": "sft", "model.path": shared.path(source, "model.path")}
 
 
+def _slices(source: Source, key: str) -> list[str]:
+    """A list of slices, whose own brackets and colons YAML would take for its own: `[train[:100],train[100:]]`."""
+    raw = source.raw(key)
+    if not isinstance(raw, str) or "[" not in raw.strip("'\" ")[1:]:
+        return source.texts(key)
+    inner = raw.strip("'\" ")
+    inner = inner[1:-1] if inner.startswith("[") else inner
+    return [part.strip("'\" ") for part in re.split(r",(?![^\[]*\])", inner)]
+
+
 def _parts(source: Source, sets: str, splits: str, older_set: str, older_split: str) -> list[str]:
     """Files of data sets of the hub, OWNER/NAME-SPLIT.parquet, with the rows of a slice."""
     if (source.has(older_set) or source.has(older_split)) and not source.has(sets):
-        names, slices = source.texts(older_set), source.texts(older_split)
+        names, slices = source.texts(older_set), _slices(source, older_split)
     else:
-        names, slices = source.texts(sets), source.texts(splits)
+        names, slices = source.texts(sets), _slices(source, splits)
     if len(names) != len(slices):
         raise UnreadableError(f"{splits} must have one entry for each of {sets}: got {len(slices)} for {len(names)}")
     found = []
@@ -259,7 +270,10 @@ SECTIONS = (
         used("max_ckpts_to_keep", "trainer.keep"),
         used("resume_from", "trainer.resume"),
         slower("hf_save_interval", "`fivefold export` writes a checkpoint in Hugging Face's form", [-1, 0]),
-        fixed("export_path", "read with hf_save_interval only"),
+        fixed(
+            "export_path hf_export_path", "read with hf_save_interval only; hf_export_path, of 2026-05, exports at the end"
+        ),
+        fixed("eval_batch_size", "all rows are evaluated"),
         to("seed", "trainer.seed", shared.whole),
         lacks(
             "dummy_run_full_ctx", "a test of memory on made-up sequences, which learns nothing: `fivefold check`", [False]
