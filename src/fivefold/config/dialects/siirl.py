@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.dialects import shared, verl
+from fivefold.config.dialects import shared, verl, verl_layout, verl_training
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
@@ -42,8 +42,8 @@ for _key in ("critic.ppo_epochs", "critic.ppo_mini_batch_size", "critic.use_dyna
 
 
 def layout(source: Source) -> dict[str, Any]:
-    found = verl.layout(source)
-    if verl.is_megatron(source):
+    found = verl_layout.layout(source)
+    if verl_layout.is_megatron(source):
         # Whatever the key says: tensor parallelism has sequence parallelism there.
         source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
         found["policy.sequence_parallel"] = True
@@ -52,8 +52,8 @@ def layout(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source) -> dict[str, Any]:
     """verl's, with the rate that siiRL's Megatron path has."""
-    found = verl.optimizer(source)
-    if verl.is_megatron(source):
+    found = verl_training.optimizer(source)
+    if verl_layout.is_megatron(source):
         # No scheduler is ever stepped (megatron_workers.py): the rate stays what it is at step 0.
         if found["policy.optimizer.warmup_steps"]:
             source.lacks(
@@ -71,9 +71,9 @@ def optimizer(source: Source) -> dict[str, Any]:
 def batch(source: Source) -> dict[str, Any]:
     if (source.text("algorithm.workflow_type") or "default") == "dapo" and not source.has("algorithm.filter_groups.enable"):
         source.lacks("algorithm.workflow_type", "DAPO's workflow without algorithm.filter_groups.enable: say it")
-    if verl.is_megatron(source) and (source.whole(_A + "ppo_epochs") or 1) > 1:
+    if verl_layout.is_megatron(source) and (source.whole(_A + "ppo_epochs") or 1) > 1:
         source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor goes through a rollout once whatever it says: say 1")
-    return verl.batch(source)
+    return verl_training.batch(source)
 
 
 _OWN = Section.of(
@@ -141,7 +141,11 @@ _OWN = Section.of(
     fixed("trainer.should_log trainer.should_save", "siiRL sets them itself"),
 )
 
-_REPLACED: dict[Any, Any] = {verl.layout: layout, verl.optimizer: optimizer, verl.batch: batch}
+_REPLACED: dict[Any, Any] = {
+    verl_layout.layout: layout,
+    verl_training.optimizer: optimizer,
+    verl_training.batch: batch,
+}
 
 TABLE = Table(
     "siiRL",
