@@ -25,7 +25,7 @@ from fivefold.config.dialects.verl_algorithm import (
     loss,
     overlong,
 )
-from fivefold.config.dialects.verl_defaults import DEFAULTS
+from fivefold.config.dialects.verl_defaults import DEFAULTS, VERSIONS, release_of
 from fivefold.config.dialects.verl_engine import engine, evaluation, sampling
 from fivefold.config.dialects.verl_layout import (
     dtypes,
@@ -166,6 +166,7 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    versions=VERSIONS,
     known=known("verl"),
     command=(
         "`fivefold train --from verl KEY=VALUE ...`: the arguments of `python3 -m verl.trainer.main_ppo` as "
@@ -183,17 +184,20 @@ TABLE = Table(
 
 
 OTHER_TABLES = (verl_sft.TABLE,)
+_OF_RELEASE = {month: replace(TABLE, defaults=DEFAULTS | own) for month, own in VERSIONS.items()}
 _PROGRAMS = verl_async.DEFAULTS | {verl_prime.PROGRAM: verl_prime.DEFAULTS}
 _OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in _PROGRAMS.items()}
 """Tables of programs whose configuration has other defaults."""
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of a program's settings: PPO's, or that of the SFT trainers."""
+    """The table of a program's settings: PPO's, with the defaults of its release, or that of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
     if (own := _OWN_DEFAULTS.get(str(settings.get("-m")))) is not None:
         return own
-    return TABLE if is_rl or not verl_sft.looks_like(settings) else verl_sft.TABLE
+    if not is_rl and verl_sft.looks_like(settings):
+        return verl_sft.TABLE
+    return _OF_RELEASE.get(release_of(settings), TABLE)
 
 
 translate = dialect(table_of)

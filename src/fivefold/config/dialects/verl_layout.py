@@ -14,9 +14,25 @@ def is_megatron(source: Source) -> bool:
     """The actor trains with Megatron-Core: by its strategy, or by the configuration that it starts from."""
     for key in (_A + "strategy", "model_engine"):
         if source.has(key) and (chosen := source.text(key)) is not None:
-            return chosen in ("megatron", "mindspeed")
+            by_fsdp = source.text(_A + "mindspeed.strategy") == "mindspeed_fsdp"
+            return chosen == "megatron" or (chosen == "mindspeed" and not by_fsdp)
     named = [source.text("--config-name") or "", *source.texts("defaults")]
     return any("megatron" in name for name in named) or source.text(_A + "strategy") == "megatron"
+
+
+def mcore(source: Source) -> str:
+    """Where Megatron-Core's settings of the actor stand: MindSpeed's engine has its own section (2026-05 to 08)."""
+    said = (source.text("model_engine"), source.text(_A + "strategy"))
+    return _A + ("mindspeed." if "mindspeed" in said else "megatron.")
+
+
+def options(source: Source) -> str:
+    """Where fields of Megatron-Core's TransformerConfig stand."""
+    start = mcore(source)
+    if start == _A + "megatron.":
+        return start + "override_transformer_config"
+    # llm_kwargs until 2026-05.
+    return start + ("llm_kwargs" if source.keys(start + "llm_kwargs.") else "mcore_kwargs")
 
 
 def gpus(source: Source) -> int:
@@ -31,19 +47,19 @@ def layout(source: Source) -> dict[str, Any]:
         if source.has(_A + "fsdp_config.ulysses_sequence_parallel_size"):
             cp = max(cp, source.whole(_A + "fsdp_config.ulysses_sequence_parallel_size") or 1)
         return {"policy.backend": str(shared.world_layout(gpus(source), cp=cp))}
-    sizes = shared.parallel_sizes(source.under(_A + "megatron."))
+    sizes = shared.parallel_sizes(source.under(mcore(source)))
     return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
 
 
 def megatron(source: Source) -> dict[str, Any]:
     if not is_megatron(source):
         return {}
-    section = source.under(_A + "megatron.")
+    section = source.under(mcore(source))
     found: dict[str, Any] = {"policy.sequence_parallel": section.flag("sequence_parallel")}
     virtual = section.whole("virtual_pipeline_model_parallel_size")
     if virtual is not None and virtual > 1:
         found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
-    found |= shared.megatron_options(source, _A + "megatron.override_transformer_config", "policy.megatron")
+    found |= shared.megatron_options(source, options(source), "policy.megatron")
     return found
 
 
@@ -67,11 +83,10 @@ def router_replay(source: Source) -> dict[str, Any]:
 
 def dtypes(source: Source) -> dict[str, Any]:
     """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
-    trainers = (
-        ("megatron.dtype",) if is_megatron(source) else ("fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
-    )
+    fsdp = (_A + "fsdp_config.dtype", _A + "fsdp_config.mixed_precision.param_dtype")
+    trainers = (mcore(source) + "dtype",) if is_megatron(source) else fsdp
     found = {_R + "dtype": "bfloat16"}
-    for key in (*(_A + name for name in trainers), _R + "dtype"):
+    for key in (*trainers, _R + "dtype"):
         if source.has(key) and (name := source.text(key)) not in (None, "auto"):
             if name not in shared.DTYPES:
                 source.lacks(key, f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
@@ -86,10 +101,10 @@ def dtypes(source: Source) -> dict[str, Any]:
 def memory(source: Source) -> dict[str, Any]:
     """Recomputation and offload."""
     if is_megatron(source):
-        found = shared.recompute(source, _A + "megatron.override_transformer_config", "policy")
+        found = shared.recompute(source, options(source), "policy")
         parts = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
         found |= {
-            f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{_A}megatron.{name}_offload")
+            f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{mcore(source)}{name}_offload")
         }
         optimizer = source.under(_A + "optim.override_optimizer_config.")
         for key in optimizer.keys(""):
@@ -123,7 +138,8 @@ def micro_batch(source: Source) -> dict[str, Any]:
     """A token budget as it is, times the ranks that share a sequence; a number of sequences at their longest."""
     tokens = longest(source)
     if source.flag(_A + "use_dynamic_bsz"):
-        shared_by = _A + ("megatron.context_parallel_size" if is_megatron(source) else "ulysses_sequence_parallel_size")
+        by_mcore = is_megatron(source)
+        shared_by = mcore(source) + "context_parallel_size" if by_mcore else _A + "ulysses_sequence_parallel_size"
         budget = source.count(_A + "ppo_max_token_len_per_gpu") * (source.whole(shared_by) or 1)
         return {"policy.tokens_per_micro_batch": max(budget, tokens)}
     sequences = source.whole(_A + "ppo_micro_batch_size_per_gpu")

@@ -8,6 +8,8 @@ from fivefold.config.dialects.shared import KERNELS, SPREAD
 from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
 
 _A, _R, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic."
+_MCORE = ("megatron", "mindspeed")
+"""Engines of Megatron-Core; MindSpeed's was there from 2026-05 to 08."""
 _TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
 _OF_POLICY = "it has the policy's layout and options"
 
@@ -24,7 +26,8 @@ TRAINING = Section.of(
             "trainer.nnodes",
             "trainer.n_gpus_per_node",
             *(
-                f"{_A}megatron.{name}_parallel_size"
+                f"{_A}{engine}.{name}_parallel_size"
+                for engine in _MCORE
                 for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
             ),
             _A + "ulysses_sequence_parallel_size",
@@ -33,9 +36,15 @@ TRAINING = Section.of(
         "policy.backend",
         "Ulysses' size becomes context parallelism. Expert tensor parallelism left out is that of the model.",
     ),
-    used(_A + "megatron.virtual_pipeline_model_parallel_size", "policy.megatron.pipeline"),
-    used(_A + "megatron.sequence_parallel", "policy.sequence_parallel"),
-    used(_A + "megatron.override_transformer_config.*", "policy.megatron.transformer policy.recompute", takes_any=True),
+    used(tuple(f"{_A}{engine}.virtual_pipeline_model_parallel_size" for engine in _MCORE), "policy.megatron.pipeline"),
+    used(tuple(f"{_A}{engine}.sequence_parallel" for engine in _MCORE), "policy.sequence_parallel"),
+    used(
+        f"{_A}megatron.override_transformer_config.* {_A}mindspeed.mcore_kwargs.* {_A}mindspeed.llm_kwargs.*",
+        "policy.megatron.transformer policy.recompute",
+        takes_any=True,
+    ),
+    used(_A + "mindspeed.strategy", "policy.backend", "mindspeed_megatron, or mindspeed_fsdp."),
+    fixed(f"{_A}mindspeed.fsdp_kwargs.** actor_rollout_ref.ref.mindspeed.** critic.mindspeed.**", SPREAD, takes_any=True),
     fixed(
         (
             f"{_A}megatron.override_transformer_config {_A}megatron.override_ddp_config "
@@ -46,8 +55,8 @@ TRAINING = Section.of(
     slower(_A + "megatron.override_ddp_config.*", "policy.megatron.ddp has its own defaults"),
     used(
         (
-            *(f"{_A}{part}.{name}_offload" for part in ("megatron", "fsdp_config") for name in ("param", "optimizer")),
-            _A + "megatron.grad_offload",
+            *(f"{_A}{part}.{name}_offload" for part in (*_MCORE, "fsdp_config") for name in ("param", "optimizer")),
+            *(f"{_A}{engine}.grad_offload" for engine in _MCORE),
         ),
         "policy.offload.parameters policy.offload.gradients policy.offload.optimizer",
     ),
@@ -98,8 +107,9 @@ TRAINING = Section.of(
     slower("critic.optim.override_optimizer_config.*", "the critic's optimizer stays on its GPU", [False, 0, 1]),
     fixed(
         tuple(
-            f"{role}megatron.{name}"
+            f"{role}{engine}.{name}"
             for role in _TRAINERS
+            for engine in _MCORE
             for name in (
                 "use_mbridge",
                 "vanilla_mbridge",
@@ -160,7 +170,7 @@ TRAINING = Section.of(
     lacks("**qat.enable", "training for a quantized model", [False]),
     fixed("**qat.*", "read with qat.enable only"),
     used(
-        f"{_A}megatron.dtype {_A}fsdp_config.dtype {_A}fsdp_config.mixed_precision.param_dtype",
+        f"{_A}megatron.dtype {_A}mindspeed.dtype {_A}fsdp_config.dtype {_A}fsdp_config.mixed_precision.param_dtype",
         "policy.dtype",
         "In float16 an update whose gradient overflows is left out and the loss scaled by less, as verl's scaler does.",
     ),

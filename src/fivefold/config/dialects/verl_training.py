@@ -7,7 +7,7 @@ from typing import Any
 from fivefold.config.dialects import mtp, shared, verl_async
 from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.source import Source, UnreadableError
-from fivefold.config.dialects.verl_algorithm import estimator
+from fivefold.config.dialects.verl_algorithm import estimator, kl_in_reward
 from fivefold.config.dialects.verl_layout import is_megatron, longest
 
 _A, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic."
@@ -71,7 +71,7 @@ def megatron_checkpoints(source: Source) -> dict[str, Any]:
         return {}
     weights: dict[str, Any] = {}
     directory = shared.path(source, _M + "path")
-    has_reference = source.flag(_A + "use_kl_loss") or source.flag("algorithm.use_kl_in_reward")
+    has_reference = source.flag(_A + "use_kl_loss") or kl_in_reward(source)
     roles = [
         ("model.path", _A, _M + "path", True),
         ("reference.path", "actor_rollout_ref.ref.", _M + "path", has_reference),
