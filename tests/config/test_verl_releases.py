@@ -96,3 +96,42 @@ def test_mindspeeds_fsdp_is_data_parallel():
         ACTOR + "mindspeed.tensor_model_parallel_size=4",
     )  # fmt: skip
     assert (found.layout.dp, found.layout.tp) == (8, 1)
+
+
+@pytest.mark.parametrize(("manager", "buffer"), [("dapo", 512), ("naive", 0), ("prime", 0), ("batch", 0)])
+@pytest.mark.parametrize(
+    "start",
+    ["reward_model.overlong_buffer", "custom_reward_function.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg"],
+)
+def test_only_the_manager_that_reads_it_takes_a_penalty_off_long_responses(manager, buffer, start):
+    said = [f"{start}.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")]
+    found = config("verl", *GRPO, "data.max_response_length=2048", f"reward_model.reward_manager={manager}", *said)
+    assert found.algorithm.resolved.overlong_buffer == buffer
+
+
+@pytest.mark.parametrize(
+    ("words", "top_k"), [(["do_sample=True", "temperature=0.6", "top_k=20"], 20), (["do_sample=True", "temperature=1"], 0)]
+)
+def test_an_evaluation_draws_from_as_many_tokens_as_it_says(words, top_k):
+    found = config(
+        "verl", *GRPO, "data.val_files=v.parquet", *(f"actor_rollout_ref.rollout.val_kwargs.{word}" for word in words)
+    )
+    assert (found.eval.samples, found.eval.top_k) == (1, top_k)
+
+
+@pytest.mark.parametrize("word", [
+    ACTOR + "engine.tp=1", ACTOR + "deepspeed_config.param_offload=False", "actor@actor_rollout_ref.actor=mlite_actor",
+    ACTOR + "use_token_level_loss=False", ACTOR + "grpo_type=disco_logL", "trainer.rejection_sample=True", "azr.seed_dataset=null2",
+    "actor_rollout_ref.rollout.do_vote=True",
+])  # fmt: skip
+def test_what_a_forks_own_code_does_is_refused_by_name(word):
+    found = translated("verl", *GRPO, word)
+    assert [(each.key, each.kind) for each in found.outcomes if each.is_refused] == [(word.partition("=")[0], "unsupported")]
+
+
+@pytest.mark.parametrize("word", [
+    ACTOR + "use_token_level_loss=True", "actor_rollout_ref.ref.include_ref=False", "actor_rollout_ref.rollout.enable_tools=False",
+    ACTOR + "fsdp_config.turbo_config.memory.recompute=True", ACTOR + "veomni.data_parallel_size=8", "trainer.rejection_sample=False",
+])  # fmt: skip
+def test_a_forks_key_that_asks_for_nothing_changes_nothing(word):
+    assert config("verl", *GRPO, word) == config("verl", *GRPO)

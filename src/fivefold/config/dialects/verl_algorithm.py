@@ -292,12 +292,26 @@ def rejection(said: Source, names: list[str]) -> dict[str, Any]:
     return found | ({"reject_divergence": divergences} if divergences else {})
 
 
+MANAGERS = (
+    "reward.reward_manager.name",
+    "reward_model.reward_manager",
+    "reward_manager.name",
+    "reward_model.reward_manager.name",
+)
+"""Where verl has had the name of its reward manager."""
+_WITHOUT_PENALTY = ("naive", "prime", "batch")
+"""Reward managers that score responses whatever their length (workers/reward_manager)."""
+
+
 def overlong(source: Source) -> dict[str, Any]:
-    """DAPO's penalty, in the three places where verl has had its keys."""
+    """DAPO's penalty, in the four places where verl has had its keys; other reward managers do not read them."""
+    if any(source.has(key) and source.text(key) in _WITHOUT_PENALTY for key in MANAGERS):
+        return {"algorithm.overlong_buffer": 0}
     for start in (
         "reward.reward_kwargs.overlong_buffer_cfg.",
         "reward_model.reward_kwargs.overlong_buffer_cfg.",
         "reward_model.overlong_buffer.",
+        "custom_reward_function.overlong_buffer.",
     ):
         said = source.under(start)
         if said.flag("enable"):

@@ -73,12 +73,11 @@ def evaluation(source: Source) -> dict[str, Any]:
         }
     if not said.flag("do_sample"):
         return {"eval.samples": 0}
-    if (said.whole("top_k") or 0) > 0:
-        said.lacks("top_k", "top-k in evaluation")
     if not said.number("temperature"):
         return {"eval.samples": 0}
     return {
         "eval.samples": said.whole("n"),
         "eval.temperature": said.number("temperature"),
         "eval.top_p": said.number("top_p"),
+        "eval.top_k": max(0, said.whole("top_k") or 0) or None,
     }

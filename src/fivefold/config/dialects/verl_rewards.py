@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold.config.dialects import shared, verl_prime
 from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.verl_algorithm import MANAGERS
 from fivefold.config.dialects.verl_layout import gpus
 
 OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
@@ -38,8 +39,7 @@ def rewards(source: Source) -> dict[str, Any]:
                 found["reward.model.first_rank"] = gpus(source)
                 if source.text("actor_rollout_ref.rollout.name") != "hf":
                     found["engine.mode"] = "server"
-    managers = ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name")
-    for key in (*managers, "reward_model.reward_manager.name"):
+    for key in MANAGERS:
         name = source.text(key)
         if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):
             source.lacks(key, f"the reward manager {name}")

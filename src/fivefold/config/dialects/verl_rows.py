@@ -6,6 +6,7 @@ says of verl's code was read in verl b178a3cd (2026-01-29) where it names no oth
 
 from __future__ import annotations
 
+from fivefold.config.dialects.verl_forks import SECTION as FORKS
 from fivefold.config.dialects.verl_older import SECTION as OLDER
 from fivefold.config.dialects.verl_rows_data import DATA, MODEL
 from fivefold.config.dialects.verl_rows_method import ALGORITHM
@@ -14,4 +15,4 @@ from fivefold.config.dialects.verl_rows_rollout import ROLLOUT
 from fivefold.config.dialects.verl_rows_run import TRAINER
 from fivefold.config.dialects.verl_rows_training import ROLES, TRAINING
 
-SECTIONS = (ALGORITHM, DATA, MODEL, TRAINING, ROLES, ROLLOUT, REWARD, TRAINER, OLDER)
+SECTIONS = (ALGORITHM, DATA, MODEL, TRAINING, ROLES, ROLLOUT, REWARD, TRAINER, OLDER, FORKS)

@@ -30,14 +30,18 @@ REWARD = Section.of(
             "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor "
             "reward.reward_kwargs.overlong_buffer_cfg.enable reward.reward_kwargs.overlong_buffer_cfg.len "
             "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor "
-            "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len"
+            "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len "
+            "custom_reward_function.overlong_buffer.enable custom_reward_function.overlong_buffer.len "
+            "custom_reward_function.overlong_buffer.penalty_factor"
         ),
         "algorithm.overlong_buffer algorithm.overlong_penalty",
         "The formula is the same (workers/reward_manager/dapo.py:112), where max_resp_len is data.max_response_length; "
-        "so much above it that no response reaches the buffer, there is no penalty.",
+        "so much above it that no response reaches the buffer, there is no penalty. naive, prime and batch read "
+        "none of it. custom_reward_function has it in DAPO's recipe of 2025-03.",
     ),
     fixed(
-        "reward_model.overlong_buffer.log reward_model.reward_kwargs.overlong_buffer_cfg "
+        "custom_reward_function.overlong_buffer.log reward_model.overlong_buffer.log "
+        "reward_model.reward_kwargs.overlong_buffer_cfg "
         "reward_model.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.overlong_buffer_cfg.log",
         SHOWN,
     ),

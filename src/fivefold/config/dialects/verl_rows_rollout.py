@@ -29,7 +29,7 @@ ROLLOUT = Section.of(
     used(_R + "free_cache_engine", "engine.sleep"),
     used(
         _R + "val_kwargs.*",
-        "eval.samples eval.temperature eval.top_p",
+        "eval.samples eval.temperature eval.top_p eval.top_k",
         "A greedy evaluation is always made too.",
     ),
     used(

@@ -180,8 +180,14 @@ TRAINING = Section.of(
         "parameters in bfloat16 with a float32 copy in the optimizer, gradients summed in float32",
     ),
     fixed(
-        f"{_A}fsdp_config.* {_A}fsdp_config.wrap_policy.* {_A}veomni.* {_A}fsdp_config.turbo_config.**",
+        f"{_A}fsdp_config.* {_A}fsdp_config.wrap_policy.* {_A}veomni.*",
         SPREAD,
+    ),
+    fixed(
+        f"{_A}fsdp_config.turbo_config.** actor_rollout_ref.ref.fsdp_config.turbo_config.** "
+        "critic.fsdp.turbo_config.** critic.model.fsdp_config.turbo_config.**",
+        SPREAD,
+        takes_any=True,
     ),
     fixed(
         (
