@@ -135,3 +135,10 @@ def test_what_a_forks_own_code_does_is_refused_by_name(word):
 ])  # fmt: skip
 def test_a_forks_key_that_asks_for_nothing_changes_nothing(word):
     assert config("verl", *GRPO, word) == config("verl", *GRPO)
+
+
+@pytest.mark.parametrize(("program", "buffer"), [("verl.trainer.main_ppo", 0), ("recipe.dapo.main_dapo", 512)])
+def test_a_manager_that_is_not_named_is_the_programs_own(program, buffer):
+    said = [f"reward_model.overlong_buffer.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")]
+    found = config("verl", *GRPO, "data.max_response_length=2048", f"-m={program}", *said)
+    assert found.algorithm.resolved.overlong_buffer == buffer

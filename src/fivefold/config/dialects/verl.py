@@ -185,7 +185,8 @@ TABLE = Table(
 
 OTHER_TABLES = (verl_sft.TABLE,)
 _OF_RELEASE = {month: replace(TABLE, defaults=DEFAULTS | own) for month, own in VERSIONS.items()}
-_PROGRAMS = verl_async.DEFAULTS | {verl_prime.PROGRAM: verl_prime.DEFAULTS}
+_DAPO = {name: {"reward_model.reward_manager": "dapo"} for name in PROGRAMS if name.startswith("recipe.dapo.")}
+_PROGRAMS = verl_async.DEFAULTS | {verl_prime.PROGRAM: verl_prime.DEFAULTS} | _DAPO
 _OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in _PROGRAMS.items()}
 """Tables of programs whose configuration has other defaults."""
 

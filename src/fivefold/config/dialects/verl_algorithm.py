@@ -305,7 +305,8 @@ _WITHOUT_PENALTY = ("naive", "prime", "batch")
 
 def overlong(source: Source) -> dict[str, Any]:
     """DAPO's penalty, in the four places where verl has had its keys; other reward managers do not read them."""
-    if any(source.has(key) and source.text(key) in _WITHOUT_PENALTY for key in MANAGERS):
+    named = [key for key in MANAGERS if source.has(key)] or ["reward_model.reward_manager"]
+    if source.text(named[0]) in _WITHOUT_PENALTY:
         return {"algorithm.overlong_buffer": 0}
     for start in (
         "reward.reward_kwargs.overlong_buffer_cfg.",

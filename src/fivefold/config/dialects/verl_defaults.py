@@ -116,6 +116,7 @@ DEFAULTS: dict[str, Any] = {
         for start in ("reward_model", "reward.reward_model")
         for name, value in (("tensor_model_parallel_size", 2), ("gpu_memory_utilization", 0.5))
     },
+    "reward_model.reward_manager": "naive",
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
