@@ -544,7 +544,7 @@ def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:
         validation.prompts,
         config.eval.samples,
         greedy=replace(plain, temperature=0.0),
-        sampled=replace(plain, temperature=config.eval.temperature, top_p=config.eval.top_p),
+        sampled=replace(plain, temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k),
         seed=config.trainer.seed,
         generate=generate,
         offline=offline,

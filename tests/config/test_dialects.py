@@ -420,7 +420,7 @@ ASKED_MODEL = [
     "reward.reward_model.enable_resource_pool=True", "reward.reward_model.nnodes=2", "reward.reward_model.n_gpus_per_node=8",
     "reward.reward_model.rollout.gpu_memory_utilization=0.95",
 ]  # fmt: skip
-OVERLONG = [
+OVERLONG = ["reward_model.reward_manager=dapo"] + [
     f"reward_model.reward_kwargs.overlong_buffer_cfg.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")
 ]
 
@@ -1070,7 +1070,10 @@ def test_the_models_and_the_column_that_roll_names_elsewhere_are_read():
 def test_groups_are_compared_by_the_metric_that_verl_names(metric, by):
     buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
     dapo = ["algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}"]
-    penalty = [f"{buffer}enable=True", f"{buffer}len=256", f"{buffer}penalty_factor=1.0"]
+    penalty = [
+        "reward_model.reward_manager=dapo",
+        *(f"{buffer}{each}" for each in ("enable=True", "len=256", "penalty_factor=1.0")),
+    ]
     assert config("verl", *GRPO_VERL, *dapo, *penalty).algorithm.resolved.dynamic_sampling_by == by
     assert config("verl", *GRPO_VERL, *dapo).algorithm.resolved.dynamic_sampling_by == "reward", "nothing else is in it"
 

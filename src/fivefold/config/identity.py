@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -41,10 +41,8 @@ class Leaf:
     counts: Counts
 
 
-@cache
-def hints_of(kind: type[Any]) -> dict[str, Any]:
-    """The types of a section's fields with their marks, evaluated once: every start asks hundreds of times."""
-    return typing.get_type_hints(kind, include_extras=True)
+hints_of: Callable[[Any], dict[str, Any]] = cache(partial(typing.get_type_hints, include_extras=True))
+"""The types of a section's fields with their marks, evaluated once: every start asks hundreds of times."""
 
 
 def leaves(part: Any, section: str = "", counts: Counts = Counts.VALUE) -> Iterator[Leaf]:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -204,10 +205,8 @@ def _name_functions(value: Any, findings: Findings) -> Any:
         return shown(value)
 
 
-@cache
-def _plain_hints(cls: type[Any]) -> dict[str, Any]:
-    """The types of a section's fields without their marks."""
-    return typing.get_type_hints(cls)
+_plain_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
+"""The types of a section's fields without their marks."""
 
 
 def _build(cls: type[T], value: Any, findings: Findings) -> T | None:

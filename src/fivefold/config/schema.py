@@ -182,6 +182,8 @@ class EvalConfig:
     """Of the sampled responses."""
     top_p: Annotated[float, within("(0, 1]")] = 1.0
     """Of the sampled responses."""
+    top_k: Annotated[int, at_least(0)] = 0
+    """Of the sampled responses; 0 turns it off."""
     max_prompts: Annotated[int | None, above(0), HARMLESS] = None
     """Only the first so many prompts of each file."""
     generate: Annotated[bool | None, HARMLESS] = None

@@ -222,7 +222,19 @@ _OF_MINDSPEED = (
     "position_embedding_type",
     "padded_vocab_size",
     "make_vocab_size_divisible_by",
+    "use_mcore_models",
+    "no_pad_to_seq_lengths",
+    "reset_attention_mask",
+    "attention_mask_type",
+    "no_masked_softmax_fusion",
+    "no_gradient_accumulation_fusion",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "micro_batch_size",
+    "seq_length",
+    "spec",
 )
+"""Of MindSpeed's programs: kernels, how batches are padded and sent, which class builds the layers of config.json."""
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 

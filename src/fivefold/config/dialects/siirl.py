@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.dialects import shared, verl, verl_algorithm
+from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_training
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
@@ -42,8 +42,8 @@ for _key in ("critic.ppo_epochs", "critic.ppo_mini_batch_size", "critic.use_dyna
 
 
 def layout(source: Source) -> dict[str, Any]:
-    found = verl.layout(source)
-    if verl.is_megatron(source):
+    found = verl_layout.layout(source)
+    if verl_layout.is_megatron(source):
         # Whatever the key says: tensor parallelism has sequence parallelism there.
         source.fixed(_A + "megatron.sequence_parallel", "siiRL shards sequences wherever tensor parallelism is above 1")
         found["policy.sequence_parallel"] = True
@@ -52,8 +52,8 @@ def layout(source: Source) -> dict[str, Any]:
 
 def optimizer(source: Source) -> dict[str, Any]:
     """verl's, with the rate that siiRL's Megatron path has."""
-    found = verl.optimizer(source)
-    if verl.is_megatron(source):
+    found = verl_training.optimizer(source)
+    if verl_layout.is_megatron(source):
         # No scheduler is ever stepped (megatron_workers.py): the rate stays what it is at step 0.
         if found["policy.optimizer.warmup_steps"]:
             source.lacks(
@@ -95,7 +95,7 @@ def loss(source: Source) -> dict[str, Any]:
     mode = said.text("policy_loss.loss_mode")
     if mode not in (None, "vanilla", "cpgd"):
         said.lacks("policy_loss.loss_mode", f"CPGD with the loss {mode}")
-    if verl.is_megatron(source):
+    if verl_layout.is_megatron(source):
         source.lacks(
             "algorithm.adv_estimator" if asked else _A + "use_cpgd_loss", "CPGD, which siiRL's Megatron actor lacks"
         )
@@ -120,9 +120,9 @@ def loss(source: Source) -> dict[str, Any]:
 def batch(source: Source) -> dict[str, Any]:
     if (source.text("algorithm.workflow_type") or "default") == "dapo" and not source.has("algorithm.filter_groups.enable"):
         source.lacks("algorithm.workflow_type", "DAPO's workflow without algorithm.filter_groups.enable: say it")
-    if verl.is_megatron(source) and (source.whole(_A + "ppo_epochs") or 1) > 1:
+    if verl_layout.is_megatron(source) and (source.whole(_A + "ppo_epochs") or 1) > 1:
         source.lacks(_A + "ppo_epochs", "siiRL's Megatron actor goes through a rollout once whatever it says: say 1")
-    return verl.batch(source)
+    return verl_training.batch(source)
 
 
 _OWN = Section.of(
@@ -201,9 +201,9 @@ _OWN = Section.of(
 _REPLACED: dict[Any, Any] = {
     verl_algorithm.advantage: advantage,
     verl_algorithm.loss: loss,
-    verl.layout: layout,
-    verl.optimizer: optimizer,
-    verl.batch: batch,
+    verl_layout.layout: layout,
+    verl_training.optimizer: optimizer,
+    verl_training.batch: batch,
 }
 
 TABLE = Table(

@@ -7,6 +7,7 @@ from typing import Any
 from fivefold.config.dialects import shared, verl_older
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.verl_async import bypasses
+from fivefold.config.dialects.verl_defaults import UNLESS_IN_LOSS
 from fivefold.config.dialects.verl_prime import is_prime
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -166,7 +167,9 @@ def kl(source: Source) -> dict[str, Any]:
     control, loss_coef = source.under("algorithm.kl_ctrl."), source.number(_A + "kl_loss_coef")
     in_loss = source.flag(_A + "use_kl_loss") and bool(loss_coef)
     # PRIME's recipe loads the reference and takes nothing off any reward.
-    in_reward = source.flag("algorithm.use_kl_in_reward") and bool(control.number("kl_coef")) and not is_prime(source)
+    in_reward = kl_in_reward(source) and bool(control.number("kl_coef")) and not is_prime(source)
+    if not in_reward and not in_loss and control.has("kl_coef") and control.number("kl_coef"):
+        _say_where_kl_was(source)
     is_adaptive = control.text("type") == "adaptive"
     reward = _estimator(source, "algorithm.kl_penalty", "kl").removesuffix("+") if in_reward else "k1"
     if in_loss:
@@ -181,6 +184,25 @@ def kl(source: Source) -> dict[str, Any]:
         if is_adaptive:
             found |= {"target": control.number("target_kl"), "horizon": control.whole("horizon")}
     return {f"algorithm.kl.{key}": value for key, value in found.items()}
+
+
+def kl_in_reward(source: Source) -> bool:
+    """The KL is taken off rewards; in releases before there was a key for it, where it is not in the loss."""
+    if (said := source.raw("algorithm.use_kl_in_reward")) == UNLESS_IN_LOSS:
+        return not source.flag(_A + "use_kl_loss")
+    return said is not None and source.flag("algorithm.use_kl_in_reward")
+
+
+def _say_where_kl_was(source: Source) -> None:
+    """A coefficient that verl no longer reads, where the configuration may be of the time when it did."""
+    if source.has("algorithm.use_kl_in_reward") or source.has(_A + "use_kl_loss") or is_prime(source):
+        return
+    source.lacks(
+        "algorithm.kl_ctrl.kl_coef",
+        "read with use_kl_in_reward only; until 2025-03 verl took it off rewards wherever use_kl_loss was false: "
+        "`--from verl@2025-03`",
+        changes_result=False,
+    )
 
 
 def _estimator(source: Source, key: str, usual: str) -> str:
@@ -270,12 +292,27 @@ def rejection(said: Source, names: list[str]) -> dict[str, Any]:
     return found | ({"reject_divergence": divergences} if divergences else {})
 
 
+MANAGERS = (
+    "reward.reward_manager.name",
+    "reward_model.reward_manager",
+    "reward_manager.name",
+    "reward_model.reward_manager.name",
+)
+"""Where verl has had the name of its reward manager."""
+_WITHOUT_PENALTY = ("naive", "prime", "batch")
+"""Reward managers that score responses whatever their length (workers/reward_manager)."""
+
+
 def overlong(source: Source) -> dict[str, Any]:
-    """DAPO's penalty, in the three places where verl has had its keys."""
+    """DAPO's penalty, in the four places where verl has had its keys; other reward managers do not read them."""
+    named = [key for key in MANAGERS if source.has(key)] or ["reward_model.reward_manager"]
+    if source.text(named[0]) in _WITHOUT_PENALTY:
+        return {"algorithm.overlong_buffer": 0}
     for start in (
         "reward.reward_kwargs.overlong_buffer_cfg.",
         "reward_model.reward_kwargs.overlong_buffer_cfg.",
         "reward_model.overlong_buffer.",
+        "custom_reward_function.overlong_buffer.",
     ):
         said = source.under(start)
         if said.flag("enable"):
@@ -303,7 +340,7 @@ def dynamic_sampling(source: Source) -> dict[str, Any]:
     found["algorithm.prompts_per_round"] = source.whole("data.gen_batch_size")
     # acc and score are without the penalty of long responses, seq_reward is with it, seq_final_reward with the KL too.
     metric = said.text("metric") or ""
-    if metric == "seq_final_reward" and source.flag("algorithm.use_kl_in_reward"):
+    if metric == "seq_final_reward" and kl_in_reward(source):
         said.lacks("metric", "groups compared by rewards with their KL: say metric=seq_reward")
     if metric.startswith("seq_") and overlong(source)["algorithm.overlong_buffer"]:
         found["algorithm.dynamic_sampling_by"] = "shaped_reward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config.dialects import mtp
@@ -57,6 +58,7 @@ DEFAULTS: dict[str, Any] = {
     _A + "megatron.context_parallel_size": 1,
     _A + "megatron.expert_model_parallel_size": 1,
     _A + "megatron.sequence_parallel": True,
+    _A + "mindspeed.sequence_parallel": True,
     _A + "megatron.seed": 42,
     _M + "enable_gradient_checkpointing": True,
     **{_M + name: value for name, value in mtp.DEFAULTS.items()},
@@ -114,6 +116,7 @@ DEFAULTS: dict[str, Any] = {
         for start in ("reward_model", "reward.reward_model")
         for name, value in (("tensor_model_parallel_size", 2), ("gpu_memory_utilization", 0.5))
     },
+    "reward_model.reward_manager": "naive",
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
@@ -130,3 +133,37 @@ DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "gsm8k",
     "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
 }
+
+UNLESS_IN_LOSS = "unless actor.use_kl_loss"
+"""What algorithm.use_kl_in_reward was before there was such a key."""
+_BEFORE_2025_04_17: dict[str, Any] = {_A + "entropy_coeff": 0.001}
+_BEFORE_2025_04: dict[str, Any] = {
+    **_BEFORE_2025_04_17,
+    "algorithm.use_kl_in_reward": UNLESS_IN_LOSS,
+    # One bound, clip_ratio, and no second clip.
+    **{f"{_A}clip_ratio_{name}": None for name in ("low", "high", "c")},
+}
+VERSIONS: dict[str, dict[str, Any]] = {
+    "2025-04": _BEFORE_2025_04_17,
+    "2025-03": _BEFORE_2025_04,
+    "2025-02": {**_BEFORE_2025_04, "data.filter_overlong_prompts": True},
+}
+"""Month of a release -> defaults that were others then (ppo_trainer.yaml of volcengine/verl; ray_trainer.py and dp_actor.py
+before 072fc9fee, 6272b8ce1 and 3a27a9864, of 2025-04-01 to 04; 25b0f2262 of 2025-04-17; rl_dataset.py before 386cfabed)."""
+GONE = {
+    "actor_rollout_ref.actor.fsdp_config.grad_offload": "2025-02",
+    "critic.model.fsdp_config.grad_offload": "2025-02",
+    "trainer.val_generations_to_log_to_wandb": "2025-03",
+    "trainer.remove_previous_ckpt_in_save": "2025-03",
+}
+"""Keys that no later release starts with: a configuration that has one is of that month or before."""
+_CAME = ("algorithm.use_kl_in_reward", *(f"{_A}{name}" for name in ("loss_agg_mode", "clip_ratio_low", "clip_ratio_c")))
+_OF_FORKS = ("algorithm.mask_truncated_samples", _A + "use_token_level_loss")
+
+
+def release_of(settings: Mapping[str, Any]) -> str:
+    """The month of the release that a configuration of main_ppo must be of, by keys that are gone since; "" for any."""
+    months = [month for key, month in GONE.items() if key in settings]
+    is_main = settings.get("-m") in (None, "verl.trainer.main_ppo")
+    # Forks have kept some and brought others.
+    return min(months) if months and is_main and not any(key in settings for key in (*_CAME, *_OF_FORKS)) else ""

@@ -47,6 +47,12 @@ SECTION = Section.of(
         "policy.offload.gradients critic.offload.gradients",
         "Until 2025-02; verl has read it nowhere since.",
     ),
+    fixed(
+        "trainer.val_generations_to_log_to_wandb",
+        "changes what is shown, not what is learned. Of 2025-02 and 03: where nothing speaks of a later one, the defaults "
+        "are those of that release (KL taken off rewards unless use_kl_loss, entropy_coeff 0.001, one clip_ratio), as with "
+        "fsdp_config.grad_offload and trainer.remove_previous_ckpt_in_save",
+    ),
     used(tuple(_READ_NOWHERE), (), "Read nowhere in verl: accepted where actor.policy_loss says the same."),
     used("reward_model.reward_manager.name", "reward.functions", "Of 2026-02, before reward.reward_manager.name."),
     used("reward_model.model_path", "reward.model.path reward.judge.model", "Of 2026-02, before reward.reward_model."),

@@ -12,7 +12,7 @@ from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SP
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
 from fivefold.config.dialects.verl_older import FIRST_ROWS, rows
-from fivefold.config.dialects.verl_rows import VALIDATION_ROWS
+from fivefold.config.dialects.verl_rows_data import VALIDATION_ROWS
 
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 256,

@@ -1,0 +1,148 @@
+"""How verl spreads its policy over GPUs: layout, numbers' types, recomputation and offload, micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.dialects import shared, verl_async
+from fivefold.config.dialects.source import Source
+
+_A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+
+
+def is_megatron(source: Source) -> bool:
+    """The actor trains with Megatron-Core: by its strategy, or by the configuration that it starts from."""
+    for key in (_A + "strategy", "model_engine"):
+        if source.has(key) and (chosen := source.text(key)) is not None:
+            by_fsdp = source.text(_A + "mindspeed.strategy") == "mindspeed_fsdp"
+            return chosen == "megatron" or (chosen == "mindspeed" and not by_fsdp)
+    named = [source.text("--config-name") or "", *source.texts("defaults")]
+    return any("megatron" in name for name in named) or source.text(_A + "strategy") == "megatron"
+
+
+def mcore(source: Source) -> str:
+    """Where Megatron-Core's settings of the actor stand: MindSpeed's engine has its own section (2026-05 to 08)."""
+    said = (source.text("model_engine"), source.text(_A + "strategy"))
+    return _A + ("mindspeed." if "mindspeed" in said else "megatron.")
+
+
+def options(source: Source) -> str:
+    """Where fields of Megatron-Core's TransformerConfig stand."""
+    start = mcore(source)
+    if start == _A + "megatron.":
+        return start + "override_transformer_config"
+    # llm_kwargs until 2026-05.
+    return start + ("llm_kwargs" if source.keys(start + "llm_kwargs.") else "mcore_kwargs")
+
+
+def gpus(source: Source) -> int:
+    """Of the trainer."""
+    of_node = "n_training_gpus_per_node" if verl_async.is_rllm(source) else "n_gpus_per_node"
+    return source.count("trainer.nnodes") * source.count(f"trainer.{of_node}")
+
+
+def layout(source: Source) -> dict[str, Any]:
+    if not is_megatron(source):
+        cp = source.whole(_A + "ulysses_sequence_parallel_size") or 1
+        if source.has(_A + "fsdp_config.ulysses_sequence_parallel_size"):
+            cp = max(cp, source.whole(_A + "fsdp_config.ulysses_sequence_parallel_size") or 1)
+        return {"policy.backend": str(shared.world_layout(gpus(source), cp=cp))}
+    sizes = shared.parallel_sizes(source.under(mcore(source)))
+    return {"policy.backend": str(shared.world_layout(gpus(source), **sizes))}
+
+
+def megatron(source: Source) -> dict[str, Any]:
+    if not is_megatron(source):
+        return {}
+    section = source.under(mcore(source))
+    found: dict[str, Any] = {"policy.sequence_parallel": section.flag("sequence_parallel")}
+    virtual = section.whole("virtual_pipeline_model_parallel_size")
+    if virtual is not None and virtual > 1:
+        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
+    found |= shared.megatron_options(source, options(source), "policy.megatron")
+    return found
+
+
+def router_replay(source: Source) -> dict[str, Any]:
+    """R3 where both trainer and engine are asked for it; verl fails where it is one of them, or R2 beside the engine."""
+    mode, by_engine = None, source.flag(_R + "enable_rollout_routing_replay")
+    for key in (f"{_A}{part}router_replay.mode" for part in ("megatron.", "veomni.", "")):
+        said = source.text(key)
+        if said in (None, "disabled"):
+            continue
+        if not is_megatron(source) and "veomni" not in key:
+            source.fixed(key, "read by Megatron and VeOmni only")
+        elif said not in ("R2", "R3"):
+            source.lacks(key, f"the mode {said} of router replay: known here are R2 and R3")
+        elif (said == "R3") != by_engine:
+            source.lacks(key, f"{said} with rollout.enable_rollout_routing_replay: {by_engine}, with which verl fails")
+        elif mode is None:
+            mode = said
+    return shared.replayed(mode)
+
+
+def dtypes(source: Source) -> dict[str, Any]:
+    """Of the policy, and of the engine where it is another; bfloat16 where nothing is said."""
+    fsdp = (_A + "fsdp_config.dtype", _A + "fsdp_config.mixed_precision.param_dtype")
+    trainers = (mcore(source) + "dtype",) if is_megatron(source) else fsdp
+    found = {_R + "dtype": "bfloat16"}
+    for key in (*trainers, _R + "dtype"):
+        if source.has(key) and (name := source.text(key)) not in (None, "auto"):
+            if name not in shared.DTYPES:
+                source.lacks(key, f"numbers of the type {name}: known here are {', '.join(shared.DTYPES)}")
+            found[key] = shared.DTYPES.get(str(name), "bfloat16")
+    engine = found.pop(_R + "dtype")
+    policy = next(iter(found.values()), "bfloat16")
+    if source.text(_R + "dtype") == "auto":
+        engine = policy
+    return {"policy.dtype": None if policy == "bfloat16" else policy, "engine.dtype": None if engine == policy else engine}
+
+
+def memory(source: Source) -> dict[str, Any]:
+    """Recomputation and offload."""
+    if is_megatron(source):
+        found = shared.recompute(source, options(source), "policy")
+        parts = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
+        found |= {
+            f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{mcore(source)}{name}_offload")
+        }
+        optimizer = source.under(_A + "optim.override_optimizer_config.")
+        for key in optimizer.keys(""):
+            if optimizer.value(key) is None:
+                continue
+            if key not in (
+                "optimizer_cpu_offload",
+                "optimizer_offload_fraction",
+                "overlap_cpu_optimizer_d2h_h2d",
+                "use_precision_aware_optimizer",
+            ):
+                optimizer.lacks(key, "another setting of Megatron's optimizer: policy.megatron.optimizer has its fields")
+            else:
+                value = optimizer.value(key)
+                if value not in (False, None) and optimizer.flag("optimizer_cpu_offload") | (key.startswith("use_")):
+                    found[f"policy.megatron.optimizer.{key}"] = float(value) if key.endswith("fraction") else value
+        return found
+    found = {"policy.recompute": "full"} if source.flag(_M + "enable_gradient_checkpointing") else {}
+    if source.flag(_A + "fsdp_config.param_offload"):
+        found["policy.offload.parameters"] = True
+    if source.flag(_A + "fsdp_config.optimizer_offload"):
+        found["policy.offload.optimizer"] = True
+    return found
+
+
+def longest(source: Source) -> int:
+    return source.count("data.max_prompt_length") + source.count("data.max_response_length")
+
+
+def micro_batch(source: Source) -> dict[str, Any]:
+    """A token budget as it is, times the ranks that share a sequence; a number of sequences at their longest."""
+    tokens = longest(source)
+    if source.flag(_A + "use_dynamic_bsz"):
+        by_mcore = is_megatron(source)
+        shared_by = mcore(source) + "context_parallel_size" if by_mcore else _A + "ulysses_sequence_parallel_size"
+        budget = source.count(_A + "ppo_max_token_len_per_gpu") * (source.whole(shared_by) or 1)
+        return {"policy.tokens_per_micro_batch": max(budget, tokens)}
+    sequences = source.whole(_A + "ppo_micro_batch_size_per_gpu")
+    if sequences is None and (total := source.whole(_A + "ppo_micro_batch_size")) is not None:
+        sequences = max(1, total // gpus(source))
+    return {"policy.tokens_per_micro_batch": (sequences or 1) * tokens}

@@ -1,0 +1,70 @@
+"""Where verl's rewards come from: functions, models that score, models that a function asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.config.dialects import shared, verl_prime
+from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.verl_algorithm import MANAGERS
+from fivefold.config.dialects.verl_layout import gpus
+
+OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__init__.py:_default_compute_score"}
+"""Programs with a reward function of their own for all data, and its place beside verl."""
+
+
+def rewards(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for start in ("reward.custom_reward_function.", "custom_reward_function."):
+        if (file := source.text(start + "path")) is not None:
+            found["reward.functions"] = {f"{file}:{source.text(start + 'name') or 'compute_score'}": 1.0}
+    if "reward.functions" not in found and (own := OWN_REWARDS.get(source.text("-m") or "")) is not None:
+        found["reward.functions"] = {own: 1.0}
+    named = "reward_model.model_path" if source.has("reward_model.model_path") else "reward_model.model.path"
+    for enabled, model in (
+        ("reward_model.enable", named),
+        ("reward.reward_model.enable", "reward.reward_model.model_path"),
+    ):
+        if verl_prime.is_prime(source):
+            # The model there is one that learns, and rewards tokens.
+            break
+        if source.flag(enabled):
+            pool = source.under(enabled.removesuffix("enable"))
+            if "reward.functions" in found:
+                found |= asked_by_functions(source, pool, model)
+                continue
+            found["reward.model.path"] = shared.path(source, model)
+            if pool.flag("enable_resource_pool"):
+                found["reward.model.backend"] = f"megatron:d{pool.count('nnodes') * pool.count('n_gpus_per_node')}"
+                found["reward.model.first_rank"] = gpus(source)
+                if source.text("actor_rollout_ref.rollout.name") != "hf":
+                    found["engine.mode"] = "server"
+    for key in MANAGERS:
+        name = source.text(key)
+        if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):
+            source.lacks(key, f"the reward manager {name}")
+    return found
+
+
+def asked_by_functions(source: Source, pool: Source, model: str) -> dict[str, Any]:
+    """Servers of a model that a reward function asks; verl hands it their address and tokenizer (reward_manager/dapo.py)."""
+    engine = pool.text("rollout.name")
+    if not pool.flag("enable_resource_pool"):
+        pool.lacks("enable", "a model that a reward function asks, on the policy's GPUs: say enable_resource_pool")
+        return {}
+    if engine not in ("vllm", "sglang"):
+        pool.lacks("rollout.name", f"servers of {engine} that a reward function asks: known here are vllm and sglang")
+        return {}
+    layout = shared.engine_layout(
+        pool.count("nnodes") * pool.count("n_gpus_per_node"), pool.whole("rollout.tensor_model_parallel_size") or 1
+    )
+    return {
+        "reward.judge.functions_ask": True,
+        "reward.judge.model": shared.path(source, model),
+        "reward.judge.backend": layout.replace("vllm", engine),
+        "reward.judge.memory_fraction": pool.number("rollout.gpu_memory_utilization"),
+        "reward.judge.max_model_len": pool.whole("rollout.max_model_len"),
+        # There a function has all the time that it takes.
+        "reward.timeout_seconds": 3600.0,
+        "reward.wait_seconds": 3600.0,
+    }

@@ -1,0 +1,262 @@
+"""The rows of verl's table for layout, batch, optimizer, and the critic's and reference's."""
+
+from __future__ import annotations
+
+from fivefold.config.dialects import shared
+from fivefold.config.dialects.adapters import rows_of_verl
+from fivefold.config.dialects.shared import KERNELS, SPREAD
+from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+
+_A, _R, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic."
+_MCORE = ("megatron", "mindspeed")
+"""Engines of Megatron-Core; MindSpeed's was there from 2026-05 to 08."""
+_TRAINERS = (_A, _C, "actor_rollout_ref.ref.", "reward_model.")
+_OF_POLICY = "it has the policy's layout and options"
+
+TRAINING = Section.of(
+    "Training",
+    used(
+        f"{_A}strategy model_engine --config-name defaults",
+        "policy.backend",
+        "fsdp and fsdp2 become data-parallel Megatron-Core on as many GPUs, with recomputation and "
+        "offload as they were set.",
+    ),
+    used(
+        (
+            "trainer.nnodes",
+            "trainer.n_gpus_per_node",
+            *(
+                f"{_A}{engine}.{name}_parallel_size"
+                for engine in _MCORE
+                for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+            ),
+            _A + "ulysses_sequence_parallel_size",
+            _A + "fsdp_config.ulysses_sequence_parallel_size",
+        ),
+        "policy.backend",
+        "Ulysses' size becomes context parallelism. Expert tensor parallelism left out is that of the model.",
+    ),
+    used(tuple(f"{_A}{engine}.virtual_pipeline_model_parallel_size" for engine in _MCORE), "policy.megatron.pipeline"),
+    used(tuple(f"{_A}{engine}.sequence_parallel" for engine in _MCORE), "policy.sequence_parallel"),
+    used(
+        f"{_A}megatron.override_transformer_config.* {_A}mindspeed.mcore_kwargs.* {_A}mindspeed.llm_kwargs.*",
+        "policy.megatron.transformer policy.recompute",
+        takes_any=True,
+    ),
+    used(_A + "mindspeed.strategy", "policy.backend", "mindspeed_megatron, or mindspeed_fsdp."),
+    fixed(f"{_A}mindspeed.fsdp_kwargs.** actor_rollout_ref.ref.mindspeed.** critic.mindspeed.**", SPREAD, takes_any=True),
+    fixed(
+        (
+            f"{_A}megatron.override_transformer_config {_A}megatron.override_ddp_config "
+            f"{_A}megatron.override_mcore_model_config critic.megatron.override_mcore_model_config"
+        ),
+        "empty",
+    ),
+    slower(_A + "megatron.override_ddp_config.*", "policy.megatron.ddp has its own defaults"),
+    used(
+        (
+            *(f"{_A}{part}.{name}_offload" for part in (*_MCORE, "fsdp_config") for name in ("param", "optimizer")),
+            *(f"{_A}{engine}.grad_offload" for engine in _MCORE),
+        ),
+        "policy.offload.parameters policy.offload.gradients policy.offload.optimizer",
+    ),
+    used(
+        (f"{_A}use_dynamic_bsz {_A}ppo_max_token_len_per_gpu {_A}ppo_micro_batch_size_per_gpu {_A}ppo_micro_batch_size"),
+        "policy.tokens_per_micro_batch",
+        "A token budget per GPU, times the GPUs that share a sequence; a number of sequences at their longest. "
+        "It cannot change the numbers here.",
+    ),
+    to(_A + "ppo_epochs", "algorithm.ppo_epochs", shared.whole),
+    fixed(f"{_A}shuffle {_A}data_loader_seed", "each update has its own prompts: their order in it changes nothing"),
+    used(_A + "optim.lr", "policy.optimizer.lr"),
+    used(_A + "optim.weight_decay", "policy.optimizer.weight_decay"),
+    used(
+        _A + "optim.betas",
+        "policy.optimizer.betas",
+        "verl hands no betas to Megatron's optimizer (utils/megatron/optimizer.py): 0.9 and 0.999 then.",
+    ),
+    used(
+        f"{_A}grad_clip {_A}optim.clip_grad",
+        "policy.optimizer.clip_grad",
+        "grad_clip with FSDP, optim.clip_grad with Megatron.",
+    ),
+    used(
+        f"{_A}optim.lr_warmup_steps {_A}optim.lr_warmup_steps_ratio",
+        "policy.optimizer.warmup_steps",
+        "verl counts steps of the run from 0, so the first of a warm-up has rate 0 (torch_functional.py:769, "
+        "engine_workers.py:303): schedule_per: step, warmup_from: 0.",
+    ),
+    used(
+        f"{_A}optim.lr_scheduler_type {_A}optim.warmup_style {_A}optim.lr_decay_style",
+        "policy.optimizer.schedule",
+    ),
+    used(_A + "optim.lr_decay_steps", "policy.optimizer.decay_steps"),
+    used(f"{_A}optim.min_lr {_A}optim.min_lr_ratio", "policy.optimizer.min_lr"),
+    fixed(f"{_A}optim.total_training_steps critic.optim.total_training_steps", "verl sets it itself"),
+    used(_A + "optim.lr_warmup_init", "policy.optimizer.warmup_init_lr", "With Megatron."),
+    lacks("**.optim.num_cycles", "a cosine of other cycles", [0.5]),
+    lacks("**.optim.weight_decay_incr_style", "weight decay that changes", ["constant"]),
+    fixed("**.optim.lr_wsd_decay_style **.optim.lr_wsd_decay_steps", "read with the schedule WSD only"),
+    lacks("**.optim.optimizer", "another optimizer than AdamW", ["AdamW", "adam", "adamw", "Adam"]),
+    fixed(
+        "**.optim.optimizer_impl **.optim.use_checkpoint_opt_param_scheduler **.optim.zero_indexed_step",
+        "AdamW is AdamW, and a resumed run goes on with its schedule",
+    ),
+    used(_A + "optim.override_optimizer_config.*", "policy.megatron.optimizer", takes_any=True),
+    fixed(f"{_A}optim.override_optimizer_config critic.optim.override_optimizer_config", "empty"),
+    slower("critic.optim.override_optimizer_config.*", "the critic's optimizer stays on its GPU", [False, 0, 1]),
+    fixed(
+        tuple(
+            f"{role}{engine}.{name}"
+            for role in _TRAINERS
+            for engine in _MCORE
+            for name in (
+                "use_mbridge",
+                "vanilla_mbridge",
+                "dist_checkpointing_prefix",
+                "use_distributed_optimizer",
+                "seed",
+                "param_dtype",
+                "forward_only",
+                "dist_ckpt_optim_fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient",
+                "extra",
+            )
+        ),
+        "our own tables read weights, under any prefix of a checkpoint; the optimizer is distributed; a checkpoint "
+        "fits every layout",
+    ),
+    used(
+        tuple(
+            f"{role}megatron.{name}" for role in _TRAINERS for name in ("use_dist_checkpointing", "dist_checkpointing_path")
+        ),
+        "model.path model.config reference.path critic.path reward.model.path",
+        "Weights of a checkpoint of Megatron-Core; config.json and tokenizer stay those of the Hugging Face "
+        "directory. A value head that it lacks is drawn at random in verl: a critic's starts at 0 here, and a reward "
+        "model without one is refused.",
+    ),
+    slower(
+        tuple(f"{role}megatron.use_megatron_fsdp" for role in _TRAINERS),
+        "Megatron-FSDP: the distributed optimizer shards instead",
+        [False],
+    ),
+    slower(
+        tuple(f"{role}megatron.dynamic_context_parallel" for role in _TRAINERS), "context parallelism by length", [False]
+    ),
+    fixed(
+        tuple(
+            f"{role}megatron.{name}"
+            for role in _TRAINERS
+            for name in (
+                "max_seqlen_per_dp_cp_rank",
+                "pad_bshd_to_minibatch_max",
+                "pad_to_length",
+                "pad_to_length_bucket",
+                "entropy_from_logits_with_chunking",
+                "entropy_from_logits_chunk_size",
+            )
+        ),
+        KERNELS,
+    ),
+    used(
+        f"{_A}router_replay.mode {_A}megatron.router_replay.mode {_A}veomni.router_replay.mode "
+        f"{_R}enable_rollout_routing_replay",
+        "policy.router_replay engine.mode",
+        "By Megatron and VeOmni; actor.router_replay in releases of 2026-01. R3 leaves the last token of a sequence to "
+        "the router, as here; the reference chooses for itself in both.",
+    ),
+    lacks("**router_replay.mode", "replaying the routing of experts in another model than the policy", ["disabled"]),
+    fixed("**router_replay.*", "R2 and R3 keep routes with the samples, and read no file"),
+    lacks("**qat.enable", "training for a quantized model", [False]),
+    fixed("**qat.*", "read with qat.enable only"),
+    used(
+        f"{_A}megatron.dtype {_A}mindspeed.dtype {_A}fsdp_config.dtype {_A}fsdp_config.mixed_precision.param_dtype",
+        "policy.dtype",
+        "In float16 an update whose gradient overflows is left out and the loss scaled by less, as verl's scaler does.",
+    ),
+    fixed(
+        f"{_A}fsdp_config.mixed_precision.reduce_dtype {_A}fsdp_config.mixed_precision.buffer_dtype "
+        f"{_A}fsdp_config.model_dtype",
+        "parameters in bfloat16 with a float32 copy in the optimizer, gradients summed in float32",
+    ),
+    fixed(
+        f"{_A}fsdp_config.* {_A}fsdp_config.wrap_policy.* {_A}veomni.*",
+        SPREAD,
+    ),
+    fixed(
+        f"{_A}fsdp_config.turbo_config.** actor_rollout_ref.ref.fsdp_config.turbo_config.** "
+        "critic.fsdp.turbo_config.** critic.model.fsdp_config.turbo_config.**",
+        SPREAD,
+        takes_any=True,
+    ),
+    fixed(
+        (
+            f"{_A}entropy_checkpointing {_A}entropy_from_logits_with_chunking "
+            f"{_A}entropy_from_logits_chunk_size {_A}calculate_entropy {_A}calculate_sum_pi_squared "
+            f"{_A}sum_pi_squared_checkpointing {_A}rollout_n {_A}pad_to_length"
+        ),
+        "how the same number is computed",
+    ),
+    fixed("**._target_", "Hydra's name of a class", takes_any=True),
+    used(_A + "optim.eps", "policy.optimizer.eps"),
+    fixed(
+        "**.optim.use_precision_aware_optimizer **.optim.main_grads_dtype **.optim.exp_avg_dtype "
+        "**.optim.exp_avg_sq_dtype **.optim.use_layer_wise_distributed_optimizer",
+        "the optimizer's state is in float32: policy.megatron.optimizer has other types",
+    ),
+    fixed("**.optim.muon_* **.optim.name **.optim.decay_type **.optim.min_lr_factor", "read by other optimizers only"),
+    fixed(f"{_A}torchtitan.** {_A}load_weight critic.load_weight {_R}layer_name_map.* {_R}skip_dump_dir", SPREAD),
+)
+
+ROLES = Section.of(
+    "Critic and reference",
+    used(
+        (
+            "critic.model.path critic.cliprange_value critic.optim.* critic.grad_clip "
+            "critic.use_dynamic_bsz critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size_per_gpu "
+            "critic.ppo_mini_batch_size critic.ppo_epochs critic.loss_agg_mode "
+            "critic.model.enable_gradient_checkpointing critic.model.fsdp_config.param_offload "
+            "critic.model.fsdp_config.optimizer_offload critic.megatron.param_offload "
+            "critic.megatron.grad_offload critic.megatron.optimizer_offload"
+        ),
+        "critic.path critic.optimizer critic.value_clip",
+        "With adv_estimator=gae.",
+    ),
+    used(
+        "trainer.critic_warmup",
+        "critic.warmup_steps",
+        "verl's policy learns from step critic_warmup on, counted from 1 (ray_trainer.py:1604): one step less here.",
+    ),
+    rows_of_verl("critic.model.", "critic"),
+    fixed(
+        (
+            "critic.strategy critic.megatron.** critic.model.** critic.ulysses_sequence_parallel_size "
+            "critic.fsdp.** critic.torchtitan.** critic.veomni.** reward_model.load_weight "
+            "critic.fsdp_config.* critic.forward_* critic.ppo_micro_batch_size critic.shuffle "
+            "critic.rollout_n critic.enable critic.data_loader_seed critic.nccl_timeout "
+            "critic.loss_scale_factor"
+        ),
+        _OF_POLICY,
+    ),
+    fixed(
+        (
+            "actor_rollout_ref.ref.strategy actor_rollout_ref.ref.megatron.** "
+            "actor_rollout_ref.ref.fsdp_config.** actor_rollout_ref.ref.ulysses_sequence_parallel_size "
+            "actor_rollout_ref.ref.log_prob_* actor_rollout_ref.ref.entropy_* "
+            "actor_rollout_ref.ref.rollout_n actor_rollout_ref.ref.veomni.* "
+            "actor_rollout_ref.ref.profiler.** actor_rollout_ref.ref.use_prefix_grouper "
+            "actor_rollout_ref.ref.load_weight actor_rollout_ref.ref.pad_to_length "
+            "actor_rollout_ref.ref.use_* actor_rollout_ref.ref.optim.* "
+            "actor_rollout_ref.ref.torchtitan.** actor_rollout_ref.ref.ppo_micro_batch_size* "
+            "actor_rollout_ref.ref.*_offload actor_rollout_ref.ref.profile"
+        ),
+        "the reference has the policy's layout, and only computes: no cut changes its numbers. verl and siiRL lay it "
+        "out as the actor too, whatever ref.megatron says (megatron_workers.py:284; siiRL's: 882)",
+    ),
+    fixed(
+        "actor_rollout_ref.ref.megatron.override_transformer_config.* critic.megatron.override_transformer_config.*",
+        _OF_POLICY,
+        takes_any=True,
+    ),
+    lacks("actor_rollout_ref.ref.model.**", "a reference of other weights: reference.path here"),
+)
