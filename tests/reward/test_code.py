@@ -253,7 +253,7 @@ EXCESSIVE = {
     "many files": ("for n in range(10**9): open(str(n), 'w')", "files|exit code 1"),
     "large files": ("n = 0\nwhile True:\n  n += 1\n  try: open(str(n), 'wb').write(bytes(1 << 24))\n  except OSError: pass", "files|time"),
     "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return [f(n + 1)]\nf(0)", "exit code 1|ended by SIGSEGV|time"),
-    "deep recursion in C": ("x = []\nfor _ in range(10**6): x = [x]\nprint(repr(x))", "exit code 1|ended by SIGSEGV"),
+    "deep recursion in C": ("x = []\nfor _ in range(10**5): x = [x]\nprint(repr(x))", "exit code 1|ended by SIGSEGV"),
     "crash": ("import ctypes\nctypes.string_at(0)", "ended by SIGSEGV"),
     "closed files": ("import os\nos.closerange(0, 1000)\nprint(1)", "exit code 1"),
     "huge power": ("9**9**9", "time"),

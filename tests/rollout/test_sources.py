@@ -242,7 +242,7 @@ def unequal_runs(mesh, run_dir: Path):
 
 def test_unequal_groups_train_with_every_objective(cluster, tmp_path):
     (found,) = cluster.run(unequal_runs, "megatron:d1", tmp_path)
-    assert len(found) == 27
+    assert len(found) == 28
     for name, rewards in found.items():
         assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.5, (name, rewards)
 
