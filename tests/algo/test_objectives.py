@@ -682,6 +682,16 @@ def test_the_overlong_penalty_is_dapo_s_equation_13():
     assert shape_rewards.tolist() == pytest.approx([1.0, -1.0, 1.2])
 
 
+def test_rewards_are_penalised_then_shifted_then_scaled_then_bounded():
+    """AReaL's reward_bias, reward_scaling and reward_clip: (1 - 0.5) 10, (0 - 0.5) 10; the long one (1 - 1 - 0.5) 10."""
+    shaped = {"reward_shift": -0.5, "reward_scale": 10.0, "overlong_buffer": 4, "overlong_penalty": 1.0}
+    rewards, lengths = torch.tensor([1.0, 0.0, 1.0, 3.0], dtype=torch.float64), torch.tensor([3, 3, 10, 3])
+    found = make_objective("grpo", **shaped).shape_rewards(rewards, lengths, 10)
+    assert found.tolist() == pytest.approx([5.0, -5.0, -5.0, 25.0])
+    found = make_objective("grpo", **shaped, reward_clip=20.0).shape_rewards(rewards, lengths, 10)
+    assert found.tolist() == pytest.approx([5.0, -5.0, -5.0, 20.0])
+
+
 def test_repetition_is_the_share_of_n_grams_that_were_there_before():
     assert repetition([1, 2, 3, 4, 5, 6]) == 0.0
     assert repetition([7] * 10) == pytest.approx(6 / 7)

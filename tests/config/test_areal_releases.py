@@ -191,3 +191,14 @@ def test_the_first_rows_are_taken_where_a_program_takes_no_more():
 def test_steps_of_warmup_may_be_said_as_a_number():
     optimizer = config("areal", "actor.optimizer.warmup_steps=20", tree=run()).policy.optimizer
     assert (optimizer.warmup_steps, optimizer.schedule_per) == (20, "step")
+
+
+@pytest.mark.parametrize("norm", ["", "reward_norm: {mean_level: group, std_level: group, group_size: 4}"])
+def test_a_constant_and_a_factor_of_rewards_are_those_of_areal_whatever_comes_behind_them(norm):
+    said = f"recompute_logprob: true\n  reward_bias: -0.5\n  reward_scaling: 10.0\n  {norm}"
+    found = config("areal", tree=run(said)).algorithm.resolved
+    assert (found.reward_shift, found.reward_scale, found.reward_clip) == (-0.5, 10.0, 20.0)
+    assert found.normalize == ("group" if norm else "none")
+    plain = config("areal", tree=run()).algorithm.resolved
+    assert (plain.reward_shift, plain.reward_scale, plain.reward_clip) == (0.0, 1.0, None)
+    assert translated("areal", "actor.reward_scaling=-1", tree=run()).refusals

@@ -76,6 +76,8 @@ class Objective:
     whiten: bool = False
     whiten_by: Literal["step", "domain", "group"] = "step"
     advantage_clip: float | None = None
+    reward_shift: float = 0.0
+    reward_scale: float = 1.0
     reward_clip: float | None = None
     overlong_buffer: float = 0.0
     overlong_penalty: float = 1.0
@@ -181,11 +183,13 @@ class Objective:
     # --- before the updates ------------------------------------------------------------------------------------------
 
     def shape_rewards(self, rewards_N: Tensor, lengths_N: Tensor, max_response_tokens: int) -> Tensor:
-        """Rewards with the penalty of overlong responses, within their bounds."""
+        """Rewards with the penalty of overlong responses, shifted, scaled and within their bounds, in this order."""
         if self.overlong_buffer:
             share = self.overlong_buffer < 1
             buffer = self.overlong_buffer * max_response_tokens if share else self.overlong_buffer
             rewards_N = rewards_N + overlong_penalty(lengths_N, max_response_tokens, buffer, self.overlong_penalty)
+        if self.reward_shift or self.reward_scale != 1:
+            rewards_N = (rewards_N + self.reward_shift) * self.reward_scale
         if self.reward_clip is not None:
             rewards_N = rewards_N.clamp(-self.reward_clip, self.reward_clip)
         return rewards_N

@@ -174,10 +174,10 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
     method = METHODS[name]
     nothing = f"has nothing to act on: {name} does not sample"
     for key in (
-        "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_clip", "overlong_buffer",
-        "overlong_penalty", "overlong_filter", "overlong_zero", "dynamic_sampling", "dynamic_sampling_by",
-        "dynamic_sampling_low", "dynamic_sampling_high", "dynamic_sampling_max_tokens", "difficulty_low", "difficulty_high",
-        "difficulty_by",
+        "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_shift", "reward_scale",
+        "reward_clip", "overlong_buffer", "overlong_penalty", "overlong_filter", "overlong_zero", "dynamic_sampling",
+        "dynamic_sampling_by", "dynamic_sampling_low", "dynamic_sampling_high", "dynamic_sampling_max_tokens",
+        "difficulty_low", "difficulty_high", "difficulty_by",
     ):  # fmt: skip
         findings.require(getattr(overrides, key) in (None, False), key, nothing)
     findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")

@@ -203,6 +203,10 @@ class Choices:
     rollout_correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     expert: ExpertConfig = field(default_factory=ExpertConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
+    reward_shift: Annotated[float, within("[-1e6, 1e6]")] | None = None
+    """Added to every reward, behind the penalty of overlong responses."""
+    reward_scale: Annotated[float, within("(0, 1e6]")] | None = None
+    """Factor of every reward, behind `reward_shift`."""
     reward_clip: Annotated[float, above(0)] | None = None
     """Rewards are kept within ± this."""
     overlong_buffer: Annotated[float, at_least(0)] | None = None
@@ -486,6 +490,8 @@ USUAL = Choices(
         coef=0.0, outcome_coef=1.0, beta=0.05, reference="initial", granularity="token", normalize="step", loss="ce",
         target="correct", update="before",
     ),
+    reward_shift=0.0,
+    reward_scale=1.0,
     overlong_buffer=0.0,
     overlong_penalty=1.0,
     overlong_filter=False,

@@ -34,7 +34,11 @@ PLACEHOLDERS = {
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
-        Metric("reward/mean", "reward", "Mean reward of the step's samples, before overlong penalties and reward_clip."),
+        Metric(
+            "reward/mean",
+            "reward",
+            "Mean reward of the step's samples, as their functions give it.",
+        ),
         Metric("reward/std", "reward", "Standard deviation of the rewards over the step's samples."),
         Metric("reward/min", "reward", "Smallest reward of the step."),
         Metric("reward/max", "reward", "Largest reward of the step."),

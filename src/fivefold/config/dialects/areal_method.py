@@ -40,12 +40,11 @@ def advantage(source: Source) -> dict[str, Any]:
     else:
         found |= credit(source)
     found |= flagged(source) if is_flagged(source) else normalized(source, found)
-    if said.number("reward_bias") and found["advantage"] == "reward" and not found["whiten"]:
-        said.lacks("reward_bias", "a constant added to rewards that nothing takes away again")
-    if found["normalize"] == "none" and not found["whiten"] and (said.number("reward_scaling") or 1.0) != 1.0:
-        said.lacks(
-            "reward_scaling", "a factor of rewards that are not divided by their deviation: weigh them in reward.functions"
-        )
+    shift, scale = said.number("reward_bias") or 0.0, said.number("reward_scaling") or 1.0
+    if scale < 0:
+        said.lacks("reward_scaling", "rewards that are turned round")
+    elif shift or scale != 1.0:
+        found |= {"reward_shift": shift, "reward_scale": scale, "reward_clip": said.number("reward_clip")}
     if source.flag("actor.mask_no_eos_with_zero"):
         source.lacks("actor.mask_no_eos_with_zero", "a reward of 0 for responses that were cut off")
     if said.flag("dynamic_sampling"):

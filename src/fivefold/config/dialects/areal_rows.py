@@ -270,11 +270,11 @@ SECTIONS = (
             "without a deviation takes the mean over the group's tokens, of rewards weighted by lengths: length_weighted.",
         ),
         used(
-            "actor.reward_bias actor.reward_scaling",
-            "algorithm.normalize",
-            "Of no effect behind reward_norm, which takes away a constant and a factor.",
+            "actor.reward_bias actor.reward_scaling actor.reward_clip",
+            "algorithm.reward_shift algorithm.reward_scale algorithm.reward_clip",
+            "In this order, behind the overlong penalty (actor.py). The bound is 20 by default: without the other two no "
+            "reward of a rule is beyond it.",
         ),
-        fixed("actor.reward_clip", "20 by default: no reward of a rule is beyond it"),
         used("actor.discount actor.gae_lambda", "algorithm.gamma algorithm.lam"),
         used(
             "actor.kl_ctl actor.kl_estimator",
