@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fivefold.config import make_config
+from fivefold.config.dialects import writer
 from fivefold.config.dialects.command import translate_words
 from tests.support.dialects import HOME, config, translated
 
@@ -142,3 +143,11 @@ def test_a_manager_that_is_not_named_is_the_programs_own(program, buffer):
     said = [f"reward_model.overlong_buffer.{each}" for each in ("enable=True", "len=512", "penalty_factor=1.0")]
     found = config("verl", *GRPO, "data.max_response_length=2048", f"-m={program}", *said)
     assert found.algorithm.resolved.overlong_buffer == buffer
+
+
+def test_whose_defaults_were_taken_stands_above_the_configuration_and_in_the_line_of_a_run():
+    older = translated("verl", *GRPO, "actor_rollout_ref.actor.fsdp_config.grad_offload=false")
+    assert (older.release, translated("verl", *GRPO).release) == ("2025-02", "")
+    assert "with the defaults of its release 2025-02" in writer.write(older, "verl").splitlines()[0]
+    assert writer.summary(older).endswith("defaults of release 2025-02")
+    assert "release" not in writer.write(translated("verl", *GRPO), "verl").splitlines()[0]

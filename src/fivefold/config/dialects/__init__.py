@@ -64,6 +64,8 @@ class Translation:
     """Every key of the source, where a table was read."""
     faults: list[str] = field(default_factory=list)
     """Values that cannot be read, one sentence each."""
+    release: str = ""
+    """The month of the system's release whose defaults were taken, where they are not today's."""
 
     @property
     def refusals(self) -> list[str]:

@@ -6,7 +6,6 @@ Numbers that only AReaL's code explains were read in AReaL 4aef98d8d (2026-05-21
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects import areal_legacy, areal_legacy_sft, areal_releases, shared
@@ -250,6 +249,7 @@ TABLE = Table(
     DERIVED,
     DEFAULTS,
     versions=areal_releases.DEFAULTS,
+    release_of=areal_releases.release_of,
     known=known("areal"),
     command=(
         "`fivefold train --from areal --config run.yaml KEY=VALUE ...`, as `python3 "
@@ -278,17 +278,15 @@ LEGACY_SFT = Table(
     elsewhere=dict.fromkeys(TABLE.exact) | DEFAULTS | areal_legacy_sft.TODAY,
 )
 OTHER_TABLES = (LEGACY, LEGACY_SFT)
-OLDER = {name: replace(TABLE, defaults={**DEFAULTS, **own}) for name, own in areal_releases.DEFAULTS.items()}
-"""The same with what a release had when a key was left out."""
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of the program that the settings are of, with the defaults of its release as far as they show it."""
+    """The table of the program that the settings are of."""
     if areal_legacy_sft.is_legacy_sft(settings):
         return LEGACY_SFT
     if areal_legacy.is_legacy(settings):
         return LEGACY
-    return OLDER.get(areal_releases.release_of(settings), TABLE)
+    return TABLE
 
 
 translate = dialect(table_of)

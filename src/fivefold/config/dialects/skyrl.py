@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -495,6 +494,15 @@ DERIVED = (
     shared.tracked("trainer.logger", "trainer.project_name", "trainer.run_name", tags="trainer.tags"),
 )
 
+_OLDER_KEYS = frozenset(f"generator.{name}" for name in OLDER.values())
+
+
+def release_of(settings: Mapping[str, Any]) -> str:
+    """Settings of the package skyrl-train, which ended on 2026-03-02: by its name, or by keys that no later one has."""
+    is_older = str(settings.get("-m", "")).startswith("skyrl_train.") or not _OLDER_KEYS.isdisjoint(settings)
+    return "2026-03" if is_older else ""
+
+
 TABLE = Table(
     "SkyRL",
     SECTIONS,
@@ -502,6 +510,7 @@ TABLE = Table(
     DEFAULTS,
     elsewhere={TOKEN_MEAN: "token-mean"},
     versions=VERSIONS,
+    release_of=release_of,
     known=known("skyrl"),
     command=(
         "`fivefold train --from skyrl KEY=VALUE ...`: the arguments of `python -m "
@@ -534,20 +543,9 @@ SFT = Table(
 OTHER_TABLES = (SFT,)
 
 
-_OLDER_KEYS = frozenset(f"generator.{name}" for name in OLDER.values())
-_OLDER_TABLE = replace(TABLE, defaults=DEFAULTS | VERSIONS["2026-03"])
-
-
-def is_of_skyrl_train(settings: Mapping[str, Any]) -> bool:
-    """Settings of the package skyrl-train, which ended on 2026-03-02: by its name, or by keys that no later one has."""
-    return str(settings.get("-m", "")).startswith("skyrl_train.") or not _OLDER_KEYS.isdisjoint(settings)
-
-
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of a program's settings: that of RL, with the defaults of its release, or of SFT."""
-    if skyrl_sft.looks_like(settings):
-        return SFT
-    return _OLDER_TABLE if is_of_skyrl_train(settings) else TABLE
+    """The table of a program's settings: that of RL or of SFT."""
+    return SFT if skyrl_sft.looks_like(settings) else TABLE
 
 
 translate = dialect(table_of)

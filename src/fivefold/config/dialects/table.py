@@ -111,6 +111,8 @@ class Table:
     value that it has here; nobody can set them."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Month of an older release -> defaults that were others then."""
+    release_of: Callable[[Mapping[str, Any]], str] = lambda settings: ""
+    """The month of the release that settings show by what no later one has; "" where they may be today's."""
     known: KnownKeys = NONE
     """Keys that rows with a wildcard take."""
     command: str = ""

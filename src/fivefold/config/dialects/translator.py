@@ -35,8 +35,10 @@ def dialect(table: Table | Callable[[Mapping[str, Any]], Table]) -> SystemDialec
         chosen = table if isinstance(table, Table) else table(settings)
         if version and (fault := OneOf(chosen.versions).fault(version)):
             raise ValueError(f"the version of {chosen.name} {fault}")
-        defaults = {**chosen.elsewhere, **chosen.defaults, **chosen.versions.get(version, {})}
-        return translate(chosen, settings, defaults, os.environ if environment is None else environment)
+        release = version or chosen.release_of(settings)
+        defaults = {**chosen.elsewhere, **chosen.defaults, **chosen.versions.get(release, {})}
+        found = translate(chosen, settings, defaults, os.environ if environment is None else environment)
+        return dataclasses.replace(found, release=release)
 
     return read
 

@@ -167,6 +167,7 @@ TABLE = Table(
     DERIVED,
     DEFAULTS,
     versions=VERSIONS,
+    release_of=release_of,
     known=known("verl"),
     command=(
         "`fivefold train --from verl KEY=VALUE ...`: the arguments of `python3 -m verl.trainer.main_ppo` as "
@@ -184,7 +185,6 @@ TABLE = Table(
 
 
 OTHER_TABLES = (verl_sft.TABLE,)
-_OF_RELEASE = {month: replace(TABLE, defaults=DEFAULTS | own) for month, own in VERSIONS.items()}
 _DAPO = {name: {"reward_model.reward_manager": "dapo"} for name in PROGRAMS if name.startswith("recipe.dapo.")}
 _PROGRAMS = verl_async.DEFAULTS | {verl_prime.PROGRAM: verl_prime.DEFAULTS} | _DAPO
 _OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in _PROGRAMS.items()}
@@ -192,13 +192,13 @@ _OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, o
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:
-    """The table of a program's settings: PPO's, with the defaults of its release, or that of the SFT trainers."""
+    """The table of a program's settings: PPO's, or that of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
     if (own := _OWN_DEFAULTS.get(str(settings.get("-m")))) is not None:
         return own
     if not is_rl and verl_sft.looks_like(settings):
         return verl_sft.TABLE
-    return _OF_RELEASE.get(release_of(settings), TABLE)
+    return TABLE
 
 
 translate = dialect(table_of)

@@ -23,7 +23,8 @@ TITLES: dict[Kind, str] = {
 
 def write(translation: Translation, system: str) -> str:
     """The configuration as YAML; each line names the keys that it comes from, a table at the end counts them."""
-    parts = [f"# Translated from {system}. Behind each value stands the key that it comes from.", ""]
+    release = f", with the defaults of its release {translation.release}" if translation.release else ""
+    parts = [f"# Translated from {system}{release}. Behind each value stands the key that it comes from.", ""]
     path: tuple[str, ...] = ()
     for line in translation.lines:
         *sections, last = line.key.split(".")
@@ -38,9 +39,10 @@ def write(translation: Translation, system: str) -> str:
 
 
 def summary(translation: Translation) -> str:
-    """One line with the counts."""
+    """One line with the counts, and the release whose defaults were taken where it is not today's."""
     counts = Counter(each.kind for each in translation.outcomes)
-    return ", ".join(f"{counts[kind]} {title}" for kind, title in TITLES.items())
+    release = [f"defaults of release {translation.release}"] if translation.release else []
+    return ", ".join([*(f"{counts[kind]} {title}" for kind, title in TITLES.items()), *release])
 
 
 def notes(translation: Translation) -> list[str]:
