@@ -19,8 +19,11 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
-.PHONY: setup check test test-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus test-layouts demo docs demo-curve \
-	gsm8k gpu-test gpu-speed wheel clean
+# Which part of a long target runs: K/N is the K-th of N.
+PART ?= 1/1
+
+.PHONY: setup check test test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus \
+	test-layouts test-by-turns test-all demo docs demo-curve gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
 
@@ -90,18 +93,32 @@ test-browser: $(READY)
 	$(BIN)/python -m pytest -m browser
 
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
-# order in which one CPU adds. Three times as long as the suite.
-test-cpus: $(READY)
-	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest -n 2
-	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2
-	FIVEFOLD_TEST_THREADS=2 $(BIN)/python -m pytest -n 1
+# order in which one CPU adds.
+CPU ?= default avx2 threads
+default := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
+avx2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+threads := FIVEFOLD_TEST_THREADS=2
 
-# Every layout of tests/support/layout_cases.py for three models and two micro-batch budgets, as a table, and the tests that take minutes:
-# checkpoints of ten layouts read on all the others, the demo shortened. About twenty minutes on two cores.
-test-layouts: $(READY) $(VLLM_READY)
-	$(BIN)/python -m tests.megatron.layout_table
-	$(BIN)/python -m pytest -m "slow and not vllm and not ray" --timeout=1800
-	$(VLLM)/bin/python -m pytest -m "slow and (vllm or ray)" --timeout=1800
+test-cpus: $(READY)
+	$(foreach cpu,$(CPU),$($(cpu)) $(BIN)/python -m pytest -n $(if $(filter threads,$(cpu)),1,2) --part $(PART) &&) true
+
+# Every layout of tests/support/layout_cases.py for three models and two micro-batch budgets, as a table.
+test-layouts: $(READY)
+	$(BIN)/python -m tests.megatron.layout_table $(MODEL)
+
+# Tests that take minutes: checkpoints of ten layouts read on all the others, the demo shortened, whole runs of every example.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "slow and not vllm and not ray and not gpu" --part $(PART)
+
+test-slow-vllm: $(VLLM_READY)
+	$(VLLM)/bin/python -m pytest -n 2 -m "slow and (vllm or ray)" --part $(PART)
+
+# The long targets that the commit's hash chooses, for at most fifteen minutes: CI runs them all in turn.
+test-by-turns: $(READY)
+	$(BIN)/python -m tests.support.turns
+
+test-all: test
+	$(BIN)/python -m tests.support.turns --minutes 0
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

@@ -25,10 +25,24 @@ LONGEST_FIRST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="K/N: run only the K-th of N parts of the selected files")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers take whole files in this order: a long one at the end would leave the other worker idle."""
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    part, parts = map(int, config.getoption("part").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part must be K/N with K from 1 to N: got {part}/{parts}")
+    # Files are dealt in turn, so that the longest ones go to different parts.
+    files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
+    chosen = set(files[part - 1 :: parts])
+    left_out = [item for item in items if item.nodeid.partition("::")[0] not in chosen]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid.partition("::")[0] in chosen]
 
 
 def pytest_sessionfinish() -> None:

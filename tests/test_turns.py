@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.turns import ROOT, in_turn, run, targets
+
+
+def test_every_long_target_gets_its_turn_and_every_line_names_a_target():
+    assert {in_turn(f"{number:040x}")[0] for number in range(200)} == set(targets())
+    assert all(sorted(in_turn(f"{number:040x}")) == sorted(targets()) for number in range(50))
+    makefile = (ROOT / "Makefile").read_text()
+    assert [line for line in targets() if not re.search(rf"^{line.split()[0]}:", makefile, re.MULTILINE)] == []
+
+
+def test_every_marker_that_the_suite_leaves_out_is_run_by_a_long_target():
+    options = (ROOT / "pyproject.toml").read_text()
+    left_out = set(re.findall(r"not (\w+)", re.search(r"^addopts = .*$", options, re.MULTILINE)[0])) - {"gpu"}
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = {
+        line.split()[0]: re.search(rf"^{line.split()[0]}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1] for line in targets()
+    }
+    chosen = " ".join(found for recipe in recipes.values() for found in re.findall(r'-m ("[^"]*"|\w+)', recipe))
+    run_by_turns = set(re.findall(r"(?<!not )\b\w+\b", chosen))
+    assert left_out <= run_by_turns, left_out - run_by_turns
+
+
+@pytest.mark.parametrize(
+    ("recipe", "seconds", "verdict"),
+    [
+        ("true", 60, (True, True)),
+        ("echo '1 failed'; false", 60, (False, True)),
+        ("echo '3 passed'; sleep 600", 0.5, (True, False)),
+        ("echo '1 failed, 3 passed'; sleep 600", 10, (False, False)),
+    ],
+)
+def test_a_target_that_is_cut_off_fails_only_where_a_test_of_it_has_failed(tmp_path, recipe, seconds, verdict):
+    (tmp_path / "Makefile").write_text(f"target:\n\t{recipe}\n")
+    assert run("target", seconds, tmp_path) == verdict
+
+
+def test_parts_together_are_the_whole_suite_and_share_no_file():
+    def collected(part: str) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-p",
+            "no:xdist",
+            "-o",
+            "addopts=",
+            "--part",
+            part,
+        ]
+        done = subprocess.run(
+            [*command, "tests/layout", "tests/distributed"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    whole, parts = collected("1/1"), [collected(f"{place}/3") for place in (1, 2, 3)]
+    assert sorted(whole) == sorted(line for part in parts for line in part)
+    files = [{line.partition("::")[0] for line in part} for part in parts]
+    assert all(files) and not any(files[i] & files[j] for i, j in ((0, 1), (0, 2), (1, 2)))
