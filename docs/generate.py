@@ -5,6 +5,7 @@ metrics.md: every metric, from observability/metrics.py.
 methods.md: its rows, from config/methods.py.
 plan.md: its rates and GPUs, from plan/measured.py and config/gpus.py, and what benchmarks/plan_accuracy.py printed.
 api.md: the names of the package, from their docstrings.
+README.md, status.md: the number of methods.
 coming-from/*.md: the tables of other systems' keys, from config/dialects/.
 """
 
@@ -27,7 +28,7 @@ from fivefold.config.dialects import SYSTEMS
 from fivefold.config.dialects.page import write_page
 from fivefold.config.gpus import GPUS
 from fivefold.config.identity import Counts
-from fivefold.config.methods import NAMES, PARAMETERS, SURROGATES, Choices, CorrectionConfig, KLConfig, ProcessRewardConfig
+from fivefold.config.methods import METHODS, NAMES, PARAMETERS, SURROGATES, Choices, CorrectionConfig, KLConfig, ProcessRewardConfig
 from fivefold.config.methods_page import update
 from fivefold.config.ranges import OneOf, Range, Rule
 from fivefold.config.schema import AlgorithmConfig
@@ -54,6 +55,7 @@ def pages() -> dict[Path, str]:
         methods: update(methods.read_text()),
         DOCS / "plan.md": planning((DOCS / "plan.md").read_text()),
         DOCS / "api.md": api(GENERATED, _docstrings),
+        **{page: counted(page.read_text()) for page in (DOCS.parent / "README.md", DOCS / "status.md")},
         **{DOCS / "coming-from" / f"{system}.md": write_page(system, GENERATED) for system in SYSTEMS},
     }
 
@@ -272,6 +274,11 @@ def planning(page: str) -> str:
     printed = (DOCS.parent / "benchmarks" / "results" / "plan-accuracy.txt").read_text()
     page = _between(page, RATES, END_OF_RATES, f"{_rates()}\n{_gpus()}")
     return _between(page, ACCURACY, END_OF_ACCURACY, f"```\n{printed}```\n")
+
+
+def counted(page: str) -> str:
+    """The page with the number of methods as it is."""
+    return _between(page, "<!-- methods -->", "<!-- /methods -->", str(len(METHODS)))
 
 
 def _between(page: str, begin: str, end: str, text: str) -> str:
