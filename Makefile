@@ -23,7 +23,7 @@ TRACKERS_READY := $(TRACKERS)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus \
-	test-layouts test-by-turns test-all demo docs demo-curve gsm8k gpu-test gpu-speed wheel clean
+	test-layouts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
 
@@ -127,6 +127,18 @@ demo: $(READY)
 docs: $(READY)
 	$(BIN)/python -m docs.generate
 
+# The documentation as a site in dist/site, with the tools for it in an environment of their own. Fails on a warning.
+SITE := .venv-site
+SITE_READY := $(SITE)/.ready
+
+$(SITE_READY): docs/site.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/site.txt
+	touch $(SITE_READY)
+
+site: $(SITE_READY)
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+
 # The README's picture of the demo, from what `make demo` left in ./demo.
 demo-curve: $(READY)
 	$(BIN)/python -m docs.curve demo/runs/grpo docs/demo-curve.svg val/arithmetic/mean@4 reward/mean \
@@ -154,4 +166,4 @@ wheel:
 	sha256sum dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,7 +28,16 @@ from fivefold.config.dialects import SYSTEMS
 from fivefold.config.dialects.page import write_page
 from fivefold.config.gpus import GPUS
 from fivefold.config.identity import Counts
-from fivefold.config.methods import METHODS, NAMES, PARAMETERS, SURROGATES, Choices, CorrectionConfig, KLConfig, ProcessRewardConfig
+from fivefold.config.methods import (
+    METHODS,
+    NAMES,
+    PARAMETERS,
+    SURROGATES,
+    Choices,
+    CorrectionConfig,
+    KLConfig,
+    ProcessRewardConfig,
+)
 from fivefold.config.methods_page import update
 from fivefold.config.ranges import OneOf, Range, Rule
 from fivefold.config.schema import AlgorithmConfig
