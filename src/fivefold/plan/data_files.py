@@ -29,7 +29,7 @@ from fivefold.data.rows import (
 )
 from fivefold.errors import shown
 from fivefold.reward.choose import choose_rewards
-from fivefold.reward.ground_truth import ground_truth_fault
+from fivefold.reward.rules import ground_truth_fault
 
 ROWS = 1000
 """Rows of each file that are looked at; of smaller files that is all of them."""

@@ -90,6 +90,15 @@ def read_cases(ground_truth: str) -> Cases:
     return Cases(cases, function)
 
 
+def cases_fault(ground_truth: str) -> str | None:
+    """What must hold of a truth of code, where it does not."""
+    try:
+        read_cases(ground_truth)
+    except ValueError:
+        return f"must be {FORMS}"
+    return None
+
+
 def _function_of(row: dict[str, Any]) -> str | None:
     if row.get("testtype") == "stdin":
         return None

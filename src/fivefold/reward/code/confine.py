@@ -73,8 +73,8 @@ def _instruction(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The program that the kernel runs at each call: `_CALLS`, threads but no processes, files that have names, limits that are
-    only read."""
+    """The program that the kernel runs at each call: `_CALLS`, threads but no processes, files with names only, limits that
+    are read only."""
     column, arch = _MACHINES[machine]
     load, equal, end = _LOAD, _EQUAL, _RETURN
     program = [
