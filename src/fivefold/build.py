@@ -248,7 +248,7 @@ def build_reward_pool(
                 names[source] = list(pool.weights(source))
                 first.append(prompts.prompts[place])
             for name in names[source]:
-                if fault := ground_truth_fault(name, ground_truth):
+                if fault := ground_truth_fault(name, ground_truth, config.reward.code.trusted_tests):
                     raise ValueError(f"prompt {number} of {source}: ground_truth {fault}: got {shown(ground_truth)}")
     return pool, first
 

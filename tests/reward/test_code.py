@@ -35,7 +35,7 @@ def tester():
     """One sandbox for all: what a program leaves would be met by those after it."""
     made = ProgramTests(test_seconds=20.0, memory_mb=512, sample_seconds=LONGEST)
     yield made
-    made.sandbox.close()
+    made.close()
 
 
 def run(tester: ProgramTests, program: str, given: str = "", function: str | None = None, seconds: float = 20.0):

@@ -223,7 +223,7 @@ class _Reader:
     def _check_reward(self, row: Row) -> None:
         """Raise ValueError where the rewards of the row's source cannot score it."""
         for name in choose_rewards(self.config.reward, row.source).weights:
-            if fault := ground_truth_fault(name, row.ground_truth):
+            if fault := ground_truth_fault(name, row.ground_truth, self.config.reward.code.trusted_tests):
                 data = self.config.data
                 column, _, part = data.ground_truth_by_source.get(row.source, data.ground_truth_key).partition(".")
                 raise ValueError(f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}")

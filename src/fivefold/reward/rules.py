@@ -36,8 +36,9 @@ class BuiltIn:
     """Scores a response; None where a model does."""
     needs_truth: bool
     """It compares with the ground truth, so it can be the accuracy."""
-    fault_of_truth: Callable[[str], str | None] | None
-    """What must hold of a row's ground truth for a right response to earn the reward, where it does not hold."""
+    fault_of_truth: Callable[..., str | None] | None
+    """What must hold of a row's ground truth for a right response to earn the reward, where it does not hold. Of those
+    that run programs it takes `reward.code.trusted_tests` as well."""
     about: str
     """What it gives, as docs/rewards.md says it."""
     sources: tuple[str, ...] = ()
@@ -189,10 +190,12 @@ def takes_ground_truth(name: str) -> bool:
     return parameters is not None and "ground_truth" in parameters.named
 
 
-def ground_truth_fault(name: str, ground_truth: str) -> str | None:
+def ground_truth_fault(name: str, ground_truth: str, trusted_tests: bool = False) -> str | None:
     """What must hold of a row's ground truth for a reward of this name, where it does not; the user's own take any."""
     row = BUILT_IN.get(name)
-    fault = row.fault_of_truth(ground_truth) if row is not None and row.fault_of_truth is not None else None
+    if row is None or row.fault_of_truth is None:
+        return None
+    fault = row.fault_of_truth(ground_truth, *([trusted_tests] if row.runs_programs else []))
     return None if fault is None else f"{fault} for the reward {name}"
 
 
