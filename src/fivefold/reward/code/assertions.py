@@ -32,9 +32,8 @@ def read_assertions(text: str) -> Assertions:
         raise ValueError(f"assert_code must be Python: {error}") from error
     imports = _Imports()
     tree = imports.visit(tree)
-    names = imports.names or _free(tree, hidden=_GIVEN_NAMES) or _free(tree)
-    if imports.names:
-        names |= _free(tree, hidden=_GIVEN_NAMES)
+    # A name of the usual imports is the program's only where there is no other that tests could be about.
+    names = _free(tree, hidden=_GIVEN_NAMES) | imports.names or _free(tree)
     return Assertions(ast.unparse(tree), names, _fault(tree, names))
 
 
@@ -119,9 +118,7 @@ def _fault(tree: ast.AST, names: dict[str, str]) -> str | None:
         if own in _KINDS and any(isinstance(each, ast.Name) and each.id in names for each in call.args):
             return f"`{ast.unparse(call)}` asks for a class of the program"
         values = [*call.args, *(each.value for each in call.keywords)]
-        handed = any(
-            isinstance(each, ast.Lambda) or (isinstance(each, ast.Name) and each.id in functions) for each in values
-        )
+        handed = [each for each in values if isinstance(each, ast.Lambda) or getattr(each, "id", None) in functions]
         if handed and isinstance(call.func, ast.Name) and call.func.id in names:
             return f"`{ast.unparse(call)}` hands the program a function"
     if any(isinstance(node, (ast.Import, ast.ImportFrom)) and "mock" in ast.unparse(node) for node in ast.walk(tree)):

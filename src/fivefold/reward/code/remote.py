@@ -81,6 +81,8 @@ def _done(space: dict[str, Any], what: str, target: Any, arguments: list[Any], n
         return iter(target)
     if what == "iterate":
         return list(itertools.islice(target, *arguments))
+    if not hasattr(type(target), what):
+        raise TypeError(f"{type(target).__name__} has no {what}")
     return getattr(target, what)(*arguments, **named)
 
 
