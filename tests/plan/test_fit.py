@@ -13,7 +13,6 @@ import yaml
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.config.gpus import GPUS
-from fivefold.config.packages import missing_packages
 from fivefold.models.families import spec_from_config
 from fivefold.plan.check import _check_packages
 from fivefold.plan.devices import Device
@@ -153,12 +152,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch, megatron, says):
     findings = Findings()
     _check_packages(findings.at("policy").at("megatron"), made, made.policy)
     assert says in findings.errors[0]
-
-
-def test_packages_are_looked_for_without_importing_them(tmp_path: Path, monkeypatch):
-    (tmp_path / "present_package.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert missing_packages(("present_package", "absent_package", "absent.inner")) == ["absent_package", "absent.inner"]
 
 
 def test_check_says_before_a_run_that_337_gib_fit_no_gpu(tmp_path: Path, capsys):

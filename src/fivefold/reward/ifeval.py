@@ -6,13 +6,13 @@ the RLVR-IFEval set (Tülu 3, 2411.15124) that other trainers read. Each is a fu
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fivefold.config.packages import NOT_INSTALLED, import_fault
 from fivefold.reward.texts import after_thinking
 
 Verifier = Callable[..., bool]
@@ -71,15 +71,16 @@ def instructions_fault(ground_truth: str) -> str | None:
 
 def load_detector() -> None:
     """Load the language detector's model, where it is installed."""
-    if importlib.util.find_spec(_DETECTOR) is not None:
+    if import_fault(_DETECTOR) is None:
         in_language("a text", "en")
 
 
 def _verifier(name: str, given: dict[str, Any], known: dict[str, Verifier]) -> tuple[Verifier, dict[str, Any]]:
     if name not in known:
         raise ValueError(f"must name instructions that are known: got {name!r}")
-    if known[name] is in_language and importlib.util.find_spec(_DETECTOR) is None:
-        raise ValueError(f"needs {_DETECTOR} for {name}: pip install 'fivefold[ifeval]', or leave such rows out")
+    if known[name] is in_language and (fault := import_fault(_DETECTOR)) is not None:
+        why = "" if fault == NOT_INSTALLED else f", {fault}"
+        raise ValueError(f"needs {_DETECTOR} for {name}{why}: pip install 'fivefold[ifeval]', or leave such rows out")
     parameters = list(inspect.signature(known[name]).parameters.values())[1:]
     # Data files fill columns of other instructions with null.
     own = {each.name: given[each.name] for each in parameters if given.get(each.name) is not None}
