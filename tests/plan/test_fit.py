@@ -141,13 +141,13 @@ def test_the_table_of_gpus_is_that_of_the_data_sheets():
 @pytest.mark.parametrize(
     ("megatron", "says"),
     [
-        ({"bridge_type": "megatron-bridge"}, "policy.megatron.bridge_type: megatron-bridge needs megatron.bridge, transformer_engine"),
+        ({"bridge_type": "megatron-bridge"}, "policy.megatron.bridge_type: megatron-bridge needs megatron.bridge, not installed here; transformer_engine, not"),
         ({"transformer_impl": "transformer_engine"}, "policy.megatron.transformer_impl: transformer_engine needs transformer_engine, not installed"),
         ({"bridge_type": "mbridge"}, "policy.megatron.bridge_type: mbridge needs mbridge, not installed here"),
     ],
 )  # fmt: skip
 def test_a_package_that_is_missing_is_named(monkeypatch, megatron, says):
-    monkeypatch.setattr("fivefold.plan.check.missing_packages", lambda names: list(names))
+    monkeypatch.setattr("fivefold.plan.check.missing_packages", lambda names: [f"{name}, not installed here" for name in names])
     made = config(policy={"megatron": megatron})
     findings = Findings()
     _check_packages(findings.at("policy").at("megatron"), made, made.policy)
