@@ -64,10 +64,7 @@ def test_a_rank_takes_the_slower_path_with_one_line(tmp_path: Path, module):
     )
     assert done.stdout == "[False, False, False]\n", done
     (line,) = done.stderr.splitlines()
-    assert (
-        line
-        == f"{module}, whose import fails: No module named 'a_library_that_is_not_there': {KERNELS[module]}"
-    )
+    assert line == f"{module}, whose import fails: No module named 'a_library_that_is_not_there': {KERNELS[module]}"
 
 
 def test_check_names_the_slower_path_of_a_broken_package(tmp_path: Path, monkeypatch):

@@ -147,7 +147,9 @@ def test_the_table_of_gpus_is_that_of_the_data_sheets():
     ],
 )  # fmt: skip
 def test_a_package_that_is_missing_is_named(monkeypatch, megatron, says):
-    monkeypatch.setattr("fivefold.plan.check.missing_packages", lambda names: [f"{name}, not installed here" for name in names])
+    monkeypatch.setattr(
+        "fivefold.plan.check.missing_packages", lambda names: [f"{name}, not installed here" for name in names]
+    )
     made = config(policy={"megatron": megatron})
     findings = Findings()
     _check_packages(findings.at("policy").at("megatron"), made, made.policy)

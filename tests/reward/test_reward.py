@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -771,6 +772,66 @@ def test_with_a_reward_model_no_function_is_chosen_by_itself():
     (sample,) = groups[0].samples
     assert (sample.reward, sample.reward_parts, sample.reward_failed) == (0.0, {}, False)
     assert not sample.correct
+
+
+PARAMETERS = [
+    ("def f(completions, **kw): ...", "must not have the parameter completions, TRL's list"),
+    ("def f(response, completions=None): ...", "must not have the parameter completions, TRL's list"),
+    (
+        "def f(prompts, response): ...",
+        "is not offered: got prompts; its parameters may be response, completion, solution_str, ",
+    ),
+    ("async def f(answer, *, label): ...", "is not offered: got answer, label; its parameters may be response, completion"),
+    ("def f(response, reward_router_address): ...", "is not offered: got reward_router_address"),
+    ("def f(response, /): ...", "must take its parameters by name: got response before a `/`"),
+    ("if True:\n    def f(wrong): ...", "is not offered: got wrong"),
+    ("def f(response): ...\ndef f(wrong): ...", "is not offered: got wrong"),
+    ("def f(response, ground_truth, extra=1, *rest, **kw): ...", None),
+    ("def f(completion): ...", None),
+    ("def f(solution_str, data_source, ground_truth, extra_info=None): ...", None),
+    ("def f(): ...", None),
+    ("def g(wrong):\n    def f(wrong): ...\ndef f(prompt): ...", None),
+]
+
+
+@pytest.mark.parametrize(("code", "says"), PARAMETERS)
+def test_a_required_parameter_that_is_not_offered_is_refused_with_what_is(tmp_path, code, says):
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    findings = Findings(section="reward")
+    check_rewards(findings, RewardConfig(functions={f"{path}:f": 1.0}))
+    assert bool(findings.errors) == (says is not None)
+    assert says is None or (says in findings.errors[0] and findings.errors[0].startswith("reward.functions: reward"))
+
+
+def test_parameters_that_only_the_loaded_function_shows_end_the_run_before_it_starts(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def wrong(answer): ...\nf = wrong\n")
+    pool = RewardPool(RewardConfig(functions={f"{path}:f": 1.0}, workers=1))
+    pool.weights("mine")
+    with pytest.raises(ValueError, match=r"(?s)do not start:.*is not offered: got answer; its parameters may be response"):
+        pool.start([trial()])
+    pool.close()
+
+
+def test_the_response_has_three_names(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(response, completion, solution_str): return response == completion == solution_str == 'ok'\n")
+    pool, scored = RewardPool(RewardConfig(functions={f"{path}:f": 1.0}, workers=1)), group("ok")
+    assert score(pool, scored) is None and scored.samples[0].reward == 1.0
+    pool.close()
+
+
+def test_every_built_in_that_needs_a_truth_takes_one():
+    """And the sources choose what they chose."""
+    for name, row in rules.BUILT_IN.items():
+        takes = row.function is None or "ground_truth" in inspect.signature(row.function).parameters
+        assert takes or not row.needs_truth, name
+        assert row.needs_truth or row.fault_of_truth is None, name
+        assert rules.takes_ground_truth(name) == row.needs_truth
+    without = {name for name, row in rules.BUILT_IN.items() if not row.needs_truth}
+    assert without == {"format", "think", "think_answer", "repetition"}
+    assert rules.SOURCES["openai/gsm8k"] == "gsm8k" and rules.SOURCES["aime"] == "math" and rules.SOURCES["taco"] == "code"
 
 
 # --- which reward decides whether a response is correct --------------------------------------------------------------
