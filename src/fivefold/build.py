@@ -43,11 +43,10 @@ from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards
 from fivefold.reward.code.confine import layers
-from fivefold.reward.ground_truth import ground_truth_fault
 from fivefold.reward.manager import RewardManager
 from fivefold.reward.pool import RewardPool
 from fivefold.reward.reward_model import ModelReward
-from fivefold.reward.rules import CODE
+from fivefold.reward.rules import ground_truth_fault, runs_programs
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, ExpertRollouts, PromptQueue
@@ -249,7 +248,7 @@ def build_reward_pool(
                 names[source] = list(pool.weights(source))
                 first.append(prompts.prompts[place])
             for name in names[source]:
-                if fault := ground_truth_fault(name, ground_truth):
+                if fault := ground_truth_fault(name, ground_truth, config.reward.code.trusted_tests):
                     raise ValueError(f"prompt {number} of {source}: ground_truth {fault}: got {shown(ground_truth)}")
     return pool, first
 
@@ -259,7 +258,7 @@ def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[st
     error = pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0)) for prompt in prompts])
     if error is not None:
         log(f"a reward function failed on a trial, in which the response was the ground truth:\n{error}")
-    if any(name in CODE for prompt in prompts for name in pool.weights(prompt.source)):
+    if any(runs_programs(name) for prompt in prompts for name in pool.weights(prompt.source)):
         log(f"sandbox  programs in responses are locked up by {layers()}")
 
 

@@ -82,6 +82,8 @@ class Sample:
     """The function that decides this (reward.accuracy) gives it 1 or more; never a reward model's score."""
     reward_failed: bool = False
     """Its reward function raised, ran out of time or gave no finite number: the step and every mean leave the sample out."""
+    reward_timed_out: bool = False
+    """It took a built-in reward too long, which counts as 0."""
 
     @property
     def loss_tokens(self) -> int:
@@ -153,6 +155,8 @@ class RolloutStats:
     """Those of all samples, where the step does not train on some of them."""
     failed: int = 0
     """Samples that are not among the rows, as their reward failed."""
+    timed_out: int = 0
+    """Samples that took a built-in reward too long, which gave them 0."""
     group_size: int = 1
     """The usual size of a group, with samples whose reward failed."""
     incomplete_N: Tensor | None = None

@@ -9,10 +9,14 @@ import re
 import sys
 import types
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fivefold.files import read_text
+
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def is_user_code(name: str) -> bool:
@@ -31,17 +35,64 @@ def check_user_code(name: str) -> None:
         raise ValueError(f"{name!r}: {path} defines no {function}")
 
 
-def parameters_of(name: str) -> list[str]:
-    """The parameters that a function's `def` names; runs none of the user's code. Empty where it is made in another way."""
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a function."""
+
+    named: tuple[str, ...]
+    """All that have a name, but not `*args` and `**kwargs`."""
+    required: tuple[str, ...]
+    """Those without a default."""
+    positional: tuple[str, ...] = ()
+    """Those of them that stand before a `/`, and so cannot be given by name."""
+
+    @classmethod
+    def of(cls, function: Any) -> Parameters:
+        """Those of a function that was loaded."""
+        found = [
+            each
+            for each in inspect.signature(function).parameters.values()
+            if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        return cls(
+            tuple(each.name for each in found),
+            tuple(each.name for each in found if each.default is each.empty),
+            tuple(each.name for each in found if each.kind is each.POSITIONAL_ONLY and each.default is each.empty),
+        )
+
+
+def parameters_of(name: str) -> Parameters | None:
+    """Those that a function's `def` names; runs none of the user's code. None where the function is made in another way."""
     path, _, function = name.rpartition(":")
     try:
         tree = ast.parse(read_text(Path(path)))
     except (SyntaxError, RecursionError, ValueError) as error:
         raise ValueError(f"{name!r}: {path} is not valid Python: {error}") from error
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
-            return [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return []
+    defined = [node for node in _top_level(tree.body) if isinstance(node, _DEFINED) and node.name == function]
+    if not defined:
+        return None
+    own = defined[-1].args
+    by_place = [*own.posonlyargs, *own.args]
+    required = by_place[: len(by_place) - len(own.defaults)]
+    required += [each for each, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is None]
+    if defined[-1].decorator_list:
+        # A decorator may give them: the loaded function is looked at when the run starts.
+        required = []
+    return Parameters(
+        tuple(each.arg for each in (*by_place, *own.kwonlyargs)),
+        tuple(each.arg for each in required),
+        tuple(each.arg for each in own.posonlyargs if each in required),
+    )
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, also those within its `if`, `try` and `with`."""
+    for node in body:
+        yield node
+        if not isinstance(node, (*_DEFINED, ast.ClassDef)):
+            yield from _top_level([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
+            for handler in getattr(node, "handlers", []):
+                yield from _top_level(handler.body)
 
 
 def load_user_code(name: str) -> Any:

@@ -55,6 +55,9 @@ class Parallel(msgspec.Struct):
 
 def installed(monkeypatch, names: tuple[str, ...], version: str | None, package: Path) -> None:
     """A package of a version, as far as a check looks at it."""
+    # Its import is tried too, in another process.
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(package.parent)
     real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
     found = importlib.machinery.ModuleSpec(names[0], None, origin=str(package / "__init__.py"))
 

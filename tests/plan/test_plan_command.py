@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -179,18 +180,28 @@ def test_recomputation_that_is_not_needed_is_named(tmp_path):
     assert describe_step(config, load_spec(model))[2].startswith("what gains most: policy.recompute: none, about ")
 
 
-def test_check_looks_for_flash_attn_4_without_importing_it(tmp_path, monkeypatch):
+def test_check_tries_flash_attn_4_and_names_what_its_import_lacks(tmp_path, monkeypatch):
     """FlashAttention 2 has a package of the same name, without `cute`; what is older than Hopper uses neither."""
     model, package = write_shape(tmp_path, "Qwen3-8B"), tmp_path / "flash_attn"
     (package / "cute").mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "__init__.py").touch()
+    (package / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
 
     def said(gpu: str) -> str:
         return describe_step(run_of(model, policy={"backend": "megatron:d2t4"}, launch={"gpu": gpu}), load_spec(model))[1]
 
     installed = [said(gpu) for gpu in ("h200-141g", "a100-80g")]
-    (package / "cute").rmdir()
+    shutil.rmtree(package / "cute")
+    (package / "cute").mkdir()
+    (package / "cute" / "__init__.py").write_text("import cutlass_libs_that_are_not_there")
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    broken = said("h200-141g")
+    assert (
+        "flash-attn-4 (whose import fails: ModuleNotFoundError: No module named 'cutlass_libs_that_are_not_there'; pip"
+        in broken
+    )
+    shutil.rmtree(package / "cute")
     without, old = (said(gpu) for gpu in ("h200-141g", "a100-80g"))
     assert "flash" not in installed[0] and 'without flash-attn-4 (pip install "fivefold[flash]"): ' in without
     shorter, longer = (float(text.split("about ")[1].split(" s ")[0]) for text in (installed[0], without))

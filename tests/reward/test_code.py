@@ -35,7 +35,7 @@ def tester():
     """One sandbox for all: what a program leaves would be met by those after it."""
     made = ProgramTests(test_seconds=20.0, memory_mb=512, sample_seconds=LONGEST)
     yield made
-    made.sandbox.close()
+    made.close()
 
 
 def run(tester: ProgramTests, program: str, given: str = "", function: str | None = None, seconds: float = 20.0):
@@ -155,6 +155,9 @@ REFUSED = {
     "changes modes and owners": "attempt(lambda: os.chmod(RUN + '/secret', 0o777) or 'mode');"
     "attempt(lambda: os.chown(RUN + '/secret', 1, 1) or 'owner'); attempt(lambda: os.utime(RUN + '/secret') or 'time')",
     "removes and renames": "attempt(lambda: os.unlink(RUN + '/secret') or 1); attempt(lambda: os.rename(RUN + '/secret', 'mine') or 1)",
+    "makes files without names": "attempt(lambda: os.open('.', os.O_TMPFILE | os.O_RDWR)); attempt(lambda: open(os.open('.', os.O_TMPFILE | os.O_WRONLY), 'wb'));"
+    "attempt(lambda: call(257, -100, b'.', os.O_TMPFILE | 2, 0o600)); attempt(lambda: call(2, b'.', os.O_TMPFILE | 2, 0o600));"
+    "attempt(lambda: call(257, -100, b'.', os.O_TMPFILE | 2 | 1 << 32, 0o600))",
     "links": "attempt(lambda: os.symlink('/etc/passwd', 'link') or open('link').read());"
     "attempt(lambda: os.link(RUN + '/secret', 'link') or open('link').read()); attempt(lambda: os.mkfifo('pipe') or 1)",
     "opens a socket": "attempt(lambda: socket.create_connection(('127.0.0.1', PORT))); attempt(lambda: socket.socket(socket.AF_INET6))",

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from fivefold.reward.ground_truth import ground_truth_fault
 from fivefold.reward.ifeval import FUNCTIONS, INSTRUCTIONS, ifeval, ifeval_fraction, in_language, sentences
+from fivefold.reward.rules import ground_truth_fault
 from fivefold.reward.texts import multiple_choice, multiple_choice_soft, repetition
 
 CASES = {
@@ -121,6 +121,14 @@ def truth(name: str, kwargs: dict) -> str:
         # Data files name the arguments of every function in each row.
         return json.dumps({"func_name": name, **dict.fromkeys(["N", "word", "options"]), **kwargs})
     return json.dumps({"instruction_id_list": [name], "kwargs": [{"relation": None, **kwargs}]})
+
+
+_OF_IFEVAL = [(name, CASES[name][0]) for name in INSTRUCTIONS if name not in LANGUAGE]
+INSTRUCTION_TRUTHS = [
+    json.dumps({"instruction_id_list": [name for name, _ in _OF_IFEVAL], "kwargs": [kwargs for _, kwargs in _OF_IFEVAL]}),
+    *(truth(name, CASES[name][0]) for name in FUNCTIONS if name not in LANGUAGE),
+]
+"""Truths that between them have every instruction but the language."""
 
 
 def test_every_instruction_has_cases():

@@ -204,6 +204,9 @@ def test_a_function_asks_the_judge_s_servers_by_itself(server, tmp_path):
     assert asked == ["4 score", "2 score"]
 
 
+def asks(response, reward_router_address): ...
+
+
 def test_a_judge_of_functions_alone_is_asked_as_they_like():
     for judge, says in (
         ({"backend": "sglang:d2t1"}, None),
@@ -211,7 +214,7 @@ def test_a_judge_of_functions_alone_is_asked_as_they_like():
     ):
         findings = Findings()
         config = RewardConfig(
-            functions={"tests/reward/test_judge.py:scored": 1.0},
+            functions={"tests/reward/test_judge.py:asks": 1.0},
             judge=JudgeConfig(model="m", functions_ask=True, scale=5, **judge),
         )
         check_rewards(findings, config)

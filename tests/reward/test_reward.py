@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import math
 import os
 import re
 import resource
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +19,14 @@ from fivefold.config.findings import Findings
 from fivefold.config.learners import RewardModelConfig
 from fivefold.config.scoring import RewardConfig
 from fivefold.interfaces import EngineReplica
-from fivefold.reward import rules
+from fivefold.reward import maths, rules
 from fivefold.reward.choose import ChosenRewards, check_rewards, choose_rewards
-from fivefold.reward.ground_truth import ground_truth_fault
+from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.pool import RewardPool, cores_of_rank
+from fivefold.reward.rules import ground_truth_fault
+from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
 from fivefold.types import Completion, Group, Prompt, Sample
+from tests.reward.test_ifeval import INSTRUCTION_TRUTHS
 from tests.support.commands import LONGEST, gone, wait_for
 
 GSM8K = [
@@ -44,6 +51,18 @@ GSM8K = [
     ("#### 180", "18", 0),
     ("#### 18", "18.5", 0),
     ("#### 1e1000", "1", 1),
+    ("#### 5,6", "5", 0),
+    ("#### 5,6", "56", 0),
+    ("#### 5 then #### 5,6", "5", 0),
+    ("#### 12,34,567", "1234567", 0),
+    ("#### 1,234,567.", "1234567", 1),
+    ("#### 18, as", "18", 1),
+    ("#### 5.6.7", "5.6", 0),
+    (r"\boxed{5,6}", "56", 0),
+    (r"\boxed{5 6}", "56", 0),
+    (r"\boxed{1\,234}", "1234", 1),
+    (r"\boxed{1 234 567}", "1234567", 1),
+    (r"\boxed{\$ 1,234.50}", "1234.5", 1),
     ("#### " + "9" * 5000, "9", 0),
 ]
 
@@ -116,40 +135,124 @@ def test_reasoning_stands_once_between_its_tags(response, expected):
 
 
 HOSTILE = ["9^{9^{9^{9}}}", "9**9**9**9", "9^{9\\cdot 9^{9}}", "((((((9^9)^9)^9)^9)^9)^9)^9", "1000000!", "(10!)!", "9^{10!}",
-           "10^{100000}", "1e999999999", "9" * 4000, r"\binom{1000000}{500000}", "3!!!!"]  # fmt: skip
+           "10^{100000}", "1e999999999", "9" * 4000, r"\binom{1000000}{500000}", "3!!!!",
+           r"[1,9^{9999\cdot9999}]", "9^{99(1+999)}", "9^{0}9^{9999}9^{9999}"]  # fmt: skip
 ORDINARY = ["x^2+2x+1", "2^{2023}-1", "3^{3^2}", "e^{x^2}", "e^{2^{x}}", "x^{10}+x^9+x^8+x^7+x^6+x^5", "(2n)!", "5!", "2^{n!}",
-            r"\binom{20}{10}", "(-1)^{n(n+1)/2}", r"2^{3}\cdot 3^{2}\cdot 5^4\cdot 7^{3}", "1000000"]  # fmt: skip
+            r"\binom{20}{10}", "(-1)^{n(n+1)/2}", "2^{1000+1000}", r"x^{100}+x^{99}+x^{98}", r"2^{3}\cdot 3^{2}\cdot 5^4\cdot 7^{3}", "1000000"]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_numbers_that_nobody_could_write_out_are_wrong_at_once(answer):
     """Computed, most of these never end, not even by a signal."""
-    assert rules.is_large(answer)
+    assert maths.is_large(answer)
     assert rules.math(f"\\boxed{{{answer}}}", "3") == 0
     assert rules.math(f"\\boxed{{{answer}}}", f" {answer}") == 1
 
 
 @pytest.mark.parametrize("answer", ORDINARY)
 def test_ordinary_answers_are_not_taken_for_large(answer):
-    assert not rules.is_large(answer)
+    assert not maths.is_large(answer)
 
 
-def test_an_answer_that_takes_too_long_to_compare_is_wrong():
-    assert rules.math(r"\boxed{(x+y+z)^{300}}", "(x+y+z)^{301}") == 0
+def scored_with_slow_ones(mesh, number: int):
+    """Slow responses, then others: the samples, the order in which they were scored, the metrics of a step of them."""
+    pool = RewardPool(RewardConfig(functions={"math": 1.0}, workers=1, wait_seconds=LONGEST))
+    pool._slow_seconds = pool._slow_budget = 3.0
+    prompt = Prompt(0, [1], "mine", "q", "(x+y+z)^{301}")
+    texts = [r"\boxed{(x+y+z)^{300}}"] * number + [r"\boxed{(x+y+z)^{301}}", r"\boxed{x}"] * 4
+    samples = [Sample([1], [0.0], text, True, 0) for text in texts]
+    order: list[int] = []
+    try:
+        assert pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0))]) is None
+        scoring = [pool.submit(prompt, sample) for sample in samples]
+        for place, each in enumerate(scoring):
+            each.add_done_callback(lambda _, place=place: order.append(place))
+        assert pool.wait(scoring) is None
+    finally:
+        pool.close()
+    return samples, order, rollout_metrics(gather_stats([Group(prompt, samples)], mesh.ranks, BatchPlan()), 0)
 
 
-def seconds_of(function, *arguments) -> float:
+@pytest.mark.parametrize("number", [1, 24])
+def test_a_response_that_takes_a_built_in_too_long_is_a_0_and_counted_not_failed(cluster, number):
+    """Others are scored first, and the step has a limit for all; math-verify would take minutes for each."""
+    begin = time.monotonic()
+    ((samples, order, metrics),) = cluster.run(scored_with_slow_ones, "megatron:d1", number)
+    assert time.monotonic() - begin < LONGEST / 2
+    assert [sample.reward for sample in samples] == [0.0] * number + [1.0, 0.0] * 4
+    assert [sample.reward_timed_out for sample in samples] == [True] * number + [False] * 8
+    assert not any(sample.reward_failed for sample in samples)
+    assert order[:8] == list(range(number, number + 8))
+    assert (metrics["reward/timeouts"], metrics["reward/failed"]) == (number, 0)
+
+
+def test_a_built_in_that_cannot_be_interrupted_is_a_0_and_a_user_s_function_keeps_its_time(user_file, monkeypatch):
+    """The process hangs in a call of the kernel until it is ended; the function after it has the sample's time to itself."""
+    path = user_file.parent / "hangs.py"
+    path.write_text(
+        "import time\nfrom fivefold.reward import rules\nfrom dataclasses import replace\n"
+        "def hang(response):\n    if 'hang' in response:\n        import signal; signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+        "        while True: time.sleep(1)\n    return 1.0\n"
+        "rules.BUILT_IN['format'] = replace(rules.BUILT_IN['format'], function=hang)\n"
+        "def own(response): return 0.5\n"
+    )
+    pool = RewardPool(RewardConfig(functions={f"{path}:own": 1.0, "format": 1.0}, timeout_seconds=3.0, workers=1))
+    pool.weights("mine")
+    try:
+        assert pool.start([trial()]) is None
+        scored = group("ok", "hang", "ok")
+        assert score(pool, scored) is None
+    finally:
+        pool.close()
+    assert [(each.reward, each.reward_timed_out) for each in scored.samples] == [(1.5, False), (0.5, True), (1.5, False)]
+
+
+PLAIN_TRUTHS = {"math_any": ['["3"]'], "countdown": [COUNTDOWN], "multiple_choice": ["A"], "multiple_choice_soft": ["A"]}
+TRUTHS = {**PLAIN_TRUTHS, "ifeval": INSTRUCTION_TRUTHS, "ifeval_fraction": INSTRUCTION_TRUTHS[:1]}
+FUNCTIONS = {name: row.function for name, row in rules.BUILT_IN.items() if row.function and not row.runs_programs}
+HOSTILE_TEXTS = (
+    "\\boxed{", "{", "}", "\\boxed{}", "#### 1", "####", "#", " ", "\n", "1,111", ",", "$", "\\frac{", "9", "[", "]", "<", "<<", "<<a",
+    "<answer>", "</answer>", "<think>", "</think>", "</think> ", "</answer> ", "<answer>1", ".", ". ", ".'", "…", "!", '"', "*", "**",
+    "***", "* * *", "******", "-", "'a", "a'", "a-", "A", "Aa", "`", "```", "```json", "a ", "A B ", "P.", "p. p", "answer is", "answer is A",
+    "=", "5%", "5% ", "^", "(", "(1+", "+", "44+", "é", "\t", "\r", "\\", "[1,", '{"a":', "yes", "My answer is ", "section 1", "\n\n",
+)  # fmt: skip
+
+
+def cpu_seconds(function, response: str, truth: str) -> float:
     begin = time.process_time()
-    function(*arguments)
+    with contextlib.suppress(TooLongError):
+        within(4.0, lambda: rules.call(function, {"response": response, "ground_truth": truth}))
     return time.process_time() - begin
 
 
-@pytest.mark.parametrize("text", ["\\boxed{", "{", "}", "\\boxed{}", "#### 1", "####", " ", "1,111", "$", "\\frac{", "9"])
-@pytest.mark.parametrize("reward", [rules.gsm8k, rules.math, rules.format])
-def test_time_grows_with_the_text_and_no_faster(reward, text):
-    """A million characters, quadratically, would take hours."""
-    rules.math("", "3")
-    assert seconds_of(reward, text * (1_000_000 // len(text)), "3") < 5
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_time_of_a_built_in_grows_with_the_text_and_no_faster(name):
+    """Eight times the text takes eight times the time, and 64 times where a part of it is quadratic."""
+    rules.resolve(name)
+    slow = []
+    for truth in TRUTHS.get(name, ["3"]):
+        plain = cpu_seconds(FUNCTIONS[name], "some words. " * 5000, truth)
+        for piece in HOSTILE_TEXTS:
+            for end in ("", " x", "\n</answer>]"):
+                short, long = (piece * (count // len(piece)) + end for count in (8000, 64_000))
+                seconds = cpu_seconds(FUNCTIONS[name], long, truth)
+                if seconds > 0.3 + 20 * plain and seconds > 20 * cpu_seconds(FUNCTIONS[name], short, truth):
+                    slow.append((truth[:60], piece, end, seconds))
+    assert slow == []
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_built_in_that_is_prepared_imports_nothing_on_a_response_s_time(name):
+    """Or the first response of a process would have 0 for the time that imports take."""
+    (truth, *_) = TRUTHS.get(name, ["3"])
+    code = (
+        "import sys\nfrom fivefold.reward import rules\n"
+        f"function = rules.resolve({name!r})\nbefore = set(sys.modules)\n"
+        f"rules.call(function, {{'response': r'so \\boxed{{\\frac{{9}}{{3}}}}', 'ground_truth': {truth!r}}})\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONGEST)
+    assert done.stdout == "[]\n", done
 
 
 MATH = [
@@ -164,6 +267,24 @@ MATH = [
     ("no answer at all", "3", 0),
     (r"\boxed{}", "3", 0),
     (r"\boxed{\frac{1}{", "3", 0),
+    (r"\boxed{6=5}", "5", 0),
+    (r"\boxed{6==5}", "5", 0),
+    (r"\boxed{5=6=5}", "5", 0),
+    (r"\boxed{6\to 5}", "5", 0),
+    (r"\boxed{6\Rightarrow 5}", "5", 0),
+    (r"\boxed{6\equiv 5}", "5", 0),
+    (r"\boxed{x=5}", "5", 1),
+    (r"\boxed{x_6=5}", "5", 1),
+    (r"\boxed{2+3=5}", "5", 1),
+    (r"\boxed{\frac{10}{2}=5}", "5", 1),
+    (r"\boxed{x = \frac{1}{3} = 0.33}", r"\frac{1}{3}", 0),
+    (r"\boxed{x = 0.33 = \frac{1}{3}}", r"\frac{1}{3}", 1),
+    ("5%" * 480, "5", 0),
+    ("5% " * 480, "5", 0),
+    ("\\boxed{" + "5%" * 480 + "}", "5", 0),
+    ("it is 5%", "5", 1),
+    (r"\boxed{5\%}", "5", 1),
+    (r"\boxed{[1,9^{9999\cdot9999}]}", "5", 0),
 ]
 
 
@@ -651,6 +772,66 @@ def test_with_a_reward_model_no_function_is_chosen_by_itself():
     (sample,) = groups[0].samples
     assert (sample.reward, sample.reward_parts, sample.reward_failed) == (0.0, {}, False)
     assert not sample.correct
+
+
+PARAMETERS = [
+    ("def f(completions, **kw): ...", "must not have the parameter completions, TRL's list"),
+    ("def f(response, completions=None): ...", "must not have the parameter completions, TRL's list"),
+    (
+        "def f(prompts, response): ...",
+        "is not offered: got prompts; its parameters may be response, completion, solution_str, ",
+    ),
+    ("async def f(answer, *, label): ...", "is not offered: got answer, label; its parameters may be response, completion"),
+    ("def f(response, reward_router_address): ...", "is not offered: got reward_router_address"),
+    ("def f(response, /): ...", "must take its parameters by name: got response before a `/`"),
+    ("if True:\n    def f(wrong): ...", "is not offered: got wrong"),
+    ("def f(response): ...\ndef f(wrong): ...", "is not offered: got wrong"),
+    ("def f(response, ground_truth, extra=1, *rest, **kw): ...", None),
+    ("def f(completion): ...", None),
+    ("def f(solution_str, data_source, ground_truth, extra_info=None): ...", None),
+    ("def f(): ...", None),
+    ("def g(wrong):\n    def f(wrong): ...\ndef f(prompt): ...", None),
+]
+
+
+@pytest.mark.parametrize(("code", "says"), PARAMETERS)
+def test_a_required_parameter_that_is_not_offered_is_refused_with_what_is(tmp_path, code, says):
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    findings = Findings(section="reward")
+    check_rewards(findings, RewardConfig(functions={f"{path}:f": 1.0}))
+    assert bool(findings.errors) == (says is not None)
+    assert says is None or (says in findings.errors[0] and findings.errors[0].startswith("reward.functions: reward"))
+
+
+def test_parameters_that_only_the_loaded_function_shows_end_the_run_before_it_starts(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def wrong(answer): ...\nf = wrong\n")
+    pool = RewardPool(RewardConfig(functions={f"{path}:f": 1.0}, workers=1))
+    pool.weights("mine")
+    with pytest.raises(ValueError, match=r"(?s)do not start:.*is not offered: got answer; its parameters may be response"):
+        pool.start([trial()])
+    pool.close()
+
+
+def test_the_response_has_three_names(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(response, completion, solution_str): return response == completion == solution_str == 'ok'\n")
+    pool, scored = RewardPool(RewardConfig(functions={f"{path}:f": 1.0}, workers=1)), group("ok")
+    assert score(pool, scored) is None and scored.samples[0].reward == 1.0
+    pool.close()
+
+
+def test_every_built_in_that_needs_a_truth_takes_one():
+    """And the sources choose what they chose."""
+    for name, row in rules.BUILT_IN.items():
+        takes = row.function is None or "ground_truth" in inspect.signature(row.function).parameters
+        assert takes or not row.needs_truth, name
+        assert row.needs_truth or row.fault_of_truth is None, name
+        assert rules.takes_ground_truth(name) == row.needs_truth
+    without = {name for name, row in rules.BUILT_IN.items() if not row.needs_truth}
+    assert without == {"format", "think", "think_answer", "repetition"}
+    assert rules.SOURCES["openai/gsm8k"] == "gsm8k" and rules.SOURCES["aime"] == "math" and rules.SOURCES["taco"] == "code"
 
 
 # --- which reward decides whether a response is correct --------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 
 from fivefold.calibration import kernels
 from fivefold.calibration.kernels import Clock
-from fivefold.config.packages import has_flash_attention
+from fivefold.config.packages import flash_fault
 from fivefold.errors import first_line
 from fivefold.plan.devices import local_gpu_kind
 from fivefold.plan.efficiency import Efficiencies, Rate, known_rates
@@ -35,7 +35,7 @@ def measure(part: str, clock: Clock, earlier: Sequence[Rate], tell: Callable[[st
             "add its row to config/gpus.py"
         )
     source = f"fivefold plan --calibrate, {datetime.date.today()}, torch {torch.__version__}, {hardware}"
-    rows, has_flash = list(earlier), has_flash_attention()
+    rows, has_flash = list(earlier), flash_fault() is None
     for kind, size, rate in _part(part, clock, lambda: Efficiencies(known_rates(rows), hardware, has_flash), tell):
         rows.append(Rate(kind, size, float(f"{rate:.4g}"), hardware, source))
         yield rows[-1]

@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from fivefold import __version__
-from fivefold.config.packages import EXTRAS
+from fivefold.config.packages import EXTRAS, KERNELS, import_fault, slower_paths
 from fivefold.engines.sglang import arguments as sglang
 from fivefold.engines.vllm import arguments as vllm
 
@@ -223,6 +223,14 @@ def _judge(report: Report) -> None:
         for extra in EXTRAS
         if (vllm.installed_version() if extra.name == "vllm" else _installed(extra.package)) is None
     ]
+    # Engines and Ray have probes of their own.
+    apart = {*probes, *(extra.name for extra in EXTRAS if extra.module in KERNELS)}
+    extras = [extra for extra in EXTRAS if extra.name not in apart and _installed(extra.package) is not None]
+    notes += slower_paths()
+    with ThreadPoolExecutor() as tries:
+        for extra, fault in zip(extras, tries.map(import_fault, [extra.module for extra in extras]), strict=True):
+            if fault is not None:
+                notes.append(f"{extra.package} is installed, {fault}: without it there is no {extra.serves}")
     if sglang.installed_version() is None:
         own = "pip install sglang, in an environment of its own: docs/engines.md#sglang"
         report.missing.append({"for": "engine.backend: sglang", "needs": own})

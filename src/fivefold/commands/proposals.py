@@ -17,7 +17,7 @@ from fivefold.files import read_json_object
 from fivefold.hub import cached_models
 from fivefold.models.families import FAMILIES
 from fivefold.reward.choose import choose_rewards
-from fivefold.reward.ground_truth import ground_truth_fault
+from fivefold.reward.rules import ground_truth_fault
 
 ROWS = 200
 """Rows of a file that are looked at."""

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from fivefold.errors import first_line
+
+NOT_INSTALLED = "not installed here"
+FLASH = "flash_attn.cute"
+"""The module of flash-attn-4."""
+KERNELS = {
+    FLASH: "attention is PyTorch's, which is slower",
+    "triton": "PyTorch's operations take the place of its kernels, which is slower",
+    "transformer_engine": "layers are those of PyTorch",
+}
+"""Packages that GPUs compute faster with -> what happens without them."""
+_SECONDS = 120
+_TRY = """
+import importlib, sys
+try:
+    importlib.import_module(sys.argv[1])
+except BaseException as error:
+    sys.exit(print(type(error).__name__, str(error).partition(chr(10))[0], sep=': ') or 1)
+"""
 
 TRANSFORMER_IMPL = {"torch": (), "auto": (), "transformer_engine": ("transformer_engine",)}
 LAUNCHERS = {"auto": (), "local": (), "ray": ("ray",)}
@@ -21,37 +47,82 @@ class Extra:
     """The distribution whose version counts."""
     serves: str
     """What it is for."""
+    module: str
+    """What is imported of it."""
 
 
 EXTRAS = (
-    Extra("vllm", "vllm", "engine.backend: vllm"),
-    Extra("flash", "flash-attn-4", "attention twice as fast on Hopper and later"),
-    Extra("ray", "ray", "launch.backend: ray"),
-    Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge"),
-    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME"),
-    Extra("ifeval", "py3langid", "reward ifeval: the language of a response"),
-    Extra("wandb", "wandb", "trainer.loggers: [wandb]"),
-    Extra("mlflow", "mlflow-skinny", "trainer.loggers: [mlflow]"),
-    Extra("swanlab", "swanlab", "trainer.loggers: [swanlab]"),
-    Extra("trackio", "trackio", "trainer.loggers: [trackio]"),
+    Extra("vllm", "vllm", "engine.backend: vllm", "vllm"),
+    Extra("flash", "flash-attn-4", "attention twice as fast on Hopper and later", FLASH),
+    Extra("ray", "ray", "launch.backend: ray", "ray"),
+    Extra("mbridge", "mbridge", "policy.megatron.bridge_type: mbridge", "mbridge"),
+    Extra("modelscope", "modelscope", "model.path: modelscope:OWNER/NAME", "modelscope"),
+    Extra("ifeval", "py3langid", "reward ifeval: the language of a response", "py3langid"),
+    Extra("wandb", "wandb", "trainer.loggers: [wandb]", "wandb"),
+    Extra("mlflow", "mlflow-skinny", "trainer.loggers: [mlflow]", "mlflow"),
+    Extra("swanlab", "swanlab", "trainer.loggers: [swanlab]", "swanlab"),
+    Extra("trackio", "trackio", "trainer.loggers: [trackio]", "trackio"),
 )
 """Those of pyproject.toml that users install; `fivefold doctor` says which are missing."""
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:
-    """Those of the packages that are not installed."""
-
-    def installed(name: str) -> bool:
-        try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            return False
-
-    return [name for name in names if not installed(name)]
+    """Those of the packages that cannot be used, each with why: it is not installed, or its import fails."""
+    with ThreadPoolExecutor() as tries:
+        faults = list(tries.map(import_fault, names))
+    return [f"{name}, {fault}" for name, fault in zip(names, faults, strict=True) if fault is not None]
 
 
-def has_flash_attention() -> bool:
-    """flash-attn-4 is installed. It is not imported: FlashAttention 2, which has the same name, imports torch."""
-    found = importlib.util.find_spec("flash_attn")
-    places = (found.submodule_search_locations or ()) if found is not None else ()
-    return any((Path(place) / "cute").is_dir() for place in places)
+def import_fault(name: str) -> str | None:
+    """Why a package cannot be used here, None where it can: an import of it is tried in a process of its own."""
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        spec = None
+    return NOT_INSTALLED if spec is None else _failed_import(name, tuple(sys.path))
+
+
+@cache
+def _failed_import(name: str, path: tuple[str, ...]) -> str | None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRY, name],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"whose import has not ended after {_SECONDS} s"
+    if done.returncode == 0:
+        return None
+    ending = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return f"whose import fails: {(done.stdout.strip().splitlines() or [ending])[-1]}"
+
+
+def flash_fault() -> str | None:
+    """Why flash-attn-4 cannot be used, None where it can. FlashAttention 2 has the same package, without `cute`."""
+    spec = importlib.util.find_spec("flash_attn")
+    places = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return import_fault(FLASH) if any((Path(place) / "cute").is_dir() for place in places) else NOT_INSTALLED
+
+
+def slower_paths() -> list[str]:
+    """A line for each package of `KERNELS` that is installed and cannot be imported."""
+    faults = {name: flash_fault() if name == FLASH else import_fault(name) for name in KERNELS}
+    return [f"{name}, {fault}: {KERNELS[name]}" for name, fault in faults.items() if fault not in (None, NOT_INSTALLED)]
+
+
+@cache
+def can_import(name: str) -> bool:
+    """Import a package of `KERNELS` in this process; where it is installed and that fails, the first rank says so."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0])
+        if not is_absent and os.environ.get("RANK", "0") == "0":
+            print(f"{name}, whose import fails: {first_line(error)}: {KERNELS[name]}", file=sys.stderr, flush=True)
+        return False
+    return True

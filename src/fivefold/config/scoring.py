@@ -80,6 +80,9 @@ class CodeConfig:
     """CPU time of one test; by the clock it may take three times as long. All tests of a sample share `timeout_seconds`."""
     memory_mb: Annotated[int, within("[64, 1048576]")] = 1024
     """Address space of a program; its files may have as many bytes together."""
+    trusted_tests: bool = False
+    """Run assertions that need more of a program than plain values (objects of its own classes, functions handed to it) in
+    the program's own process, where a program can cheat them; otherwise such rows are refused."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fivefold.reward.rules import BUILT_IN
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -20,10 +22,7 @@ class Metric:
 
 PLACEHOLDERS = {
     # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
-    "<part>": (
-        r"(?:gsm8k|math|math_any|format|code|code_fraction|think|think_answer|countdown|ifeval|ifeval_fraction"
-        r"|multiple_choice|multiple_choice_soft|repetition|judge|model|.+:.+)"
-    ),
+    "<part>": rf"(?:{'|'.join(BUILT_IN)}|model|.+:.+)",
     "<source>": r".+",
     "<k>": r"\d+",
     "<layer>": r"\d+",
@@ -46,6 +45,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/failed", "samples", "Samples without a reward (it raised, ran out of time, was not finite): left out."
         ),
+        Metric("reward/timeouts", "samples", "Samples that took a built-in reward too long, which counts as 0 from it."),
         Metric("reward/mean@<k>", "fraction", "Correct samples of a group of k, averaged over the groups."),
         Metric("reward/pass@<k>", "fraction", "Groups of k with at least one correct sample."),
         Metric("reward/best", "reward", "Best reward of a group, averaged over the groups."),

@@ -11,7 +11,7 @@ from fivefold.config.engine import SamplingConfig
 from fivefold.config.findings import Findings
 from fivefold.config.learners import CriticConfig, LoraConfig, PolicyConfig, PRMConfig, ReferenceConfig, RewardModelConfig
 from fivefold.config.methods import COLUMNS
-from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages
+from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
 from fivefold.config.schema import AlgorithmConfig, DataConfig, RayConfig, TrackingConfig
 from fivefold.config.scoring import RewardConfig
 from fivefold.config.validate import validate
@@ -121,8 +121,8 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
         return
     elif not is_hub_id(part.path):
         findings.error(part.key, f": no directory {part.path}, and no hub id, which is written owner/name")
-    elif part.path.startswith(MODELSCOPE) and missing_packages(("modelscope",)):
-        findings.error(part.key, f": {part.path} needs modelscope, not installed here: pip install 'fivefold[modelscope]'")
+    elif part.path.startswith(MODELSCOPE) and (missing := missing_packages(("modelscope",))):
+        findings.error(part.key, f": {part.path} needs {'; '.join(missing)}: pip install 'fivefold[modelscope]'")
     else:
         findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
@@ -216,13 +216,9 @@ def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfi
     """Packages that the settings of a model ask for; `findings` are at its section `megatron`."""
     bridge, layers = settings.megatron.bridge_type, settings.megatron.transformer_impl
     if missing := missing_packages(BRIDGES[bridge]):
-        findings.error(
-            "bridge_type", f": {bridge} needs {', '.join(missing)}, not installed here; native needs nothing more"
-        )
+        findings.error("bridge_type", f": {bridge} needs {'; '.join(missing)}; native needs nothing more")
     if missing := missing_packages(TRANSFORMER_IMPL[layers]):
-        findings.error(
-            "transformer_impl", f": {layers} needs {', '.join(missing)}, not installed here; torch needs nothing more"
-        )
+        findings.error("transformer_impl", f": {layers} needs {'; '.join(missing)}; torch needs nothing more")
     elif layers == "transformer_engine" and not on_gpus(config):
         findings.error("transformer_impl", f": {layers} needs GPUs; on the CPU write torch or auto")
 
@@ -316,9 +312,7 @@ def _check_trackers(findings: Findings, config: RunConfig) -> None:
     trackers = [name for name in config.trainer.loggers if name in TRACKERS]
     for name in trackers:
         if missing := missing_packages(TRACKERS[name]):
-            findings.error(
-                "trainer.loggers", f": {name} is not installed here: pip install {' '.join(missing)}, or leave {name} out"
-            )
+            findings.error("trainer.loggers", f": {'; '.join(missing)}: pip install {name}, or leave {name} out")
     if not trackers and config.tracking != TrackingConfig():
         findings.ignore("tracking", "trainer.loggers names no tracker")
     elif config.tracking.offline and not {"wandb", "swanlab"} & set(trackers):
@@ -327,10 +321,11 @@ def _check_trackers(findings: Findings, config: RunConfig) -> None:
 
 def _check_launch(findings: Findings, config: RunConfig) -> None:
     launch = config.launch
+    if on_gpus(config):
+        for line in slower_paths():
+            findings.note(line)
     if missing := missing_packages(LAUNCHERS[launch.backend]):
-        findings.error(
-            "backend", f": {launch.backend} needs {', '.join(missing)}, not installed here: pip install 'fivefold[ray]'"
-        )
+        findings.error("backend", f": {launch.backend} needs {'; '.join(missing)}: pip install 'fivefold[ray]'")
     if launch.backend != "ray" and launch.ray != RayConfig():
         findings.ignore("ray", "launch.backend is not ray")
     if elsewhere(config) and config.trainer.device == "auto" and not on_gpus(config):

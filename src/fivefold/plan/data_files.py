@@ -29,7 +29,7 @@ from fivefold.data.rows import (
 )
 from fivefold.errors import shown
 from fivefold.reward.choose import choose_rewards
-from fivefold.reward.ground_truth import ground_truth_fault
+from fivefold.reward.rules import ground_truth_fault
 
 ROWS = 1000
 """Rows of each file that are looked at; of smaller files that is all of them."""
@@ -223,7 +223,7 @@ class _Reader:
     def _check_reward(self, row: Row) -> None:
         """Raise ValueError where the rewards of the row's source cannot score it."""
         for name in choose_rewards(self.config.reward, row.source).weights:
-            if fault := ground_truth_fault(name, row.ground_truth):
+            if fault := ground_truth_fault(name, row.ground_truth, self.config.reward.code.trusted_tests):
                 data = self.config.data
                 column, _, part = data.ground_truth_by_source.get(row.source, data.ground_truth_key).partition(".")
                 raise ValueError(f"column {column!r}, {part or 'the ground truth'} {fault}: got {shown(row.ground_truth)}")

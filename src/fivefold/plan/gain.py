@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fivefold.config import RunConfig
 from fivefold.config.learners import OffloadConfig
-from fivefold.config.packages import has_flash_attention
+from fivefold.config.packages import NOT_INSTALLED, flash_fault
 from fivefold.config.validate import validate
 from fivefold.layout import ParallelLayout
 from fivefold.models.spec import ModelSpec
@@ -29,7 +29,8 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     if kind is None:
         return []
     try:
-        has_flash = has_flash_attention()
+        fault = flash_fault() if flash_runs_on(kind) else None
+        has_flash = fault is None
         cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind, has_flash)
     except ValueError as error:
         # A run does not need to know how long it takes.
@@ -37,8 +38,9 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
     lengths = Lengths.of(config)
     estimate = step_estimate(config, spec, cluster, rates, lengths)
     assumed = f"prompts of {lengths.prompt:.0f} and responses of {lengths.response:.0f} tokens on average"
-    if flash_runs_on(kind) and not has_flash:
-        assumed += ' and without flash-attn-4 (pip install "fivefold[flash]")'
+    if fault is not None:
+        why = "" if fault == NOT_INSTALLED else f"{fault}; "
+        assumed += f' and without flash-attn-4 ({why}pip install "fivefold[flash]")'
     held = estimate.memory.total
     fits = "fits" if held <= cluster.bytes else "may not fit"
     lines = [

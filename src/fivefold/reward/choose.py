@@ -12,7 +12,16 @@ from fivefold.config.findings import Findings
 from fivefold.config.scoring import JudgeConfig, RewardConfig
 from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
-from fivefold.reward.rules import CODE, JUDGED, SOURCES, check_name, takes_ground_truth
+from fivefold.reward.rules import (
+    OFFERED,
+    OFFERED_BY_JUDGE,
+    SOURCES,
+    check_name,
+    check_parameters,
+    is_judged,
+    runs_programs,
+    takes_ground_truth,
+)
 from fivefold.user_code import is_user_code
 
 
@@ -102,6 +111,11 @@ def _check_judge(findings: Findings, judge: JudgeConfig, is_rewarding: bool) -> 
     findings.require(name is None or name in os.environ, "api_key_variable", f"names a variable that is set: got {name!r}")
 
 
+def offered_to(config: RewardConfig) -> tuple[str, ...]:
+    """The parameters that a reward function of the user's may have in this run."""
+    return (*OFFERED, *OFFERED_BY_JUDGE) if config.judge.functions_ask else OFFERED
+
+
 def check_rewards(findings: Findings, config: RewardConfig) -> None:
     """Errors for functions that cannot be found; data_sources that choose by themselves are looked at when data are read."""
     sections = {"functions": config.functions} | {f"by_source.{source}": own for source, own in config.by_source.items()}
@@ -109,20 +123,18 @@ def check_rewards(findings: Findings, config: RewardConfig) -> None:
         for name in weights:
             try:
                 check_name(name)
-                takes_ground_truth(name)
+                check_parameters(name, offered_to(config))
             except ValueError as error:
                 findings.error(key, f": {error}")
-    if any(name in CODE for weights in sections.values() for name in weights):
+    if any(runs_programs(name) for weights in sections.values() for name in weights):
         reason = missing()
-        findings.require(
-            reason is None, "functions", f": `code` runs programs that nobody knows, and only locked up: {reason}"
-        )
+        findings.require(reason is None, "functions", f": `code` runs unknown programs, and only locked up: {reason}")
         if reason is None:
             findings.note(f"programs are locked up by {layers()}")
         fits = config.code.memory_mb <= config.memory_mb
         findings.require(fits, "code.memory_mb", f"must be at most reward.memory_mb = {config.memory_mb}")
     names = [name for weights in sections.values() for name in weights]
-    is_rewarding, asks = any(name in JUDGED for name in names), config.judge.functions_ask
+    is_rewarding, asks = any(map(is_judged, names)), config.judge.functions_ask
     findings.require(
         not asks or any(is_user_code(name) for name in names),
         "judge.functions_ask",

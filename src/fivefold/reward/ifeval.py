@@ -6,13 +6,13 @@ the RLVR-IFEval set (Tülu 3, 2411.15124) that other trainers read. Each is a fu
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fivefold.config.packages import NOT_INSTALLED, import_fault
 from fivefold.reward.texts import after_thinking
 
 Verifier = Callable[..., bool]
@@ -21,10 +21,10 @@ FORMS = 'JSON of {"instruction_id_list": [...], "kwargs": [...]} or {"func_name"
 _DETECTOR = "py3langid"
 _WORD = re.compile(r"\w+")
 _JOINED = re.compile(r"\w+(?:['’-]\w+)*")
-_SENTENCE = re.compile(r"""(?:[.!?]+|…)["'”’)\]]*(?=\s|$)""")
+_SENTENCE = re.compile(r"""(?:(?<![.!?])[.!?]++|…)["'”’)\]]*+(?=\s|$)""")
 _ABBREVIATION = re.compile(r"\b(?:(?i:mr|mrs|ms|dr|prof|jr|sr|vs|e\.g|i\.e|cf)|[A-Z])\.$")
 """A point behind which the sentence goes on: titles, usual abbreviations, initials."""
-_FENCE = re.compile(r"^```(?:json)?\s*|\s*```$", re.IGNORECASE)
+_FENCE = "```"
 
 
 def ifeval(response: str, ground_truth: str) -> float:
@@ -60,11 +60,27 @@ def read_instructions(ground_truth: str) -> list[tuple[Verifier, dict[str, Any]]
     return [_verifier(name, own or {}, known) for name, own in zip(names, given, strict=True)]
 
 
+def instructions_fault(ground_truth: str) -> str | None:
+    """What must hold of a truth of ifeval, where it does not."""
+    try:
+        read_instructions(ground_truth)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def load_detector() -> None:
+    """Load the language detector's model, where it is installed."""
+    if import_fault(_DETECTOR) is None:
+        in_language("a text", "en")
+
+
 def _verifier(name: str, given: dict[str, Any], known: dict[str, Verifier]) -> tuple[Verifier, dict[str, Any]]:
     if name not in known:
         raise ValueError(f"must name instructions that are known: got {name!r}")
-    if known[name] is in_language and importlib.util.find_spec(_DETECTOR) is None:
-        raise ValueError(f"needs {_DETECTOR} for {name}: pip install 'fivefold[ifeval]', or leave such rows out")
+    if known[name] is in_language and (fault := import_fault(_DETECTOR)) is not None:
+        why = "" if fault == NOT_INSTALLED else f", {fault}"
+        raise ValueError(f"needs {_DETECTOR} for {name}{why}: pip install 'fivefold[ifeval]', or leave such rows out")
     parameters = list(inspect.signature(known[name]).parameters.values())[1:]
     # Data files fill columns of other instructions with null.
     own = {each.name: given[each.name] for each in parameters if given.get(each.name) is not None}
@@ -155,7 +171,17 @@ def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int
 
 
 def _number_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    return _placeholders(text) >= num_placeholders
+
+
+def _placeholders(text: str) -> int:
+    """Pieces of a line from a `[` to the next `]`; linear in the text, which the pattern for it is not."""
+    count = 0
+    for line in text.split("\n"):
+        begin = line.find("[")
+        while begin >= 0 and (end := line.find("]", begin)) >= 0:
+            count, begin = count + 1, line.find("[", end)
+    return count
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
@@ -186,14 +212,30 @@ def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bo
 def _json_format(text: str) -> bool:
     """The whole text is JSON, perhaps in a block of it."""
     try:
-        json.loads(_FENCE.sub("", text.strip()))
+        json.loads(_unfenced(text.strip()))
     except (ValueError, RecursionError):
         return False
     return True
 
 
+def _unfenced(text: str) -> str:
+    """The content of a block of JSON, or the text itself."""
+    if text.startswith(_FENCE):
+        text = text.removeprefix(_FENCE)
+        text = text[4:] if text[:4].lower() == "json" else text
+    return text.removesuffix(_FENCE).strip()
+
+
 def _title(text: str) -> bool:
-    return any(part.strip("<> \t") for part in re.findall(r"<<[^\n]+>>", text))
+    """A line has something between its first `<<` and its last `>>`."""
+    spans = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))
+    return any(begin >= 0 and line[begin : max(begin, end)].strip("<> \t") for line, begin, end in spans)
+
+
+def _has_title(text: str) -> bool:
+    """A line has a `>>` after its first `<<`."""
+    spans = ((line, line.find("<<")) for line in text.split("\n"))
+    return any(begin >= 0 and line.find(">>", begin + 2) >= 0 for line, begin in spans)
 
 
 def _two_responses(text: str) -> bool:
@@ -303,9 +345,9 @@ FUNCTIONS: dict[str, Verifier] = {
     "verify_sentence_constraint": _sentence_constraint,
     "validate_paragraphs": _paragraphs,
     "verify_postscript": _postscript_of,
-    "validate_placeholders": lambda text, N: len(re.findall(r"\[.*?\]", text)) >= N,
+    "validate_placeholders": lambda text, N: _placeholders(text) >= N,
     "verify_bullet_points": lambda text, N: sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N,
-    "validate_title": lambda text: re.search(r"<<.*?>>", text) is not None,
+    "validate_title": _has_title,
     "validate_choice": lambda text, options: any(text.strip() in option for option in options),
     "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N,
     "validate_sections": _sections,

@@ -15,18 +15,19 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fivefold.config.scoring import RewardConfig
-from fivefold.reward.choose import ChosenRewards, choose_rewards
+from fivefold.reward.choose import ChosenRewards, choose_rewards, offered_to
 from fivefold.reward.judge import JUDGE, Judge, JudgeError
 from fivefold.reward.messages import Messages
+from fivefold.reward.rules import BUILT_IN, runs_programs
 
 if TYPE_CHECKING:
     from fivefold.types import Prompt, Sample
@@ -40,6 +41,12 @@ _PATIENCE = 0.1
 """Seconds that a sample waits for a process that is busy, before another one is started."""
 _KILLED = "ended by SIGKILL"
 _MOST_WORKERS = 32
+_QUICK_SECONDS, _LONG_SECONDS = 0.1, 1.0
+"""CPU time that a built-in function may take for a response, at first and once no other sample waits."""
+_SLOW_SHARE = 0.1
+"""Of `reward.wait_seconds`: what each process may spend in a step on responses that took too long at first."""
+_Values = dict[str, float] | str
+"""Function -> its value, or why one has none."""
 Scoring = Future[str | None]
 """Of a sample: why it failed, once that is known."""
 KEPT_VARIABLES = (
@@ -63,7 +70,9 @@ def clean_environment(passed: Iterable[str], environment: Mapping[str, str] = os
 class RewardPool:
     """Scores samples; a function that hangs, raises or dies costs its sample the reward and leaves its error behind.
 
-    A sample whose scoring is done has a finite reward, or has failed: there is nothing in between.
+    A sample whose scoring is done has a finite reward, or has failed: there is nothing in between. A response that takes a
+    built-in function too long has 0 from it (`reward_timed_out`): it is tried for a short time, and for a longer one once
+    no other sample waits, as long as the time lasts that a step has for such responses.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -80,6 +89,12 @@ class RewardPool:
         self._asleep = deque(others)
         """Those that were not started yet."""
         self._threads, self._starting = ThreadPoolExecutor(count), ThreadPoolExecutor(count)
+        self._lock = threading.Lock()
+        self._fresh, self._slow = deque[_Job](), deque[_Job]()
+        """Samples that were not tried yet, and those that took too long at first."""
+        self._slow_budget = _SLOW_SHARE * config.wait_seconds * count
+        self._slow_seconds = self._slow_budget
+        """Of the processes' time: what the step has left for them."""
         self._judge: Judge | None = None
         self._tokenizer, self._turns = str(config.judge.model), itertools.count()
         self._is_closed = False
@@ -105,7 +120,11 @@ class RewardPool:
         What a function imports and prepares is then not on a sample's time. Gives the first error of a call; raises
         ValueError where a function cannot be loaded or does not answer.
         """
-        requests = [self._request(*trial) for trial in trials if _functions(self._rewards(trial[0].source))]
+        requests = [
+            {"reward": name, "sample": self._offered(*trial)}
+            for trial in trials
+            for name in _functions(self._rewards(trial[0].source))
+        ]
         for worker in self._workers:
             worker.names, worker.trials = sorted(self._names), requests
         judged = [trial for trial in trials if JUDGE in self.weights(trial[0].source)]
@@ -126,8 +145,9 @@ class RewardPool:
         """Set reward, reward_parts, correct and reward_failed of a sample, in the time until that is done."""
         # It has failed until it is scored.
         _fail(sample)
-        if JUDGE not in self._rewards(prompt.source).weights:
-            return self._threads.submit(self._score, prompt, sample)
+        chosen = self._rewards(prompt.source)
+        if JUDGE not in chosen.weights:
+            return self._begin(prompt, sample, lambda values: _finish(sample, chosen, values))
         if self._judge is None:
             self._judge = Judge(self._config.judge)
         return self._judge.submit(self._score_with(self._judge, prompt, sample))
@@ -139,8 +159,11 @@ class RewardPool:
         given_up = {each for each in late if each.cancel()}
         if given_up and self._judge is not None:
             self._judge.settle()
+        if late:
+            self._slow_seconds = 0.0
         # What has begun ends within its own time.
         wait(late - given_up)
+        self._slow_seconds = self._slow_budget
         waited = f"no reward within {self._config.wait_seconds:g} s after the last response (reward.wait_seconds)"
         errors = (waited if each.cancelled() else each.result() for each in scoring)
         return next((error for error in errors if error is not None), None)
@@ -155,36 +178,21 @@ class RewardPool:
             worker.end()
         self._starting.shutdown(cancel_futures=True)
         self._threads.shutdown(cancel_futures=True)
-
-    def _score(self, prompt: Prompt, sample: Sample) -> str | None:
-        """Why it failed: a traceback where the function raised."""
-        try:
-            error = self._score_now(prompt, sample)
-        except Exception:
-            # Whatever goes wrong here (no files or memory for a process) is this sample's failure, and counted as such.
-            error = traceback.format_exc()
-        if error is not None:
-            _fail(sample)
-        return error
-
-    def _score_now(self, prompt: Prompt, sample: Sample) -> str | None:
-        chosen = self._rewards(prompt.source)
-        if chosen.accuracy is None:
-            sample.reward, sample.reward_failed = 0.0, False
-            return None
-        found = self._values(prompt, sample)
-        return found if isinstance(found, str) else _finish(sample, chosen, found)
+        for job in self._fresh:
+            job.future.cancel()
+        for job in self._slow:
+            job.end("the run has ended")
 
     async def _score_with(self, judge: Judge, prompt: Prompt, sample: Sample) -> str | None:
-        """As `_score`, with a judge's verdict; in the judge's thread."""
+        """Why it failed, of a sample with a judge's verdict; in the judge's thread."""
         chosen = self._rewards(prompt.source)
         try:
             parts: dict[str, float] = {JUDGE: await judge.value(prompt, sample.text)}
             if _functions(chosen):
-                found = await asyncio.wrap_future(self._threads.submit(self._values, prompt, sample))
-                if isinstance(found, str):
-                    return found
-                parts |= found
+                values: _Values = await asyncio.wrap_future(self._begin(prompt, sample, lambda values: values))
+                if isinstance(values, str):
+                    return values
+                parts |= values
             error = _finish(sample, chosen, parts)
         except JudgeError as failed:
             return str(failed)
@@ -194,19 +202,77 @@ class RewardPool:
             _fail(sample)
         return error
 
-    def _values(self, prompt: Prompt, sample: Sample) -> dict[str, float] | str:
-        """What the functions of a sample's rewards give, or why one does not."""
+    def _begin(self, prompt: Prompt, sample: Sample, finish: Callable[[_Values], Any]) -> Future[Any]:
+        """Ask the functions of a sample's rewards; the future has what `finish` makes of their values, or of the error."""
+        # Built-in functions first, those that run programs last: what a user's function takes is not on their time.
+        names = _functions(self._rewards(prompt.source))
+        names.sort(key=lambda name: (name not in BUILT_IN, runs_programs(name)))
+        job = _Job(sample, self._offered(prompt, sample), names, finish)
+        with self._lock:
+            self._fresh.append(job)
+        self._threads.submit(self._work)
+        return job.future
+
+    def _work(self) -> None:
+        """Take one job: of those that took too long at first only where there is no other."""
+        with self._lock:
+            job = self._fresh.popleft() if self._fresh else self._slow.popleft() if self._slow else None
+        if job is None or not (job.is_slow or job.future.set_running_or_notify_cancel()):
+            return
+        try:
+            outcome = self._values(job)
+        except Exception:
+            # Whatever goes wrong here (no files or memory for a process) is this sample's failure, and counted as such.
+            outcome = traceback.format_exc()
+        if outcome is not None:
+            job.end(outcome)
+            return
+        with self._lock:
+            job.is_slow = True
+            self._slow.append(job)
+        with contextlib.suppress(RuntimeError):
+            # Where the run has ended, `close` settles it.
+            self._threads.submit(self._work)
+
+    def _values(self, job: _Job) -> _Values | None:
+        """The values of a job's functions, or why one has none; None where it is to be tried again after the others."""
         if self._is_closed:
             return "the run has ended"
-        worker = self._free()
+        if not job.names:
+            return job.values
+        if job.is_slow and self._slow_seconds <= 0:
+            job.count_as_late(*(name for name in job.names if name in BUILT_IN))
+        limit = min(_LONG_SECONDS if job.is_slow else _QUICK_SECONDS, self._config.timeout_seconds)
+        worker, begin = self._free(), time.monotonic()
+        end: float | None = None
         try:
-            answer = worker.ask(self._request(prompt, sample), self._config.timeout_seconds)
+            while job.names:
+                name, seconds = job.names[0], self._config.timeout_seconds
+                is_built_in = name in BUILT_IN
+                if end is not None:
+                    seconds = max(end - time.monotonic(), 1e-3)
+                elif not is_built_in:
+                    # Those of the user's share the sample's time.
+                    end = time.monotonic() + seconds
+                is_limited = is_built_in and not runs_programs(name)
+                request = {"reward": name, "sample": job.offered, "cpu_seconds": limit if is_limited else None}
+                answer = worker.ask(request, seconds)
+                is_late = is_built_in and (bool(answer.get("is_late")) or answer.get("value", 0) is None)
+                if is_late and "error" not in answer and not job.is_slow:
+                    return None
+                if is_late:
+                    job.count_as_late(name)
+                elif (error := _error_of(answer)) is not None:
+                    return error
+                else:
+                    job.values[name] = float(answer["value"])
+                    job.names.remove(name)
         finally:
             self._idle.put(worker)
-        error = _error_of(answer)
-        if error is not None:
-            return error
-        return {name: float(answer["values"][name]) for name in _functions(self._rewards(prompt.source))}
+            if job.is_slow:
+                with self._lock:
+                    self._slow_seconds -= time.monotonic() - begin
+        return job.values
 
     def _free(self) -> _Worker:
         """The process that is free first. Where none is for a while another one is started, which nobody waits for: that
@@ -224,10 +290,10 @@ class RewardPool:
             worker.start()
         self._idle.put(worker)
 
-    def _request(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
+    def _offered(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
+        """The values of `rules.OFFERED`, and of `OFFERED_BY_JUDGE` where functions ask a judge."""
         offered = {
-            "response": sample.text,
-            "solution_str": sample.text,
+            **dict.fromkeys(("response", "completion", "solution_str"), sample.text),
             "ground_truth": prompt.ground_truth,
             "prompt": prompt.text,
             "data_source": prompt.source,
@@ -236,7 +302,38 @@ class RewardPool:
         if (judge := self._config.judge).functions_ask:
             address = urlsplit(judge.url[next(self._turns) % len(judge.url)]).netloc
             offered |= {"reward_router_address": address, "reward_model_tokenizer": self._tokenizer}
-        return {"rewards": _functions(self._rewards(prompt.source)), "sample": offered}
+        return offered
+
+
+@dataclass
+class _Job:
+    """A sample whose functions are asked."""
+
+    sample: Sample
+    offered: dict[str, Any]
+    names: list[str]
+    """Functions that have no value yet, in their order."""
+    finish: Callable[[_Values], Any]
+    future: Future[Any] = field(default_factory=Future)
+    values: dict[str, float] = field(default_factory=dict)
+    is_slow: bool = False
+    """A built-in function took too long at first."""
+
+    def count_as_late(self, *names: str) -> None:
+        """Give these functions 0: the response took them too long."""
+        self.values |= dict.fromkeys(names, 0.0)
+        self.names = [name for name in self.names if name not in names]
+        self.sample.reward_timed_out = self.sample.reward_timed_out or bool(names)
+
+    def end(self, outcome: _Values) -> None:
+        """Settle the future; a sample without values has failed."""
+        try:
+            found = self.finish(outcome)
+        except Exception:
+            found = traceback.format_exc()
+        if isinstance(found, str):
+            _fail(self.sample)
+        self.future.set_result(found)
 
 
 def _functions(chosen: ChosenRewards) -> list[str]:
@@ -244,8 +341,13 @@ def _functions(chosen: ChosenRewards) -> list[str]:
     return [name for name in chosen.weights if name != JUDGE]
 
 
-def _finish(sample: Sample, chosen: ChosenRewards, parts: dict[str, float]) -> str | None:
+def _finish(sample: Sample, chosen: ChosenRewards, parts: _Values) -> str | None:
     """Set the reward of a sample from its parts; why there is none."""
+    if isinstance(parts, str):
+        return parts
+    if chosen.accuracy is None:
+        sample.reward, sample.reward_failed = 0.0, False
+        return None
     reward = sum(weight * parts[name] for name, weight in chosen.weights.items())
     if not all(map(math.isfinite, [reward, *parts.values()])):
         return f"a reward must be finite: got {parts}"
@@ -256,20 +358,23 @@ def _finish(sample: Sample, chosen: ChosenRewards, parts: dict[str, float]) -> s
 
 def _fail(sample: Sample) -> None:
     sample.reward, sample.reward_parts, sample.correct, sample.reward_failed = math.nan, {}, False, True
+    sample.reward_timed_out = False
 
 
 def _error_of(answer: dict[str, Any]) -> str | None:
-    """Why an answer has no values."""
-    if isinstance(answer.get("values"), dict):
+    """Why an answer has no value."""
+    if isinstance(answer.get("value"), (int, float)):
         return None
-    return str(answer.get("error") or f"the reward process gave no values: {answer}")
+    return str(answer.get("error") or f"the reward process gave no value: {answer}")
 
 
 class _NoAnswerError(Exception):
     """Why a reward process gave none."""
 
-    def __init__(self, reason: str, was_killed: bool = False) -> None:
+    def __init__(self, reason: str, was_killed: bool = False, is_late: bool = False) -> None:
         super().__init__(reason)
+        self.is_late = is_late
+        """The time was over."""
         self.was_killed = was_killed
         """From outside: by the kernel for lack of memory, or by somebody."""
 
@@ -301,11 +406,11 @@ class _Worker:
             return self._ask(request, seconds)
         except _NoAnswerError as error:
             if not error.was_killed:
-                return {"error": str(error)}
+                return {"error": str(error), "is_late": error.is_late}
         try:
             return self._ask(request, seconds)
         except _NoAnswerError as error:
-            return {"error": str(error)}
+            return {"error": str(error), "is_late": error.is_late}
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         self.start()
@@ -333,6 +438,7 @@ class _Worker:
                 start_new_session=True,
             )
         settings = {"id": 0, "rewards": self.names, "memory_mb": self._config.memory_mb}
+        settings["offered"] = offered_to(self._config)
         settings["code"] = {**asdict(self._config.code), "sample_seconds": self._config.timeout_seconds}
         if error := _error_of(self._exchange(settings, _START_SECONDS, "its functions were not loaded")):
             self.kill()
@@ -343,7 +449,7 @@ class _Worker:
     def _exchange(self, request: dict[str, Any], seconds: float, missing: str) -> dict[str, Any]:
         """Any trouble ends the process: what it says later would be taken for the answer to another request."""
         assert self._messages is not None
-        is_gone = False
+        is_gone = is_late = False
         try:
             self._messages.send(request, seconds)
             answer = self._messages.receive(seconds)
@@ -351,11 +457,11 @@ class _Worker:
                 return answer
             reason, is_gone = f"not the answer to this sample: {answer}", answer is None
         except TimeoutError:
-            reason = f"{missing} within {seconds:g} s"
+            reason, is_late = f"{missing} within {seconds:g} s", True
         except (OSError, ValueError, TypeError, RecursionError) as error:
             reason, is_gone = f"no exchange with the reward process: {error}", isinstance(error, ConnectionError)
         ended = self.kill(_END_SECONDS if is_gone else 0.0)
-        raise _NoAnswerError(f"the reward process {ended}" if is_gone else reason, ended == _KILLED)
+        raise _NoAnswerError(f"the reward process {ended}" if is_gone else reason, ended == _KILLED, is_late)
 
     def kill(self, patience: float = 0.0) -> str:
         """End the process with what it started, and say how it ended; it has so many seconds to end by itself."""

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from fivefold.reward.code.reward import configure
+from fivefold.reward.cpu_limit import TooLongError, within
 from fivefold.reward.messages import Messages
 from fivefold.reward.rules import RewardFunction, call, resolve
 
@@ -25,8 +26,10 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Take the settings, load the functions and say so; then answer requests until the other end is gone.
 
-    The settings are `{"memory_mb": ..., "rewards": [name, ...], "code": limits}`, a request is `{"id": ..., "rewards":
-    [name, ...], "sample": {...}}`, its answer `{"id": ..., "values": {name: number}}` or `{"id": ..., "error": traceback}`.
+    The settings are `{"memory_mb": ..., "rewards": [name, ...], "offered": [parameter, ...],
+    "code": limits}`, a request is `{"id": ..., "reward": name,
+    "sample": {...}, "cpu_seconds": limit or null}`. Its answer is `{"id": ..., "value": number}`, with null for a call that
+    took too long, or `{"id": ..., "error": traceback}`.
     """
     messages = Messages(socket.socket(fileno=int(sys.argv[1])))
     # A copy that a function forks must not keep the line open when this process ends.
@@ -40,20 +43,25 @@ def main() -> None:
     configure(**settings["code"])
     functions: dict[str, RewardFunction] = {}
 
-    def load(request: dict[str, Any]) -> dict[str, float]:
-        functions.update({name: resolve(name) for name in request["rewards"] if name not in functions})
-        return {}
+    def load(names: list[str], offered: tuple[str, ...]) -> float:
+        functions.update({name: resolve(name, offered) for name in names if name not in functions})
+        return 0.0
 
-    def values(request: dict[str, Any]) -> dict[str, float]:
-        load(request)
-        offered = request["sample"]
+    def value(request: dict[str, Any]) -> float | None:
+        name, offered, seconds = request["reward"], request["sample"], request.get("cpu_seconds")
+        load([name], tuple(offered))
         if (model := offered.get("reward_model_tokenizer")) is not None:
             offered["reward_model_tokenizer"] = _tokenizer(model)
-        return {name: call(functions[name], offered) for name in request["rewards"]}
+        if seconds is None:
+            return call(functions[name], offered)
+        try:
+            return within(seconds, lambda: call(functions[name], offered))
+        except TooLongError:
+            return None
 
-    messages.send(_answer(load, settings))
+    messages.send(_answer(lambda request: load(request["rewards"], tuple(request["offered"])), settings))
     while (request := messages.receive()) is not None:
-        messages.send(_answer(values, request))
+        messages.send(_answer(value, request))
 
 
 @cache
@@ -66,7 +74,7 @@ def _tokenizer(model: str) -> Any:
 def _answer(work: Any, request: dict[str, Any]) -> dict[str, Any]:
     own, answer = os.getpid(), {"id": request.get("id")}
     try:
-        answer["values"] = work(request)
+        answer["value"] = work(request)
     except BaseException:
         # SystemExit and MemoryError of a user's function cost this sample its reward, like any other fault.
         answer["error"] = traceback.format_exc()[-_LONGEST_ERROR:]

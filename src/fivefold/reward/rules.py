@@ -1,223 +1,218 @@
-"""Reward functions: response and ground truth -> a number."""
+"""The table of built-in rewards, and how any reward is found by its name and called."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import json
-import re
-import signal
-from collections.abc import Callable, Iterator
-from decimal import Decimal, InvalidOperation
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from fivefold.reward.boxed import last_boxed
+from fivefold.reward.code.cases import cases_fault
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
-from fivefold.reward.ifeval import ifeval, ifeval_fraction
-from fivefold.reward.tagged import countdown, think, think_answer
-from fivefold.reward.texts import multiple_choice, multiple_choice_soft, repetition
-from fivefold.user_code import check_user_code, is_user_code, load_user_code, parameters_of
+from fivefold.reward.ifeval import ifeval, ifeval_fraction, instructions_fault, load_detector
+from fivefold.reward.maths import (
+    format,
+    gsm8k,
+    gsm8k_fault,
+    load_math,
+    math,
+    math_any,
+    math_any_fault,
+    math_fault,
+)
+from fivefold.reward.tagged import countdown, countdown_fault, think, think_answer
+from fivefold.reward.texts import choice_fault, multiple_choice, multiple_choice_soft, repetition
+from fivefold.user_code import Parameters, check_user_code, is_user_code, load_user_code, parameters_of
 
 RewardFunction = Callable[..., float]
 
-_NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
-_AFTER_HASHES = re.compile(r"####\s*\$?\s*(" + _NUMBER + r")")
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """One built-in reward: a row of `BUILT_IN`, which is all that the project stores about it."""
+
+    function: RewardFunction | None
+    """Scores a response; None where a model does."""
+    needs_truth: bool
+    """It compares with the ground truth, so it can be the accuracy."""
+    fault_of_truth: Callable[..., str | None] | None
+    """What must hold of a row's ground truth for a right response to earn the reward, where it does not hold. Of those
+    that run programs it takes `reward.code.trusted_tests` as well."""
+    about: str
+    """What it gives, as docs/rewards.md says it."""
+    sources: tuple[str, ...] = ()
+    """Values of `data_source` that choose it by themselves: those of `fivefold data`, and verl's names of the same sets."""
+    prepare: Callable[[], None] | None = None
+    """Import and start what it needs, once per process, before the time of a response counts."""
+    runs_programs: bool = False
+    """It runs what a response wrote, in the sandbox, which has limits of its own."""
 
 
-def _number(text: str) -> Decimal | None:
-    plain = re.sub(r"[\\$,\s]", "", text).rstrip(".")
-    try:
-        value = Decimal(plain)
-    except InvalidOperation:
-        return None
-    return value if value.is_finite() else None
+_MATH = ("math", "deepscaler", "aime", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
+         "agentica-org/DeepScaleR-Preview-Dataset")  # fmt: skip
+_PROGRAMS = ("apps", "taco", "codecontests", "codeforces", "livecodebench")
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "gsm8k": BuiltIn(
+        gsm8k, True, gsm8k_fault,
+        r"1 when the number after the last `####`, else in the last `\boxed{}`, equals the truth as a number",
+        sources=("gsm8k", "arithmetic", "openai/gsm8k"),
+    ),
+    "math": BuiltIn(
+        math, True, math_fault,
+        "1 when the answer is mathematically equal to the truth (math-verify)",
+        sources=_MATH, prepare=load_math,
+    ),
+    "math_any": BuiltIn(
+        math_any, True, math_any_fault,
+        r"the same for one of the solutions in a JSON list, each a text, with its last `\boxed{}` where it has one",
+        prepare=load_math,
+    ),
+    "format": BuiltIn(
+        format, False, None,
+        "1 when an answer stands where it is looked for",
+    ),
+    "think": BuiltIn(
+        think, False, None,
+        "0 when one `<think>` and after it one `</think>` stand in the response, else -1",
+    ),
+    "think_answer": BuiltIn(
+        think_answer, False, None,
+        "1 when `<think>...</think>` and then `<answer>...</answer>` stand in the response, else -1",
+    ),
+    "countdown": BuiltIn(
+        countdown, True, countdown_fault,
+        '1 when the equation in the last `<answer>` uses every number of `{"target": 98, "numbers": [44, 19, 35]}` once and '
+        "has the target, 0.1 for another equation, 0 for none (TinyZero)",
+    ),
+    "code": BuiltIn(
+        code, True, cases_fault,
+        "1 when the program in the response passes every test",
+        sources=_PROGRAMS, prepare=start_sandbox, runs_programs=True,
+    ),
+    "code_fraction": BuiltIn(
+        code_fraction, True, cases_fault,
+        "the share of the tests that it passes",
+        prepare=start_sandbox, runs_programs=True,
+    ),
+    "ifeval": BuiltIn(
+        ifeval, True, instructions_fault,
+        "1 when the response follows every [instruction](#instructions-ifeval) of its prompt",
+        prepare=load_detector,
+    ),
+    "ifeval_fraction": BuiltIn(
+        ifeval_fraction, True, instructions_fault,
+        "the share of them that it follows",
+        prepare=load_detector,
+    ),
+    "multiple_choice": BuiltIn(
+        multiple_choice, True, choice_fault,
+        r'1 when the first capital letter in the last `\boxed{}`, without a box after the last "answer is" or of the whole '
+        "response, is the truth's first letter",
+    ),
+    "multiple_choice_soft": BuiltIn(
+        multiple_choice_soft, True, choice_fault,
+        "for right and wrong letters 1 and -0.5 in a box, 0.5 and -1 without one",
+    ),
+    "repetition": BuiltIn(
+        repetition, False, None,
+        "the share of the response's 3-grams of words that occurred in it before: give it a weight below 0 (2502.03373)",
+    ),
+    "judge": BuiltIn(
+        None, True, None,
+        "what [a model](#a-judge) says of the response",
+    ),
+}  # fmt: skip
+
+SOURCES = {source: name for name, row in BUILT_IN.items() for source in row.sources}
+"""Built-in reward of each data_source that chooses one by itself."""
+OFFERED = ("response", "completion", "solution_str", "ground_truth", "prompt", "data_source", "extra_info")
+"""Parameters that a reward function may have; the first three are the text of the response."""
+OFFERED_BY_JUDGE = ("reward_router_address", "reward_model_tokenizer")
+"""Those that it may have besides, with `reward.judge.functions_ask`."""
 
 
-def gsm8k_answer(response: str) -> Decimal | None:
-    r"""The number after the last `####`, otherwise in the last \boxed{}."""
-    found = [match for match in _AFTER_HASHES.findall(response) if match.strip()]
-    if found:
-        return _number(found[-1])
-    boxed = last_boxed(response)
-    return None if boxed is None else _number(boxed)
+def runs_programs(name: str) -> bool:
+    """Whether a reward of this name runs programs in the sandbox."""
+    return name in BUILT_IN and BUILT_IN[name].runs_programs
 
 
-def gsm8k(response: str, ground_truth: str) -> float:
-    """1 when the stated number equals the truth as a number, 0 otherwise."""
-    answer, truth = gsm8k_answer(response), _number(ground_truth)
-    return float(answer is not None and answer == truth)
-
-
-def math(response: str, ground_truth: str) -> float:
-    r"""1 when the answer is mathematically the truth's equal (math-verify); the last \boxed{} is read where there is one.
-
-    An answer that no one could write out (thousands of digits, powers of powers) or that takes seconds to compare is right
-    only where it is written as the truth is.
-    """
-    boxed = last_boxed(response)
-    answer = response[-_LONGEST_ANSWER:] if boxed is None else boxed
-    if "".join(answer.split()) == "".join(ground_truth.split()):
-        return 1.0
-    if is_large(answer):
-        return 0.0
-    with contextlib.suppress(_TooLongError), _cpu_limit(_COMPARE_SECONDS):
-        return _verify(answer if boxed is None else f"\\boxed{{{boxed}}}", ground_truth)
-    return 0.0
-
-
-def math_any(response: str, ground_truth: str) -> float:
-    r"""1 when `math` is, for one of the solutions in a JSON list of texts; of one with a \boxed{} its content counts."""
-    solutions = json.loads(ground_truth)
-    return float(any(math(response, last_boxed(text) or text) for text in solutions))
-
-
-def _verify(answer: str, ground_truth: str) -> float:
-    from math_verify import parse, verify
-
-    # Its own time limits are those of real time, which a busy machine changes.
-    truth = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
-    return float(verify(truth, parse(answer, parsing_timeout=None), timeout_seconds=None))
-
-
-_LONGEST_ANSWER = 1000
-"""Characters; without a box the answer is looked for in so many at the end."""
-_LARGEST_EXPONENT = 10_000
-_COMPARE_SECONDS = 1.0
-"""Of CPU time: what can be compared takes a hundredth of it."""
-_LARGEST_FACTORIAL = 2000
-_LARGE_NUMBER = re.compile(r"\d{1000}|\d[eE]\+?\d{5}|binom\s*\{?\s*\d{5}")
-_SMALL_TOWER = re.compile(r"\^\s*\{\s*(\d{1,2})\s*\^\s*\{?\s*(\d)\s*\}?\s*\}")
-_TOKEN = re.compile(r"\\[a-zA-Z]+|\d+|\*\*|\S")
-
-
-def is_large(latex: str) -> bool:
-    """Whether numbers in an answer may be too large to be computed, judged by how they are written; linear in the text.
-
-    An exponent is at most 10,000, as are those together that follow a number or a bracket; a number's power or factorial in
-    an exponent is large unless it is as plain as 3^2.
-    """
-    if len(latex) > _LONGEST_ANSWER or _LARGE_NUMBER.search(latex):
-        return True
-    latex = _SMALL_TOWER.sub(lambda found: f"^{{{int(found[1]) ** int(found[2])}}}", latex)
-    tokens = [token for token in _TOKEN.findall(latex) if token not in ("\\left", "\\right")]
-    numeric = not any(token.isalpha() for token in tokens)
-    opened: list[bool] = []
-    raised, previous, together = "", " ", 1
-    was_exponent = False
-    for token in tokens:
-        of_number = previous.isdigit() or previous in ")}]!"
-        in_exponent = any(opened)
-        if token in ("^", "**"):
-            if of_number and was_exponent:
-                return True
-            raised = "tower" if of_number and in_exponent else "number" if of_number else "symbol"
-        elif token in "{([":
-            opened.append(bool(raised))
-        elif token in "})]":
-            was_exponent = bool(opened) and opened.pop()
-        elif token.isdigit():
-            value = int(token)
-            together *= value if raised == "number" else 1
-            if (raised or in_exponent) and (raised == "tower" or max(value, together) > _LARGEST_EXPONENT):
-                return True
-        elif token == "!" and (
-            (previous.isdigit() and int(previous) > _LARGEST_FACTORIAL)
-            or (of_number and in_exponent)
-            or (previous in ")}]!" and numeric)
-        ):
-            return True
-        if token not in ("^", "**", "{", "(", "[", "-", "+"):
-            if token not in "})]":
-                was_exponent = previous in ("^", "**")
-            raised = ""
-        previous = token
-    return False
-
-
-class _TooLongError(BaseException):
-    """No Exception, so that no library takes it for one of its own."""
-
-
-@contextlib.contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooLongError in the block after so many seconds of this process's CPU time."""
-
-    def end(number: int, frame: object) -> None:
-        raise _TooLongError
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    # Again and again, as a library may catch everything.
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 4)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def format(response: str, ground_truth: str) -> float:
-    r"""1 when the response states an answer where it is looked for: one `####` with a number, or a \boxed{}."""
-    return float(gsm8k_answer(response) is not None or bool((last_boxed(response) or "").strip()))
-
-
-BUILT_IN: dict[str, RewardFunction] = {
-    "gsm8k": gsm8k,
-    "math": math,
-    "math_any": math_any,
-    "format": format,
-    "think": think,
-    "think_answer": think_answer,
-    "countdown": countdown,
-    "code": code,
-    "code_fraction": code_fraction,
-    "ifeval": ifeval,
-    "ifeval_fraction": ifeval_fraction,
-    "multiple_choice": multiple_choice,
-    "multiple_choice_soft": multiple_choice_soft,
-    "repetition": repetition,
-}
-JUDGED = ("judge",)
-"""Those that a model gives, and no function."""
-CODE = ("code", "code_fraction")
-"""Those that run programs."""
-WITH_TRUTH = tuple(name for name in BUILT_IN if name not in ("format", "think", "think_answer", "repetition"))
-"""Those that compare with the ground truth."""
-
-SOURCES = {"gsm8k": "gsm8k", "arithmetic": "gsm8k", "math": "math", "deepscaler": "math", "aime": "math"}
-"""Built-in reward of each data_source that `fivefold data` writes; verl's own names of the same sets follow."""
-SOURCES |= {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math"}
-SOURCES |= {"HuggingFaceH4/MATH-500": "math", "agentica-org/DeepScaleR-Preview-Dataset": "math"}
-
-SOURCES |= dict.fromkeys(("apps", "taco", "codecontests", "codeforces", "livecodebench"), "code")
+def is_judged(name: str) -> bool:
+    """Whether a model gives the reward, and no function."""
+    return name in BUILT_IN and BUILT_IN[name].function is None
 
 
 def check_name(name: str) -> None:
     """Raise ValueError for a reward name that `resolve` would not find; runs none of the user's code."""
-    if name in BUILT_IN or name in JUDGED:
+    if name in BUILT_IN:
         return
     if not is_user_code(name):
-        known = ", ".join((*BUILT_IN, *JUDGED))
-        raise ValueError(f"unknown reward {name!r}; built in: {known}; your own is written path/to/file.py:function")
+        raise ValueError(
+            f"unknown reward {name!r}; built in: {', '.join(BUILT_IN)}; your own is written path/to/file.py:function"
+        )
     try:
         check_user_code(name)
     except ValueError as error:
         raise ValueError(f"reward {error}") from error
 
 
+def check_parameters(name: str, offered: tuple[str, ...] = OFFERED) -> None:
+    """Raise ValueError for a function of the user's with a parameter that no value is offered for; runs none of it."""
+    if name not in BUILT_IN and (parameters := parameters_of(name)) is not None:
+        _check(name, parameters, offered)
+
+
+def _check(name: str, parameters: Parameters, offered: tuple[str, ...]) -> None:
+    may = f"its parameters may be {', '.join(offered)}"
+    if "completions" in parameters.named:
+        raise ValueError(
+            f"reward {name!r} must not have the parameter completions, TRL's list of all of them: a function scores one "
+            f"response here, so name it completion; {may}"
+        )
+    lacking = [parameter for parameter in parameters.required if parameter not in offered]
+    if lacking:
+        raise ValueError(
+            f"reward {name!r} must have no required parameter that is not offered: got {', '.join(lacking)}; {may}, or have "
+            "defaults"
+        )
+    if parameters.positional:
+        raise ValueError(
+            f"reward {name!r} must take its parameters by name: got {', '.join(parameters.positional)} before a `/`; {may}"
+        )
+
+
 def takes_ground_truth(name: str) -> bool:
     """Whether a reward compares with the ground truth: of the user's functions those with a parameter of that name."""
-    if name in JUDGED:
-        return True
-    return name in WITH_TRUTH if name in BUILT_IN else "ground_truth" in parameters_of(name)
+    if name in BUILT_IN:
+        return BUILT_IN[name].needs_truth
+    parameters = parameters_of(name)
+    return parameters is not None and "ground_truth" in parameters.named
 
 
-def resolve(name: str) -> RewardFunction:
-    """The reward function of a name, or of `path/to/file.py:function`; raises RuntimeError where `code` runs no program."""
+def ground_truth_fault(name: str, ground_truth: str, trusted_tests: bool = False) -> str | None:
+    """What must hold of a row's ground truth for a reward of this name, where it does not; the user's own take any."""
+    row = BUILT_IN.get(name)
+    if row is None or row.fault_of_truth is None:
+        return None
+    fault = row.fault_of_truth(ground_truth, *([trusted_tests] if row.runs_programs else []))
+    return None if fault is None else f"{fault} for the reward {name}"
+
+
+def resolve(name: str, offered: tuple[str, ...] = OFFERED) -> RewardFunction:
+    """The reward function of a name, or of `path/to/file.py:function`, ready to be called; raises RuntimeError where `code`
+    runs no program, ValueError for a function with parameters that are not offered."""
     check_name(name)
-    if name in CODE:
-        start_sandbox()
-    return BUILT_IN[name] if name in BUILT_IN else load_user_code(name)
+    if name not in BUILT_IN:
+        function: RewardFunction = load_user_code(name)
+        _check(name, Parameters.of(function), offered)
+        return function
+    row = BUILT_IN[name]
+    if row.function is None:
+        raise ValueError(f"the reward {name} is a model's verdict, and no function")
+    if row.prepare is not None:
+        row.prepare()
+    return row.function
 
 
 def call(function: RewardFunction, offered: dict[str, Any]) -> float:

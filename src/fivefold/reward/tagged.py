@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>")
 _ARITHMETIC = re.compile(r"[\d+\-*/().\s]+")
 _BOTH = re.compile(r"</think>\s*<answer>")
 _END = re.compile(r"</answer>\s*$", re.MULTILINE)
@@ -34,7 +33,7 @@ def think_answer(response: str, ground_truth: str) -> float:
 
 
 def think(response: str, ground_truth: str) -> float:
-    """0 when one <think> and behind it one </think> stand in the response, -1 otherwise."""
+    """0 when one <think> and after it one </think> stand in the response, -1 otherwise."""
     is_formed = response.count("<think>") == 1 == response.count("</think>")
     return 0.0 if is_formed and response.find("<think>") < response.find("</think>") else -1.0
 
@@ -45,15 +44,23 @@ def countdown(response: str, ground_truth: str) -> float:
     TinyZero's task: the last <answer> of the last line; the truth is JSON, `{"target": 98, "numbers": [44, 19, 35]}`.
     """
     truth = json.loads(ground_truth)
-    answers = _ANSWER.findall(response.split("\n")[-1])
-    if not answers:
+    answer = _last_answer(response.rpartition("\n")[2])
+    if answer is None:
         return 0.0
-    equation = answers[-1].strip()
+    equation = answer.strip()
     used = sorted(int(number) for number in re.findall(r"\d{1,18}", equation))
     if used != sorted(truth["numbers"]) or not _ARITHMETIC.fullmatch(equation) or len(equation) > _LONGEST:
         return 0.1
     value = _value(equation)
     return 1.0 if value is not None and abs(value - Fraction(truth["target"])) < Fraction(1, 100_000) else 0.1
+
+
+def _last_answer(line: str) -> str | None:
+    """What stands last between <answer> and the next </answer>; linear in the text, which the pattern for it is not."""
+    answer, begin = None, line.find("<answer>")
+    while begin >= 0 and (end := line.find("</answer>", begin)) >= 0:
+        answer, begin = line[begin + len("<answer>") : end], line.find("<answer>", end)
+    return answer
 
 
 def _value(equation: str) -> Fraction | None:
@@ -82,4 +89,4 @@ def countdown_fault(ground_truth: str) -> str | None:
             return None
     except (ValueError, TypeError, KeyError):
         pass
-    return 'must be {"target": number, "numbers": [whole numbers]} for the reward countdown'
+    return 'must be {"target": number, "numbers": [whole numbers]}'

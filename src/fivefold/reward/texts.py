@@ -33,6 +33,11 @@ def _choice(response: str) -> tuple[str, bool]:
     return "" if found is None else found[0], boxed is not None
 
 
+def choice_fault(ground_truth: str) -> str | None:
+    """What must hold of the truth of a multiple choice, where it does not."""
+    return None if ground_truth[:1].isupper() else "must begin with the capital letter of the right choice"
+
+
 def multiple_choice(response: str, ground_truth: str) -> float:
     """1 when the letter that is chosen is the truth's first one, 0 otherwise."""
     return float(_choice(response)[0] == ground_truth[:1])

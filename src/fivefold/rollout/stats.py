@@ -56,7 +56,7 @@ class BatchPlan:
 _COLUMNS = (
     "group", "place", "reward", "response_length", "prompt_length", "length", "finished", "failed", "incomplete", "correct",
     "repetition", "version", "versions_differ", "greedy_reward", "greedy_length", "has_logprobs", "is_used", "domain",
-    "is_expert",
+    "is_expert", "timed_out",
 )  # fmt: skip
 
 
@@ -123,6 +123,7 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
         greedy_lengths_N=column["greedy_length"].long(),
         reward_parts=_reward_parts(groups, ranks),
         failed=int(failed_N.sum()),
+        timed_out=int(column["timed_out"].sum()),
         group_size=group_size,
         domain_N=column["domain"].unique(return_inverse=True)[1] if plan.domain_of else None,
         incomplete_N=column["incomplete"].bool() if failed_N.any() else None,
@@ -187,6 +188,7 @@ def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[flo
             sample.reward_failed, incomplete, sample.correct, repetition(sample.token_ids), sample.policy_version,
             sample.token_versions is not None, greedy, group.greedy_length,
             len(sample.logprobs) == len(sample.token_ids), group.is_used, domain, group.is_expert,
+            sample.reward_timed_out,
         ]
         for place, sample in enumerate(group.samples)
     ]  # fmt: skip
@@ -261,6 +263,7 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "reward/failed": float(stats.failed),
+        "reward/timeouts": float(stats.timed_out),
         **{f"reward/{name}": value for name, value in stats.reward_parts.items()},
         "response/repetition": float(stats.repetition_N.mean()),
         "rollout/staleness_mean": float(staleness_N.mean()),

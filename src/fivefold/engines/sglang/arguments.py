@@ -11,6 +11,7 @@ from typing import Any
 
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.findings import Findings
+from fivefold.config.packages import import_fault
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
 
 VERSIONS = ((0, 5, 20), (0, 5, 23))
@@ -94,6 +95,9 @@ def check_sglang(findings: Findings, given: dict[str, Any]) -> None:
         findings.error(
             "backend", ": SGLang is not installed; `pip install sglang`, or engine.backend: transformers or vllm:..."
         )
+        return
+    if (fault := import_fault("sglang")) is not None:
+        findings.error("backend", f": SGLang {version} is installed, {fault}")
         return
     release = tuple(int(part) for part in version.split(".")[:3])
     findings.require(

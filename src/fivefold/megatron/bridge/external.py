@@ -33,7 +33,7 @@ def external_bridge(kind: str, chunks: list[Any], directory: Path, spec: ModelSp
         )
     if missing := missing_packages(BRIDGES[kind]):
         raise ValueError(
-            f"megatron.bridge_type: {kind} needs the packages {', '.join(missing)}, which are not installed: "
+            f"megatron.bridge_type: {kind} needs the packages {'; '.join(missing)}: "
             "install them, or use native, which needs none"
         )
     view = _FusedNames(chunks[0])

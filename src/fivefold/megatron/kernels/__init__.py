@@ -5,17 +5,11 @@ Nothing here is imported on a CPU: Triton comes with torch's builds for CUDA.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 from torch import Tensor
+
+from fivefold.config.packages import can_import
 
 
 def serve(tensor: Tensor) -> bool:
     """Whether Triton's kernels can take this tensor."""
-    return tensor.is_cuda and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return tensor.is_cuda and can_import("triton")

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from fivefold.config.gpus import FLASH_CAPABILITY
-from fivefold.config.packages import has_flash_attention
+from fivefold.config.packages import FLASH, can_import
 
 
 @cache
 def _available(device: torch.device) -> bool:
-    """Whether it is installed, on a GPU for which it is written."""
+    """Whether it can be imported, on a GPU for which it is written."""
     major, minor = torch.cuda.get_device_capability(device)
-    return has_flash_attention() and major + minor / 10 >= FLASH_CAPABILITY
+    is_new = major + minor / 10 >= FLASH_CAPABILITY
+    return is_new and can_import(FLASH)
 
 
 def takes(query: Tensor, value: Tensor) -> bool:

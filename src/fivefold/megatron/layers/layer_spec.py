@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from fivefold.config.packages import TRANSFORMER_IMPL, missing_packages
+from fivefold.config.packages import can_import, missing_packages
 from fivefold.megatron.layers.adapters import is_adapter
 from fivefold.megatron.layers.attention import PackedAttention, Packing
 from fivefold.megatron.layers.lm_head import LogProbHead, ValueHead
@@ -38,13 +38,15 @@ from fivefold.megatron.layers.self_attention import SelfAttention
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
     """Whether layers come from Transformer Engine; raises ValueError where it was asked for and cannot be had."""
-    installed = not missing_packages(TRANSFORMER_IMPL["transformer_engine"])
-    if choice == "transformer_engine" and not (installed and device.type == "cuda"):
-        lacking = "a CUDA device" if installed else "the package transformer_engine, which is not installed"
+    if choice == "torch" or (choice == "auto" and device.type != "cuda"):
+        return False
+    missing = missing_packages(("transformer_engine",)) if choice == "transformer_engine" else []
+    if missing or (choice == "transformer_engine" and device.type != "cuda"):
+        lacking = missing[0] if missing else "a CUDA device"
         raise ValueError(
             f"megatron.transformer_impl: transformer_engine needs {lacking}: use torch, which needs nothing, or auto"
         )
-    return choice != "torch" and installed and device.type == "cuda"
+    return can_import("transformer_engine")
 
 
 def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:

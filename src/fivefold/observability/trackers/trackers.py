@@ -119,7 +119,7 @@ def send_again(run_dir: Path, names: Sequence[str] | None, seconds: float, say: 
         if fault := OneOf(TRACKERS).fault(name):
             raise ValueError(f"a tracker {fault}")
         if missing := missing_packages(TRACKERS[name]):
-            raise ValueError(f"{name} is not installed here: pip install {' '.join(missing)}")
+            raise ValueError(f"{'; '.join(missing)}: pip install {name}")
     status = run_dir / "status.json"
     is_finished = status.is_file() and read_json_object(status).get("state") == "finished"
     Trackers(run_dir, names, seconds, say).close(is_finished)

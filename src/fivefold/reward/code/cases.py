@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.reward.code.assertions import Assertions, read_assertions
 from fivefold.reward.code.program import GIVEN
 
 FORMS = (
@@ -29,12 +30,14 @@ class Case:
     """Its standard input, or a function's arguments as a JSON list."""
     expected: Any
     """What it should write (a text), or what the function should return."""
-    check: str | None = None
-    """Python that runs behind the program, and passes where it runs to its end; nothing is then given or expected."""
+    tests: Assertions | None = None
+    """Assertions, which call the program and pass where they run to their end; nothing is then given or expected."""
+    trusted: str = ""
+    """The same tests as one program, for those that only the program's own process can run."""
 
     def program(self, text: str, end: str) -> str:
-        """The program of a response as this test runs it; one that checks writes `end` when it is through."""
-        return text if self.check is None else f"{GIVEN}{text}\n\n{self.check}\nprint({end!r})\n"
+        """The program of a response with trusted tests after it, which write `end` where they hold."""
+        return text if self.tests is None else f"{GIVEN}{text}\n\n{self.trusted}\nprint({end!r})\n"
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Cases:
     """Name of the function that is called, or of the method of Solution; None where a program reads and writes."""
 
     def is_right(self, case: Case, output: str, end: str) -> bool:
-        """Whether what a program wrote, or a function's result as JSON, is what the test expects; of a check whether it
-        came to its end."""
-        if case.check is not None:
+        """Whether what a program wrote, or a function's result as JSON, is what the test expects; of trusted tests whether
+        they came to their end."""
+        if case.tests is not None:
             return output.rstrip().endswith(end)
         if self.function is None:
             return same_text(output, case.expected)
@@ -90,12 +93,24 @@ def read_cases(ground_truth: str) -> Cases:
     return Cases(cases, function)
 
 
+def cases_fault(ground_truth: str, trusted_tests: bool = False) -> str | None:
+    """What must hold of a truth of code, where it does not."""
+    try:
+        cases = read_cases(ground_truth).cases
+    except ValueError:
+        return f"must be {FORMS}"
+    faults = (case.tests.fault for case in cases if case.tests is not None)
+    fault = next((fault for fault in faults if fault is not None), None)
+    return None if fault is None or trusted_tests else f"must have assertions on plain values, {CHEATED.format(fault)}"
+
+
 def _function_of(row: dict[str, Any]) -> str | None:
     if row.get("testtype") == "stdin":
         return None
     return row.get("fn_name") or (row.get("metadata") or {}).get("func_name") or None
 
 
+CHEATED = "which a program cannot cheat: {}; leave such rows out, or trust them by reward.code.trusted_tests: true"
 _FROM_SOLUTION = re.compile(r"^from solution import .*$", re.MULTILINE)
 
 
@@ -104,12 +119,10 @@ def _check_case(row: dict[str, Any]) -> Case:
     text = _FROM_SOLUTION.sub("", row["assert_code"])
     if "{response}" in text:
         raise ValueError("checks of the text of a response are not supported: assert_code runs behind its program")
-    try:
-        parts = ast.parse(text).body
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"assert_code must be Python: {error}") from error
+    tests = read_assertions(row["assert_code"])
+    parts = ast.parse(text).body
     named = [part.name for part in parts if isinstance(part, ast.FunctionDef) and part.name.startswith("test_")]
-    return Case("", "", "\n".join([text, *(f"{name}()" for name in named)]))
+    return Case("", "", tests, "\n".join([text, *(f"{name}()" for name in named)]))
 
 
 def _text_case(given: Any, expected: Any) -> Case:

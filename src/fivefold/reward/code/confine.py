@@ -27,7 +27,7 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
     "pipe": (22, None), "pipe2": (293, 59), "ftruncate": (77, 46), "fadvise64": (221, 223), "close_range": (436, 436),
     # files by name, as far as Landlock opens them
-    "open": (2, None), "openat": (257, 56), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
+    "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
     "statx": (332, 291), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "getdents64": (217, 61),
     "getcwd": (79, 17),
     # memory
@@ -53,6 +53,10 @@ _CLONE, _CLONE3, _PRLIMIT, _FCNTL = (56, 220), (435, 435), (302, 261), (72, 25)
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 """Copies and flags of a file; no owner who gets signals, no locks."""
 _CLONE_THREAD = 0x00010000
+_OPENS = (((2, None), 1), ((257, 56), 2))
+"""The calls open and openat, and which of their arguments is the flags."""
+_O_TMPFILE = 0o20000000
+"""Makes a file without a name, which the look at a program's directory would not count."""
 _EPERM, _ENOSYS = 1, 38
 
 # --- seccomp -------------------------------------------------------------------------------------------------------------
@@ -69,7 +73,8 @@ def _instruction(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The program that the kernel runs at each call: `_CALLS`, threads but no processes, limits that are only read."""
+    """The program that the kernel runs at each call: `_CALLS`, threads but no processes, files with names only, limits that
+    are read only."""
     column, arch = _MACHINES[machine]
     load, equal, end = _LOAD, _EQUAL, _RETURN
     program = [
@@ -117,6 +122,10 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
             _instruction(end, _ALLOW),
         ],
     )
+    for numbers, place in _OPENS:
+        if (number := numbers[column]) is not None:
+            flags = [_instruction(load, _ARGUMENTS_AT + 8 * place), _instruction(_AND, _O_TMPFILE, 0, 1)]
+            when(number, [*flags, _instruction(end, _ERRNO | _EPERM), _instruction(end, _ALLOW)])
     for numbers in _CALLS.values():
         if (number := numbers[column]) is not None:
             when(number, [_instruction(end, _ALLOW)])

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from fivefold.reward.code import remote
+
 _USUAL = (
     "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
     "functools", "heapq", "itertools", "json", "math", "numbers", "operator", "queue", "random", "re", "statistics",
@@ -34,12 +36,15 @@ def warm() -> None:
         importlib.import_module(name)
 
 
-def run(files: list[int], function: str | None, lock: Callable[[], None], begun: int) -> None:
+def run(files: list[int], request: dict[str, Any], lock: Callable[[], None], begun: int) -> None:
     """Run the program in the first of `files` with the next two as its input and output, and end this process.
 
     A byte goes into the file `begun` when everything is locked up, before the program can do anything.
-    Of a function the input is the JSON list of its arguments, and its result goes into the last of the files as JSON.
+    With a `function` the input is the JSON list of its arguments, and its result goes into the last of the files as JSON.
+    `serves`: the program's functions are called by tests in another process, over the second and the last of the files.
+    `names`: the text is such tests, and has these names of the program.
     """
+    function, serves, names = request.get("function"), request.get("serves", False), request.get("names")
     source, given, output, result = files
     text = _read(source)
     arguments = _read(given) if function is not None else ""
@@ -58,7 +63,17 @@ def run(files: list[int], function: str | None, lock: Callable[[], None], begun:
     os.closerange(4, 1 << 16)
     code = 0
     try:
-        if function is None:
+        if serves or names is not None:
+            # The line between the two is no input of either.
+            sys.stdin = io.StringIO()
+            space: dict[str, Any] = {"__name__": "solution" if serves else "tests"}
+            exec(GIVEN, space)  # noqa: S102
+            if serves:
+                exec(compile(text, "<program>", "exec"), space)  # noqa: S102
+                remote.serve(space)
+            else:
+                remote.run_tests(text, names, space)
+        elif function is None:
             exec(compile(text, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102
         else:
             found = _call(text, function, json.loads(arguments))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.reward.code import confine
-from fivefold.reward.code.server import NOT_BEGUN
+from fivefold.reward.code.assertions import Assertions
+from fivefold.reward.code.server import NOT_BEGUN, STOP
 
 _LARGEST_OUTPUT_MB = 16
 _START_SECONDS = 60.0
@@ -64,25 +65,63 @@ class Sandbox:
     def run(self, program: str, given: str, function: str | None, seconds: float, clock: float) -> Ran:
         """Run a program on one test, for at most so many seconds of CPU time and by the clock; raises RuntimeError where
         there is no sandbox."""
-        if self._requests is None:
-            self.start()
-        assert self._requests is not None
         with contextlib.ExitStack() as opened:
             files = [_file(text, opened) for text in (program, given, "", "")]
-            request = json.dumps({"seconds": seconds, "clock": clock, "function": function}).encode()
-            try:
-                socket.send_fds(self._requests, [request], files)
-                status = str(self._receive(clock + _SLACK_SECONDS)["status"])
-            except OSError as error:
-                self.close()
-                raise RuntimeError(f"the sandbox is gone: {error}") from error
-            if status == NOT_BEGUN:
-                raise RuntimeError("a program could not be locked up, or too little time or memory was left to do so")
+            self._begin({"seconds": seconds, "clock": clock, "function": function}, files)
+            status = self._end(clock)
             wanted = files[2 if function is None else 3]
             size = os.fstat(wanted).st_size
             if size >= _LARGEST_OUTPUT_MB << 20:
                 return Ran("output", "")
             return Ran(status, os.pread(wanted, size, 0).decode(errors="replace"))
+
+    def check(self, programs: Sandbox, program: str, tests: Assertions, seconds: float, clock: float) -> str:
+        """How tests ended that run here and call a program in another sandbox: `ended` where all of them hold."""
+        limits = {"seconds": seconds, "clock": clock}
+        with contextlib.ExitStack() as opened:
+            files = [_file(text, opened) for text in (program, "", tests.text, "")]
+            with contextlib.ExitStack() as lines:
+                calls, calling, answers, answering = *os.pipe(), *os.pipe()
+                for end in (calls, calling, answers, answering):
+                    lines.callback(os.close, end)
+                programs._begin({**limits, "serves": True}, [files[0], calls, files[1], answering])
+                try:
+                    self._begin({**limits, "names": tests.names}, [files[2], answers, files[3], calling])
+                except RuntimeError:
+                    programs.close()
+                    raise
+            try:
+                return self._end(clock)
+            finally:
+                programs._stop(clock)
+
+    def _begin(self, request: dict[str, Any], files: list[int]) -> None:
+        if self._requests is None:
+            self.start()
+        assert self._requests is not None
+        try:
+            socket.send_fds(self._requests, [json.dumps(request).encode()], files)
+        except OSError as error:
+            self.close()
+            raise RuntimeError(f"the sandbox is gone: {error}") from error
+
+    def _end(self, clock: float) -> str:
+        """How what was begun has ended."""
+        try:
+            status = str(self._receive(clock + _SLACK_SECONDS)["status"])
+        except OSError as error:
+            self.close()
+            raise RuntimeError(f"the sandbox is gone: {error}") from error
+        if status == NOT_BEGUN:
+            raise RuntimeError("a program could not be locked up, or too little time or memory was left to do so")
+        return status
+
+    def _stop(self, clock: float) -> None:
+        """End what was begun."""
+        if self._requests is not None:
+            with contextlib.suppress(OSError):
+                self._requests.send(STOP)
+            self._end(clock)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         assert self._requests is not None

@@ -31,6 +31,8 @@ PREFIX = "fivefold-code-"
 """Of the directories that programs write into."""
 FILES = 4
 """Sent with each request: the program, its input, its output, a function's result."""
+STOP = b"stop"
+"""Ends the program that runs; nothing where it has ended."""
 NOT_BEGUN = "not begun"
 """Of a program that could not be locked up, and so did not run."""
 _MOST_THREADS = 64
@@ -40,7 +42,7 @@ _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/u
 
 
 def main() -> None:
-    """Answer requests `{"seconds": ..., "clock": ..., "function": ...}`, with the files, by `{"status": ...}`."""
+    """Answer requests, `{"seconds": ..., "clock": ...}` and what `program.run` takes, with files, by `{"status": ...}`."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     memory, largest = (int(word) << 20 for word in sys.argv[2:])
     os.register_at_fork(after_in_child=requests.close)
@@ -64,6 +66,8 @@ def main() -> None:
             message, files, _, _ = socket.recv_fds(requests, 1 << 16, FILES)
             if not message:
                 return
+            if message == STOP:
+                continue
             status = _run(json.loads(message), files, box, lock, requests.fileno(), memory)
             for file in files:
                 os.close(file)
@@ -85,7 +89,7 @@ def _run(
             confine.end_with_parent(own)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
             os.chdir(box)
-            program.run(files, request["function"], lock, begun)
+            program.run(files, request, lock, begun)
         finally:
             os._exit(1)
     handle = os.pidfd_open(child)
@@ -93,10 +97,14 @@ def _run(
     try:
         events = select.poll()
         events.register(handle, select.POLLIN)
-        events.register(requests, select.POLLHUP | select.POLLRDHUP)
+        events.register(requests, select.POLLIN | select.POLLHUP | select.POLLRDHUP)
         while not reason:
-            ready = [number for number, _ in events.poll(_POLL_MS)]
+            ready = dict(events.poll(_POLL_MS))
             if handle in ready:
+                break
+            if ready.get(requests) == select.POLLIN:
+                # The word to stop: `main` reads it.
+                reason = "stopped"
                 break
             reason = None if requests in ready else _excess(child, seconds, end, box, most_bytes)
             if reason is None:

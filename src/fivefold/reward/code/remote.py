@@ -1,0 +1,258 @@
+"""Assertions and the program that they test, in two processes: the tests call, and only plain values come back.
+
+The program's process gets arguments, and neither the tests nor what they expect; so nothing in it can be a verdict. What the
+program returns is data: an object of a class of its own stays there, and stands for itself in no comparison.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fivefold.reward.code import small_pytest
+from fivefold.reward.code.plain import dumps, loads, refuse
+
+NOT_TESTABLE = 3
+"""Exit code of tests that hand a program something that is not plain."""
+_REQUESTS, _ANSWERS = 0, 3
+"""Files of a program; the tests write into 3 and read from 0 as well."""
+_PIECE = 100
+"""Items of an iterator that come at once."""
+_LARGEST_MESSAGE = 16 << 20
+_SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__call__", "__str__", "__repr__", "__int__",
+            "__float__", "__next__")  # fmt: skip
+"""What tests may do with an object that stays with the program. Nothing that would be a verdict: no comparison, no truth."""
+
+
+class NotTestableError(BaseException):
+    """The tests need more of a program than plain values."""
+
+
+class NoAnswerError(BaseException):
+    """The program has ended, or written what is no answer. No Exception, so that no test can expect it."""
+
+
+# --- in the program's process ---------------------------------------------------------------------------------------------
+
+
+def serve(space: dict[str, Any]) -> None:
+    """Answer the calls of the tests with what the program's names in `space` give, until the tests end."""
+    requests = os.fdopen(os.dup(_REQUESTS), encoding="utf-8")
+    answers = open(_ANSWERS, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process is
+    kept: list[Any] = []
+
+    def keep(value: Any) -> int:
+        for place, other in enumerate(kept):
+            if other is value:
+                return place
+        kept.append(value)
+        return len(kept) - 1
+
+    for line in requests:
+        what, target, arguments, named = loads(line, kept.__getitem__)
+        try:
+            found = _done(space, what, target, arguments, named)
+            answer = dumps(("value", found, arguments), keep)
+        except Exception as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            answer = dumps(("raised", names, str(error)))
+        print(answer, file=answers, flush=True)
+
+
+def _done(space: dict[str, Any], what: str, target: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+    if what == "name":
+        if target in space:
+            return space[target](*arguments, **named)
+        if "Solution" in space:
+            return getattr(space["Solution"](), target)(*arguments, **named)
+        raise NameError(f"name {target!r} is not defined")
+    if what == "value":
+        return space[target]
+    if what == "get":
+        return getattr(target, *arguments)
+    if what == "set":
+        return setattr(target, *arguments)
+    if what == "iterator":
+        return iter(target)
+    if what == "iterate":
+        return list(itertools.islice(target, *arguments))
+    if not hasattr(type(target), what):
+        raise TypeError(f"{type(target).__name__} has no {what}")
+    return getattr(target, what)(*arguments, **named)
+
+
+# --- in the tests' process ------------------------------------------------------------------------------------------------
+
+
+class _Line:
+    """The tests' end."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(_REQUESTS), "rb")
+        self._requests = open(_ANSWERS, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        self._objects: dict[int, _Object] = {}
+
+    def ask(self, what: str, target: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
+        """What the program gives; raises what it raises, as the nearest exception of Python's own."""
+        try:
+            request = dumps((what, target, list(arguments), named or {}), _place_of)
+        except TypeError as error:
+            raise NotTestableError(str(error)) from error
+        try:
+            print(request, file=self._requests, flush=True)
+        except OSError as error:
+            raise NoAnswerError(str(error)) from error
+        try:
+            line = self._answers.readline(_LARGEST_MESSAGE)
+            kind, value, more = loads(line.decode(), self._object)
+            error = _exception(value, more) if kind == "raised" else None
+            pairs = () if error is not None else tuple(zip(arguments, more, strict=True))
+        except (ValueError, TypeError, MemoryError) as wrong:
+            raise NoAnswerError(str(wrong)) from wrong
+        if error is not None:
+            raise error
+        for given, left in pairs:
+            _update(given, left)
+        return value
+
+    def _object(self, place: int) -> _Object:
+        return self._objects.setdefault(place, _Object(self, place))
+
+
+class _Object:
+    """An object that stays with the program."""
+
+    def __init__(self, line: _Line, place: int) -> None:
+        object.__setattr__(self, "_line", line)
+        object.__setattr__(self, "_place", place)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return self._line.ask("get", self, (name,))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._line.ask("set", self, (name, value))
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._line.ask("iterator", self)
+        while piece := self._line.ask("iterate", iterator, (_PIECE,)):
+            yield from piece
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise AssertionError("an object of the program's own class is no plain value that could be compared")
+
+    def __bool__(self) -> bool:
+        raise AssertionError("an object of the program's own class is neither true nor false")
+
+    __hash__ = object.__hash__
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: _Object, *arguments: Any, **named: Any) -> Any:
+        return self._line.ask(name, self, arguments, named)
+
+    return method
+
+
+for _name in _SPECIAL:
+    setattr(_Object, _name, _special(_name))
+
+
+def _place_of(value: Any) -> Any:
+    return object.__getattribute__(value, "_place") if type(value) is _Object else refuse(value)
+
+
+def _update(given: Any, left: Any) -> None:
+    """What a program has changed of an argument in place."""
+    if type(given) is list and type(left) is list:
+        given[:] = left
+    elif type(given) in (dict, set) and type(left) is type(given):
+        given.clear()
+        given.update(left)
+
+
+def _exception(names: Any, text: Any) -> Exception:
+    """The exception of Python's own that the program's is; its own names are in `names`."""
+    known = (getattr(builtins, str(name), None) for name in names)
+    kind = next((each for each in known if isinstance(each, type) and issubclass(each, Exception)), Exception)
+    try:
+        error: Exception = kind(str(text))
+    except TypeError:
+        error = Exception(str(text))
+    error.names = [str(name) for name in names]  # type: ignore[attr-defined]
+    return error
+
+
+class _Name:
+    """A function or class of the program."""
+
+    def __init__(self, line: _Line, name: str) -> None:
+        self._line, self.__name__ = line, name
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._line.ask("name", self.__name__, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return self._line.ask("get", self._line.ask("value", self.__name__), (name,))
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError(f"{self.__name__} of the program is no plain value that could be compared")
+
+    __bool__ = _Object.__bool__
+    __hash__ = object.__hash__
+
+
+class _Module(types.ModuleType):
+    """`import solution`."""
+
+    def __init__(self, line: _Line) -> None:
+        super().__init__("solution")
+        self._line = line
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(self._line, name)
+
+
+def run_tests(tests: str, names: dict[str, str], space: dict[str, Any]) -> None:
+    """Run assertions, then the functions and classes of tests that they define; raises what fails.
+
+    `names`: local name -> name in the program, empty for the program itself.
+    """
+    line = _Line()
+    sys.modules["pytest"] = small_pytest  # type: ignore[assignment]
+    space |= {own: _Name(line, name) if name else _Module(line) for own, name in names.items()}
+    try:
+        exec(compile(tests, "<tests>", "exec"), space)  # noqa: S102
+        for name, found in list(space.items()):
+            if name.startswith("test_") and isinstance(found, types.FunctionType):
+                small_pytest.call(found)
+            elif isinstance(found, type) and found.__module__ == space["__name__"] and _is_test(name, found):
+                _run_class(found)
+    except NotTestableError:
+        os._exit(NOT_TESTABLE)
+    except SystemExit as ended:
+        raise AssertionError("the tests ended by themselves") from ended
+
+
+def _is_test(name: str, found: type) -> bool:
+    return name.startswith("Test") or any(base.__name__ == "TestCase" for base in found.__mro__)
+
+
+def _run_class(kind: type) -> None:
+    is_unittest = hasattr(kind, "assertEqual")
+    for name in [name for name in dir(kind) if name.startswith("test")]:
+        made = kind(name) if is_unittest else kind()
+        getattr(made, "setUp" if is_unittest else "setup_method", lambda: None)()
+        small_pytest.call(getattr(made, name))

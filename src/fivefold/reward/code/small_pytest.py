@@ -1,0 +1,116 @@
+"""What assertion tests use of pytest: approx, raises, parametrize. Stands in for it where tests run, installed or not."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+
+class approx:  # noqa: N801 - pytest's name
+    """Equal to what is nearly so: numbers, and those in sequences and mappings."""
+
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
+        self.expected, self._nan_ok = expected, nan_ok
+        self._rel = 1e-6 if rel is None and abs is None else rel or 0.0
+        self._abs = 1e-12 if abs is None else abs
+
+    def __eq__(self, found: object) -> bool:
+        return self._near(found, self.expected)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _near(self, found: Any, expected: Any) -> bool:
+        if isinstance(expected, Mapping):
+            same = isinstance(found, Mapping) and found.keys() == expected.keys()
+            return same and all(self._near(found[key], value) for key, value in expected.items())
+        if isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
+            same = isinstance(found, Sequence) and not isinstance(found, (str, bytes)) and len(found) == len(expected)
+            return same and all(map(self._near, found, expected))
+        if isinstance(expected, bool) or expected is None or isinstance(expected, (str, bytes)):
+            return bool(found == expected)
+        if hasattr(expected, "tolist"):
+            return self._near(found, expected.tolist())
+        if isinstance(found, (str, bytes, Mapping, Sequence)) or found is None:
+            return False
+        if found == expected:
+            return True
+        if isinstance(expected, float) and math.isnan(expected):
+            return self._nan_ok and isinstance(found, float) and math.isnan(found)
+        if any(isinstance(each, float) and not math.isfinite(each) for each in (found, expected)):
+            return False
+        return bool(abs(found - expected) <= max(self._rel * abs(expected), self._abs))
+
+
+class raises:  # noqa: N801 - pytest's name
+    """A block, or a call, that must raise."""
+
+    value: BaseException | None = None
+
+    def __new__(cls, kinds: Any, *call: Any, match: str | None = None, **named: Any) -> Any:
+        made = super().__new__(cls)
+        made._kinds, made._match = kinds if isinstance(kinds, tuple) else (kinds,), match
+        if not call:
+            return made
+        with made:
+            call[0](*call[1:], **named)
+        return made
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if error is None:
+            raise AssertionError("nothing was raised")
+        names = getattr(error, "names", [])
+        # A class of the program's own is told by its name.
+        own = [each for each in self._kinds if not isinstance(each, type)]
+        is_kind = isinstance(error, tuple(each for each in self._kinds if isinstance(each, type)))
+        if not is_kind and not any(each.__name__ in names for each in own):
+            return False
+        self.value, self.type = error, kind
+        if self._match is not None and not re.search(self._match, str(error)):
+            raise AssertionError(f"{self._match!r} is not in {str(error)!r}")
+        return True
+
+
+def fail(reason: str = "", **named: Any) -> NoReturn:
+    raise AssertionError(reason)
+
+
+def fixture(*given: Any, **named: Any) -> Any:
+    raise NotImplementedError("fixtures")
+
+
+class _Mark:
+    """`pytest.mark`: parametrize acts, the others mark only."""
+
+    @staticmethod
+    def parametrize(names: str | Sequence[str], rows: Iterable[Any], **more: Any) -> Callable[[Any], Any]:
+        """Call a test once for each row."""
+        own = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        table = [dict(zip(own, row if len(own) > 1 else [row], strict=True)) for row in rows]
+
+        def decorate(test: Any) -> Any:
+            test.rows = [{**one, **other} for one in getattr(test, "rows", [{}]) for other in table]
+            return test
+
+        return decorate
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **named: given[0] if given and callable(given[0]) else lambda test: test
+
+
+mark = _Mark()
+
+
+def param(*values: Any, **named: Any) -> Any:
+    return values if len(values) > 1 else values[0]
+
+
+def call(test: Any) -> None:
+    """Call a test function, once for each row of its parameters."""
+    for row in getattr(test, "rows", [{}]):
+        test(**row)

@@ -1,0 +1,175 @@
+"""Rewards of answers that are numbers or formulas: which answer a response states -> whether it equals the truth."""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+from fivefold.reward.boxed import last_boxed
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d+)?")
+_AFTER_HASHES = re.compile(r"####\s*\$?\s*([-\d,.]*)")
+_SPACING = re.compile(r"\\[,!;: ]|[\\$]|(?<=,)\s+(?=\d{3})|(?<=\d)\s+(?=\d{3}(?!\d))")
+"""Signs that say nothing within a number: a dollar, thin spaces, spaces between thousands."""
+
+
+def _number(text: str) -> Decimal | None:
+    """The number that all of a text is, None where it is none: commas stand between thousands only."""
+    plain = _SPACING.sub("", text.strip()).strip().rstrip(".,")
+    return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) and any(map(str.isdigit, plain)) else None
+
+
+def gsm8k_answer(response: str) -> Decimal | None:
+    r"""The number after the last `####` that something follows, otherwise in the last \boxed{}; None where that is none."""
+    stated = [text for text in _AFTER_HASHES.findall(response) if any(map(str.isdigit, text))]
+    if stated:
+        return _number(stated[-1])
+    boxed = last_boxed(response)
+    return None if boxed is None else _number(boxed)
+
+
+def gsm8k(response: str, ground_truth: str) -> float:
+    """1 when the stated number equals the truth as a number, 0 otherwise."""
+    answer, truth = gsm8k_answer(response), _number(ground_truth)
+    return float(answer is not None and answer == truth)
+
+
+def gsm8k_fault(ground_truth: str) -> str | None:
+    return None if _number(ground_truth) is not None else "must be a number"
+
+
+def math(response: str, ground_truth: str) -> float:
+    r"""1 when the answer is mathematically the truth's equal (math-verify); the last \boxed{} is read where there is one.
+
+    An answer that cannot be written out (thousands of digits, powers of powers) is right only where it is written as the
+    truth is. Of a box that states several sides, such as `x = 2 + 3 = 5`, every side without a letter must equal the truth.
+    """
+    boxed = last_boxed(response)
+    answer = response[-_LONGEST_ANSWER:] if boxed is None else boxed
+    if "".join(answer.split()) == "".join(ground_truth.split()):
+        return 1.0
+    if is_large(answer) or _GLUED.search(answer) or (boxed is None and _repeats(answer)):
+        return 0.0
+    if boxed is None:
+        return _verify(answer, ground_truth)
+    return float(_verify(f"\\boxed{{{boxed}}}", ground_truth) == 1 and _sides_agree(boxed, ground_truth))
+
+
+def math_any(response: str, ground_truth: str) -> float:
+    r"""1 when `math` is, for one of the solutions in a JSON list of texts; of one with a \boxed{} its content counts."""
+    solutions = json.loads(ground_truth)
+    return float(any(math(response, last_boxed(text) or text) for text in solutions))
+
+
+def math_fault(ground_truth: str) -> str | None:
+    return None if ground_truth.strip() else "must not be empty"
+
+
+def math_any_fault(ground_truth: str) -> str | None:
+    try:
+        texts = json.loads(ground_truth)
+    except (ValueError, RecursionError):
+        texts = None
+    is_list = isinstance(texts, list) and bool(texts) and all(isinstance(text, str) and text.strip() for text in texts)
+    return None if is_list else "must be a JSON list of solutions"
+
+
+def load_math() -> None:
+    """Import and prepare math-verify, which takes longer than any answer may."""
+    _verify("\\boxed{\\frac{1}{2}}", "0.5")
+
+
+def _verify(answer: str, ground_truth: str, **rounding: Any) -> float:
+    from math_verify import parse, verify
+
+    # Its own time limits are those of real time, which a busy machine changes.
+    truth = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
+    return float(verify(truth, parse(answer, parsing_timeout=None), timeout_seconds=None, **rounding))
+
+
+_RELATION = re.compile(r"(?<![<>!:\\])=+|\\(?:to|[rR]ightarrow|[lL]ongrightarrow|implies|equiv|approx)(?![a-zA-Z])")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_GLUED = re.compile(r"%\d[\d.,]*\\?%[\s.$)\]}]*$")
+"""Two percentages without anything between them, at the end."""
+_LOOP = 3
+"""Equal words at the end of a text that are no answer."""
+
+
+def _sides_agree(boxed: str, ground_truth: str) -> bool:
+    """Whether every side that is a number equals the truth, to two decimals: math-verify compares the last side only."""
+    sides = _RELATION.split(boxed)
+    if len(sides) == 1 or _RELATION.search(ground_truth):
+        return True
+    numbers = [side for side in sides if any(map(str.isdigit, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))]
+    return all(_verify(f"\\boxed{{{side}}}", ground_truth, float_rounding=2) for side in numbers)
+
+
+def _repeats(text: str) -> bool:
+    """Whether a text ends in the same word again and again: a loop, and no answer."""
+    words = text.split()[-_LOOP:]
+    return len(words) == _LOOP and len(set(words)) == 1
+
+
+_LONGEST_ANSWER = 1000
+"""Characters; without a box the answer is looked for in so many at the end."""
+_LARGEST_EXPONENT = 10_000
+_LARGEST_FACTORIAL = 2000
+_LARGE_NUMBER = re.compile(r"\d{1000}|\d[eE]\+?\d{5}|binom\s*\{?\s*\d{5}")
+_SMALL_TOWER = re.compile(r"\^\s*\{\s*(\d{1,2})\s*\^\s*\{?\s*(\d)\s*\}?\s*\}")
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\d+|\*\*|\S")
+
+
+def is_large(latex: str) -> bool:
+    """Whether numbers in an answer may be too large to be computed, judged by how they are written; linear in the text.
+
+    An exponent is at most 10,000, as are the products within it and the exponents together that follow a number or a
+    bracket; a number's power or factorial in an exponent is large unless it is as plain as 3^2.
+    """
+    if len(latex) > _LONGEST_ANSWER or _LARGE_NUMBER.search(latex):
+        return True
+    latex = _SMALL_TOWER.sub(lambda found: f"^{{{int(found[1]) ** int(found[2])}}}", latex)
+    tokens = [token for token in _TOKEN.findall(latex) if token not in ("\\left", "\\right")]
+    numeric = not any(token.isalpha() for token in tokens)
+    opened: list[str] = []
+    raised, previous, together, product = "", " ", 1, 1
+    was_exponent = False
+    for token in tokens:
+        of_number = previous.isdigit() or previous in ")}]!"
+        in_exponent, opened_by_number = any(opened), "number" in opened
+        product = product if in_exponent else 1
+        if token in ("^", "**"):
+            if of_number and was_exponent:
+                return True
+            raised = "tower" if of_number and in_exponent else "number" if of_number else "symbol"
+        elif token in "{([":
+            opened.append(raised)
+        elif token in "})]":
+            was_exponent = bool(opened) and bool(opened.pop())
+        elif token.isdigit():
+            value = int(token)
+            together *= max(value, 1) if raised == "number" else 1
+            product *= max(value, 1) if in_exponent and opened_by_number else 1
+            if (raised or in_exponent) and (raised == "tower" or max(value, together, product) > _LARGEST_EXPONENT):
+                return True
+        elif token in "+-" and opened and opened[-1]:
+            # A new term of the exponent itself; within further brackets it may be multiplied.
+            product = 1
+        elif token == "!" and (
+            (previous.isdigit() and int(previous) > _LARGEST_FACTORIAL)
+            or (of_number and in_exponent)
+            or (previous in ")}]!" and numeric)
+        ):
+            return True
+        if token not in ("^", "**", "{", "(", "[", "-", "+"):
+            if token not in "})]":
+                was_exponent = previous in ("^", "**")
+            raised = ""
+        previous = token
+    return False
+
+
+def format(response: str, ground_truth: str) -> float:
+    r"""1 when the response states an answer where it is looked for: one `####` with a number, or a \boxed{}."""
+    return float(gsm8k_answer(response) is not None or bool((last_boxed(response) or "").strip()))
