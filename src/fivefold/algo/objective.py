@@ -210,7 +210,7 @@ class Objective:
             rewards_N=self.shape_rewards(stats.rewards_N, stats.response_lengths_N, limit),
             group_N=stats.group_N,
             lengths_N=stats.response_lengths_N,
-            longest_N=stats.response_lengths_N >= limit,
+            truncated_N=~stats.finished_N,
             greedy_rewards_N=None if greedy_N is None else self.shape_rewards(greedy_N, stats.greedy_lengths_N, limit),
             expert_N=stats.expert_N,
         )
@@ -223,8 +223,8 @@ class Objective:
         else:
             found_N = self.advantage(inputs)
         if self.overlong_zero:
-            assert inputs.longest_N is not None
-            without_N = inputs.longest_N & (inputs.rewards_N == 0)
+            assert inputs.truncated_N is not None
+            without_N = inputs.truncated_N & (inputs.rewards_N == 0)
             found_N = torch.where(without_N if expert_N is None else without_N & ~expert_N, 0.0, found_N)
         return found_N
 
@@ -520,7 +520,9 @@ def _surrogate(chosen: Choices) -> Surrogate:
 
 def _credit(chosen: Choices) -> Credit:
     name = str(chosen.credit)
-    return UserCredit(load_user_code(name)) if is_user_code(name) else make_credit(name, chosen.gamma, chosen.lam)
+    if is_user_code(name):
+        return UserCredit(load_user_code(name))
+    return make_credit(name, chosen.gamma, chosen.lam, chosen.bootstrap_truncated)
 
 
 def _largest(values_T: Tensor) -> Tensor:

@@ -98,10 +98,13 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
     own = set(rows)
     pieces: dict[str, dict[int, Tensor]] = {}
     nothing: dict[str, Tensor] = {}
+    # A checkpoint of an earlier version has no numbers: they are the run's.
+    numbers: dict[str, Any] = {"temperature": plan.temperature, "samples_per_comparison": plan.samples_per_comparison}
     for path in sorted(directory.glob(f"{_REPLICA}*")):
         with safe_open(path, framework="pt") as file:
             lengths_N, index_N = (file.get_tensor(name).tolist() for name in ("lengths_N", "sample_index_N"))
             names = set(file.keys()) - {"lengths_N", "sample_index_N"}
+            numbers |= json.loads((file.metadata() or {}).get("numbers", "{}"))
             ends = torch.tensor(lengths_N, dtype=torch.long).cumsum(0).tolist()
             for name in names:
                 numbers_T = file.get_slice(name)
@@ -112,13 +115,7 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
     tensors: dict[str, Any] = {
         name: torch.cat([pieces[name][row] for row in rows]) if rows else nothing[name] for name in nothing
     }
-    return TokenBatch(
-        lengths_N=stats.lengths_N[rows].tolist(),
-        sample_index_N=rows,
-        temperature=plan.temperature,
-        samples_per_comparison=plan.samples_per_comparison,
-        **tensors,
-    )
+    return TokenBatch(lengths_N=stats.lengths_N[rows].tolist(), sample_index_N=rows, **tensors, **numbers)
 
 
 def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]]:
