@@ -264,6 +264,8 @@ class TokenBatch:
     interpolation_T: Tensor | None = None
     """How far the old log-prob of each token lies on the way from the engine's to the one of now; None where it does not."""
     old_logprobs_T: Tensor | None = None
+    first_logprobs_T: Tensor | None = None
+    """As `old_logprobs_T`, where only samples.jsonl asks for them: no formula reads them."""
     half_temperature_logprobs_T: Tensor | None = None
     """As `old_logprobs_T`, at half the temperature."""
     ref_logprobs_T: Tensor | None = None

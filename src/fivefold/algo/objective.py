@@ -24,7 +24,7 @@ from fivefold.algo.surrogates import Surrogate, TokenSelector, UserSurrogate, ma
 from fivefold.config import methods
 from fivefold.config.findings import Findings
 from fivefold.config.method_rules import check_method
-from fivefold.config.methods import Choices, ExpertConfig, ProcessRewardConfig, RatioReference
+from fivefold.config.methods import SECOND_MOMENT, Choices, ExpertConfig, ProcessRewardConfig, RatioReference
 from fivefold.config.ranges import check_values
 from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
@@ -387,6 +387,20 @@ class Objective:
             chosen_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
         assert chosen_T is not None
         return chosen_T
+
+    def first_correction(self, batch: TokenBatch) -> tuple[Tensor, Tensor] | None:
+        """(weight_T, kept_T) of the rollout correction in the first update on each sample; None without one.
+
+        What `second_moment` leaves out is chosen among all of an update, and is not in it.
+        """
+        now_T = batch.first_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
+        if not self.rollout_correction.is_active or batch.rollout_logprobs_T is None or now_T is None:
+            return None
+        bounds = {name: bound for name, bound in self.rollout_correction.reject_divergence.items() if name != SECOND_MOMENT}
+        mask_T = batch.loss_mask_T if batch.expert_T is None else batch.loss_mask_T & ~batch.expert_T
+        before_T = now_T if self.old_logprobs_from == "engine" else self.old_logprobs(now_T, batch)
+        correction = replace(self.rollout_correction, reject_divergence=bounds)
+        return correction((before_T - batch.rollout_logprobs_T) * mask_T, Segments.of(batch))
 
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""

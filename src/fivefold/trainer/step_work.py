@@ -25,6 +25,8 @@ WORK = "work"
 """Name of the part of a checkpoint."""
 _STEP, _REPLICA = "step.safetensors", "replica-"
 _SAMPLED = "sampled."
+_ROWS = "rows.json"
+"""Name of a tensor of bytes."""
 
 
 @dataclass
@@ -66,8 +68,10 @@ class StepWork:
                     "stats": numbers,
                     "reports": {name: [asdict(report) for report in each] for name, each in self.reports.items()},
                     "metrics": metrics,
-                    "rows": self.rows,
                 }
+                # Rows may be longer than a file's metadata.
+                rows = json.dumps(self.rows).encode()
+                tensors[_ROWS] = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
                 files.append(directory / _STEP)
                 save_file(tensors, files[-1], metadata={"described": json.dumps(described)})
             return files
@@ -79,13 +83,15 @@ def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
     """What the ranks of any layout wrote, the samples dealt anew to the replicas of this one."""
     with safe_open(directory / _STEP, framework="pt") as file:
         described = json.loads(file.metadata()["described"])
-        stats = _put_together({name: file.get_tensor(name) for name in file.keys()}, described["stats"])  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    rows = json.loads(tensors.pop(_ROWS).numpy().tobytes()) if _ROWS in tensors else described["rows"]
+    stats = _put_together(tensors, described["stats"])
     stats = replace(stats, owner_N=owners(stats, ranks.layout.dp, plan))
     reports = {name: [StepReport(**each) for each in found] for name, found in described["reports"].items()}
     return StepWork(
         stats,
         _read_batch(directory, stats, (stats.owner_N == ranks.coords.dp).nonzero()[:, 0].tolist(), plan),
-        described["rows"],
+        rows,
         described["metrics"],
         reports["policy"],
         reports["critic"],
