@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fivefold.trainer.logged_samples import LoggedSamples
 from fivefold.types import Group, Prompt, Sample
 
