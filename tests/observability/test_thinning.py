@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_the_first_last_least_and_greatest_of_every_stretch_are_kept():
         for choose in (min, max):
             assert choose(value for _, value in after) == pytest.approx(choose(value for _, value in before), rel=1e-5)
         assert (after[0][0], after[-1][0]) == (before[0][0], before[-1][0])
-        largest_gap = max(later - step for (step, _), (later, _) in zip(after, after[1:], strict=False))
+        largest_gap = max(later - step for (step, _), (later, _) in pairwise(after))
         assert largest_gap < 10_000 / len(after) * 8
     assert sum(row["time/train"] for row in seconds) == 5_000, "shares of stages are those of all steps"
     assert thin(rows[:50], 2_000) == (rows[:50], [])
