@@ -13,8 +13,8 @@ _POINTS = 4
 def thin(rows: Sequence[Row], most_values: int) -> tuple[list[Row], list[Row]]:
     """(rows with about so many values in all, seconds of each stage within each stretch).
 
-    All rows and nothing where there are no more values than that. Both are by `step`. A row keeps the values that its metrics
-    are to be drawn with, to six digits.
+    All rows and nothing where there are no more values than that. Both are by `step`.
+    A row keeps the values that its metrics are to be drawn with, to six digits.
     """
     names = sorted({name for row in rows for name in row} - {"step"})
     if sum(map(len, rows)) <= most_values:

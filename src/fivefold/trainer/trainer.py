@@ -26,6 +26,7 @@ from fivefold.observability.profiler import profiled
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.stats import BatchPlan, rollout_metrics
 from fivefold.trainer.evaluation import Evaluation
+from fivefold.trainer.heap import trim_heap
 from fivefold.trainer.logged_samples import LoggedSamples
 from fivefold.trainer.models import Models
 from fivefold.trainer.step_work import WORK, StepWork, read_work
@@ -160,6 +161,7 @@ class Trainer:
             with self.logger.stage("verify"):
                 for model in self.models.learners.values():
                     model.verify()
+        trim_heap(self.step)
         self._end_step()
 
     def _count_step(self) -> None:
