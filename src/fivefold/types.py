@@ -6,6 +6,7 @@ V vocabulary, D model width, H heads, L layers, E experts.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -267,6 +268,8 @@ class TokenBatch:
     interpolation_T: Tensor | None = None
     """How far the old log-prob of each token lies on the way from the engine's to the one of now; None where it does not."""
     old_logprobs_T: Tensor | None = None
+    first_logprobs_T: Tensor | None = None
+    """As `old_logprobs_T`, where only samples.jsonl asks for them: no formula reads them."""
     half_temperature_logprobs_T: Tensor | None = None
     """As `old_logprobs_T`, at half the temperature."""
     ref_logprobs_T: Tensor | None = None
@@ -346,12 +349,17 @@ class TokenBatch:
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
 
     def save(self, path: Path) -> None:
-        """Write the tensors, where samples end and which they are into a safetensors file."""
+        """Write every field that is set into a safetensors file; numbers are JSON in its metadata."""
         # Copies: safetensors takes no two names of the same numbers, as advantages and returns may be.
         whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self.tensors().items()}
-        for name, numbers in (("lengths_N", self.lengths_N), ("sample_index_N", self.sample_index_N)):
-            whole[name] = torch.tensor(numbers, dtype=torch.long)
-        save_file(whole, path)
+        numbers: dict[str, Any] = {}
+        for name in (item.name for item in fields(self) if item.name not in whole):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                whole[name] = torch.tensor(value, dtype=torch.long)
+            elif value is not None:
+                numbers[name] = value
+        save_file(whole, path, metadata={"numbers": json.dumps(numbers)})
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch with its tensors on `device`."""

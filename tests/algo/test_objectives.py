@@ -185,22 +185,42 @@ def test_gae_by_hand():
     assert returns.tolist() == pytest.approx([0, 1.25, 3.0])
 
 
-def test_a_response_that_was_cut_off_goes_on_with_the_critic_s_value():
-    """The same with 9 behind the last token: δ_2 = 3 + 0.5·9 - 2 = 5.5."""
+def test_a_truncated_response_is_bootstrapped_only_where_that_is_chosen():
+    """The same with 9 after the last token: δ_2 = 3 + 0.5·9 - 2 = 5.5."""
     values = torch.tensor([1.0, 2.0, 9.0])
     samples = Segments(torch.tensor([False, True, True]), [3])
-    advantages, returns = GAE(0.5, 0.5)(torch.tensor([3.0]), torch.zeros(3), values, torch.tensor([False]), samples)
+    given = torch.tensor([3.0]), torch.zeros(3), values, torch.tensor([False]), samples
+    advantages, returns = GAE(0.5, 0.5, bootstrap_truncated=True)(*given)
     assert advantages.tolist() == pytest.approx([0, 0.25 * 5.5, 5.5])
     assert returns.tolist() == pytest.approx([0, 1 + 0.25 * 5.5, 7.5])
+    advantages, returns = GAE(0.5, 0.5)(*given)
+    assert advantages.tolist() == pytest.approx([0, 0.25, 1.0]) and returns.tolist() == pytest.approx([0, 1.25, 3.0])
 
 
-@pytest.mark.parametrize("kind", ["gae", "discounted", "response"])
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [({}, [-0.3, -0.4, -0.5, -0.6]), ({"bootstrap_truncated": True}, [0.4, 0.3, 0.2, 0.1])]
+)
+def test_ppo_ends_a_truncated_response_with_0_as_verl_does_and_areal_does_not(chosen, expected):
+    values = torch.tensor([0.3, 0.4, 0.5, 0.6, 0.7])
+    samples = Segments(torch.tensor([False, True, True, True, True]), [5])
+    credit = make_objective("ppo", **chosen).credit
+    advantages, _ = credit(torch.tensor([0.0]), torch.zeros(5), values, torch.tensor([False]), samples)
+    assert advantages.tolist() == pytest.approx([0, *expected])
+
+
+@pytest.mark.parametrize("kind", ["gae", "bootstrapped", "discounted", "response"])
 def test_credit_equals_its_loop(kind):
     generator = torch.Generator().manual_seed(1)
     values, penalties = torch.randn(2, 12, generator=generator)
     penalties = penalties * MASK
     earned, finished = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([True, False, False])
-    credit = {"gae": GAE(0.9, 0.8), "discounted": DiscountedReturn(0.9), "response": UniformCredit()}[kind]
+    bootstrapped = GAE(0.9, 0.8, bootstrap_truncated=True)
+    credit = {
+        "gae": GAE(0.9, 0.8),
+        "bootstrapped": bootstrapped,
+        "discounted": DiscountedReturn(0.9),
+        "response": UniformCredit(),
+    }[kind]
     advantages, returns = credit(earned, penalties, values, finished, Segments(MASK, LENGTHS))
     assert not advantages[~MASK].any() and not returns[~MASK].any()
     start = 0
@@ -213,8 +233,8 @@ def test_credit_equals_its_loop(kind):
         elif kind == "discounted":
             expected, _ = loops.gae(rewards, [0.0] * len(tokens), 0.0, 0.9, 1.0)
         else:
-            behind = 0.0 if finished[sample] else float(values[tokens[-1]])
-            expected, targets = loops.gae(rewards, [float(values[t - 1]) for t in tokens], behind, 0.9, 0.8)
+            end = 0.0 if finished[sample] or kind == "gae" else float(values[tokens[-1]])
+            expected, targets = loops.gae(rewards, [float(values[t - 1]) for t in tokens], end, 0.9, 0.8)
             assert returns[tokens].tolist() == pytest.approx(targets, rel=1e-5, abs=1e-6)
         assert advantages[tokens].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
         start += length
@@ -1184,6 +1204,7 @@ def test_a_number_that_is_not_finite_is_refused(number):
         ("opo", {"normalize": "group"}, "normalize belongs to"),
         ("grpo", {"lam": 0.9}, "lam belongs to credit: gae"),
         ("grpo", {"gamma": 0.9}, "gamma belongs to credit: discounted or gae"),
+        ("grpo", {"bootstrap_truncated": True}, "bootstrap_truncated belongs to credit: gae"),
         ("ppo", {"lam": 1.5}, r"lam must be in \[0, 1\]"),
         ("grpo", {"surrogate": "dpo"}, "write name: dpo"),
         ("grpo", {"surrogate": "ppo"}, "surrogate must be one of ppo_clip"),

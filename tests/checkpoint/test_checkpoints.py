@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_from_an_older_step_moves_newer_checkpoints_and_rows(
 
 
 def test_a_row_that_was_being_written_is_not_continued_by_the_next_one(tmp_path):
-    """Nothing is to be moved: all whole rows stay, and what a kill or a full disk left of another one goes."""
+    """Nothing is to be moved: all whole rows stay, and what a kill or a full disk left of another one is kept apart."""
     checkpoints = Checkpoints(tmp_path, keep=3)
     write(checkpoints, 5)
     write_rows(tmp_path, range(5))
@@ -137,6 +137,38 @@ def test_a_row_that_was_being_written_is_not_continued_by_the_next_one(tmp_path)
     for name in RECORDS:
         assert steps_in(tmp_path / name) == [0, 1, 2, 3, 4]
         assert (tmp_path / name).read_bytes().endswith(b"}\n")
+
+
+def test_rows_that_cannot_be_read_are_named_and_kept_next_to_the_others(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    write(checkpoints, 5)
+    write_rows(tmp_path, range(5))
+    damaged = [
+        "not json",
+        "[1, 2]",
+        '"text"',
+        "3",
+        "null",
+        '{"loss": 1}',
+        '{"step": "4"}',
+        '{"step": true}',
+        "[" * 100_000,
+        "\0\0",
+    ]
+    path = tmp_path / "metrics.jsonl"
+    rows = path.read_text().split("\n")[:-1]
+    path.write_text("\n".join([rows[0], *damaged, *rows[1:], "", '{"step": 5}']))
+    said: list[str] = []
+    assert checkpoints.set_aside(5, warn=said.append) is None
+    assert steps_in(path) == [0, 1, 2, 3, 4, 5], "a last row that is whole stays, with or without an end of its line"
+    beside = tmp_path / "metrics.jsonl.unreadable"
+    assert beside.read_text().split("\n")[:-1] == damaged
+    assert said == [
+        f"{path}: lines 2, 3, 4, 5, 6 and 5 more must be a JSON object with the number of a step: kept in {beside}"
+    ]
+    path.write_text(path.read_text() + "again\n")
+    checkpoints.set_aside(5, warn=said.append)
+    assert beside.read_text().split("\n")[:-1] == [*damaged, "again"] and ": line 7 must be" in said[1]
 
 
 def test_a_kill_while_newer_checkpoints_are_moved_leaves_the_older_one_to_resume_from(tmp_path, monkeypatch):

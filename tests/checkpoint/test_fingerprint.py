@@ -93,6 +93,19 @@ def test_what_decides_the_curve_is_refused_and_how_it_is_computed_is_not(config,
     assert (counts[key] is not HARMLESS) == refused
 
 
+@pytest.mark.parametrize(("method", "credit", "now", "refused"), [
+    ("ppo", None, None, ["algorithm.bootstrap_truncated: true -> false"]), ("ppo", None, True, []), ("ppo", "response", None, []),
+    ("grpo", None, None, []), ("grpo", "gae", True, []),
+])  # fmt: skip
+def test_a_run_that_bootstrapped_before_the_key_existed_resumes_only_as_it_was(tmp_path, method, credit, now, refused):
+    config = config_of(tmp_path, method)
+    for key, value in (("algorithm.credit", credit), ("algorithm.bootstrap_truncated", now)):
+        config = config if value is None else with_key(config, key, value)
+    before = Fingerprint.of(config, 10, {}).values
+    del before["algorithm.bootstrap_truncated"]
+    assert Fingerprint.of(config, 10, {}).compare(before).refused == refused
+
+
 def test_files_are_compared_by_what_they_hold(config, tmp_path):
     train = tmp_path / "train.jsonl"
     before = Fingerprint.of(config, 10, {}).values

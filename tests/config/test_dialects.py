@@ -932,6 +932,14 @@ def test_details_of_those_runs():
     assert (trinity.policy.recompute, trinity.algorithm.resolved.credit) == ("full", "gae")
 
 
+def test_only_areal_continues_truncated_responses_with_the_critics_value():
+    critics = [config(*ASKED[name][0][:1], tree=ASKED[name][0][1]) for name in ("areal ppo", "roll ppo")]
+    critics += [config("trinity", tree=PPO_TRINITY), config(*ASKED["siirl ppo on fsdp"][0])]
+    chosen = [run.algorithm.resolved for run in critics]
+    assert [each.credit for each in chosen] == ["gae"] * 4
+    assert [each.bootstrap_truncated for each in chosen] == [True, False, False, False]
+
+
 @pytest.mark.parametrize(("system", "words", "tree", "says"), [
     ("verl", [*GRPO_VERL, "algorithm.adv_estimator=gdpo"], "", "the advantage gdpo"),
     ("verl", [*GRPO_VERL, "algorithm.rollout_correction.rollout_rs='token_k1,seq_sum_k1'", "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0,0.5_2.0'"], "", "and one of token_k1"),

@@ -17,7 +17,7 @@ from fivefold.config import RunConfig
 from fivefold.config.engine import RolloutConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import ConfigError
-from fivefold.config.schema import LaunchConfig, TrainerConfig
+from fivefold.config.schema import AlgorithmConfig, LaunchConfig, TrainerConfig
 from fivefold.distributed.ports import free_port
 from fivefold.plan.check import check
 from fivefold.plan.summary import describe
@@ -470,6 +470,26 @@ def test_the_summary_says_what_samples(files, vllm):
     lines = describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
     (line,) = [line for line in lines if line.startswith("engine")]
     assert "vllm, bfloat16: 1 replicas x 2 tensor on the policy's ranks" in line and "40% of each GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ({"name": "ppo"}, "credit gae, 0 after truncated responses, surrogate"),
+        ({"name": "ppo", "bootstrap_truncated": True}, "credit gae, truncated responses bootstrapped, surrogate"),
+        ({"name": "grpo"}, "credit response, surrogate"),
+    ],
+)
+def test_the_summary_says_how_ppo_ends_truncated_responses(files, algorithm, says):
+    from fivefold.models.families import load_spec
+
+    made = replace(config(files), algorithm=AlgorithmConfig(**algorithm))
+    (line,) = [
+        line
+        for line in describe(made, load_spec(files / "qwen3"), steps=1, prompts=1, dropped=0, validation=0).splitlines()
+        if line.startswith("method")
+    ]
+    assert says in line
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fivefold.rollout import group_files
 from fivefold.rollout.group_files import read_groups, write_groups
 from fivefold.types import Sample
+
+
+def test_tokens_that_carry_no_loss_carry_none_after_a_resume(tmp_path):
+    groups = {
+        0: [
+            Sample([4, 5, 6], [0.0, -1.0, 0.0], "a", True, 0, loss_mask=[True, False, True]),
+            Sample([1], [0.0], "", True, 0),
+        ]
+    }
+    write_groups(tmp_path / "groups.safetensors", groups, ())
+    again, plain = read_groups(tmp_path / "groups.safetensors")[0][0]
+    assert again.loss_mask == [True, False, True] and again.loss_tokens == 2 and plain.loss_mask is None
+
+
+def test_a_field_that_is_added_to_samples_is_kept_in_their_files(tmp_path, monkeypatch):
+    added = [
+        ("numbers", list[int] | None, None),
+        ("turns", list[str], dataclasses.field(default_factory=list)),
+        ("weight", float, 1.0),
+        ("values_T", torch.Tensor | None, None),
+        ("note", dict, dataclasses.field(default_factory=dict)),
+    ]
+    Longer = dataclasses.make_dataclass("Longer", added, bases=(Sample,))
+    monkeypatch.setattr(group_files, "Sample", Longer)
+    plain = ([1, 2], [-0.5, -0.25], "x", True, 4)
+    more = Longer(
+        *plain, numbers=[7, 8], turns=["\ud800", "b"], weight=1 / 3, values_T=torch.tensor([0.1, 0.2]), note={"n": [1]}
+    )
+    groups = {3: [Longer(*plain), more], 4: [Longer(*plain, routes_TLK=torch.ones(2, 1, 2, dtype=torch.uint8))]}
+    write_groups(tmp_path / "groups.safetensors", groups, {4})
+    assert repr(read_groups(tmp_path / "groups.safetensors")) == repr((groups, {4}))
+
+
+def test_a_file_of_another_version_is_named_instead_of_read_with_fields_missing(tmp_path):
+    save_file(
+        {"logprobs_T": torch.zeros(1)}, tmp_path / "old.safetensors", metadata={"described": json.dumps({"groups": {}})}
+    )
+    with pytest.raises(ValueError, match=r"old\.safetensors was written by another version"):
+        read_groups(tmp_path / "old.safetensors")
 
 
 def test_groups_come_back_as_they_were(tmp_path):

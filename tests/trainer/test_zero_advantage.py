@@ -167,10 +167,15 @@ def test_groups_of_equal_rewards_are_skipped(name):
     assert make_objective(name, kl=OFF).skipped(rows()).tolist() == EQUAL
 
 
-def test_a_response_of_the_longest_length_without_reward_has_no_advantage_and_still_counts():
-    """Groups of three, of which the second differs: rewards 0, 0.25, 1 of mean 5/12, and 9 tokens at most."""
-    lengths, rewards = [9, 9, 9, 9, 9, 4, 2, 9, 9], [1.0] * 3 + [0.0, 0.25, 1.0] + [0.0] * 3
-    stats = rows(response_lengths_N=torch.tensor(lengths), rewards_N=torch.tensor(rewards, dtype=torch.float64))
+def test_a_truncated_response_without_reward_has_no_advantage_and_still_counts():
+    """Groups of three, of which the second differs: rewards 0, 0.25, 1 of mean 5/12. How a response ended says it, not how
+    many of its tokens carry loss: the first of the second group has 4 of 9, and the last of all ended with its 9th."""
+    lengths, rewards = [9, 9, 9, 4, 9, 4, 2, 9, 9], [1.0] * 3 + [0.0, 0.25, 1.0] + [0.0] * 3
+    stats = rows(
+        response_lengths_N=torch.tensor(lengths),
+        rewards_N=torch.tensor(rewards, dtype=torch.float64),
+        finished_N=torch.tensor([False, False, False, False, False, True, True, False, True]),
+    )
     objective = make_objective("dr_grpo", overlong_zero=True)
     found = objective._compared(objective._inputs(stats)).tolist()
     assert found == pytest.approx([0, 0, 0, 0, 0.25 - 5 / 12, 1 - 5 / 12, 0, 0, 0])

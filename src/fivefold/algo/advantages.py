@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -20,15 +20,17 @@ class AdvantageInputs:
     """Tokens of the responses."""
     greedy_rewards_N: Tensor | None = None
     """Reward of the most likely response to the same prompt, where the advantage needs it."""
-    longest_N: Tensor | None = None
-    """Whether a response has as many tokens as one may have."""
+    truncated_N: Tensor | None = None
+    """Whether a response was cut off at the longest length."""
     expert_N: Tensor | None = None
     """An expert's response, which is compared with none."""
 
     def select(self, chosen_N: Tensor) -> AdvantageInputs:
-        """Those of these samples."""
+        """Those of these samples, none of which is an expert's."""
+        columns = {item.name: getattr(self, item.name) for item in fields(self)}
+        chosen = {name: None if value is None else value[chosen_N] for name, value in columns.items()}
         _, group_N = self.group_N[chosen_N].unique(return_inverse=True)
-        return AdvantageInputs(self.rewards_N[chosen_N], group_N, self.lengths_N[chosen_N])
+        return replace(self, **{**chosen, "group_N": group_N, "expert_N": None})
 
     def group_sums(self, values_N: Tensor) -> Tensor:
         """The sum over its group, for each sample, in float64."""

@@ -73,12 +73,13 @@ class DiscountedReturn:
 class GAE:
     """δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, returns A + V: 1506.02438 equations 11 to 16.
 
-    V_t is the value before token t. Behind the last token it is 0 when the response ended by itself; when it was cut off,
-    it is the critic's value of the whole text.
+    V_t is the value before token t. After the last token it is 0; with `bootstrap_truncated` it is the critic's value of the
+    whole text where the response was cut off.
     """
 
     gamma: float = 1.0
     lam: float = 1.0
+    bootstrap_truncated: bool = False
     by_token: bool = True
     needs_critic: bool = True
     keeps_zero: bool = False
@@ -89,9 +90,10 @@ class GAE:
         assert values_T is not None
         table = Table(samples)
         before_NL = table.rows(before(values_T))
-        behind_N = torch.where(finished_N, 0.0, table.last(values_T))
+        bootstrapped_N = ~finished_N if self.bootstrap_truncated else torch.zeros_like(finished_N)
+        end_N = torch.where(bootstrapped_N, table.last(values_T), 0.0)
         after_NL = torch.cat([before_NL[:, 1:], before_NL.new_zeros(len(before_NL), 1)], 1)
-        after_NL = torch.where(table.is_last_NL, behind_N[:, None], after_NL)
+        after_NL = torch.where(table.is_last_NL, end_N[:, None], after_NL)
         delta_NL = table.rewards(advantages_N, penalties_T) + self.gamma * after_NL - before_NL
         advantages_T = table.flat(returns_of(delta_NL * table.present_NL, self.gamma * self.lam))
         return advantages_T, advantages_T + before(values_T) * samples.mask_T
@@ -211,9 +213,9 @@ def whiten(
     return torch.where(mask_T, (values_T.double() - mean[part]) / deviation[part], 0.0).float()
 
 
-def make_credit(name: str, gamma: float | None, lam: float | None) -> Credit:
+def make_credit(name: str, gamma: float | None, lam: float | None, bootstrap_truncated: bool | None = None) -> Credit:
     """The credit of this name; numbers left out are its own."""
     given: dict[str, Any] = {key: value for key, value in (("gamma", gamma), ("lam", lam)) if value is not None}
     if name == "gae":
-        return GAE(**given)
+        return GAE(**given, bootstrap_truncated=bool(bootstrap_truncated))
     return DiscountedReturn(**given) if name == "discounted" else UniformCredit()

@@ -24,7 +24,7 @@ from fivefold.algo.surrogates import Surrogate, TokenSelector, UserSurrogate, ma
 from fivefold.config import methods
 from fivefold.config.findings import Findings
 from fivefold.config.method_rules import check_method
-from fivefold.config.methods import Choices, ExpertConfig, ProcessRewardConfig, RatioReference
+from fivefold.config.methods import SECOND_MOMENT, Choices, ExpertConfig, ProcessRewardConfig, RatioReference
 from fivefold.config.ranges import check_values
 from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
@@ -210,7 +210,7 @@ class Objective:
             rewards_N=self.shape_rewards(stats.rewards_N, stats.response_lengths_N, limit),
             group_N=stats.group_N,
             lengths_N=stats.response_lengths_N,
-            longest_N=stats.response_lengths_N >= limit,
+            truncated_N=~stats.finished_N,
             greedy_rewards_N=None if greedy_N is None else self.shape_rewards(greedy_N, stats.greedy_lengths_N, limit),
             expert_N=stats.expert_N,
         )
@@ -223,8 +223,8 @@ class Objective:
         else:
             found_N = self.advantage(inputs)
         if self.overlong_zero:
-            assert inputs.longest_N is not None
-            without_N = inputs.longest_N & (inputs.rewards_N == 0)
+            assert inputs.truncated_N is not None
+            without_N = inputs.truncated_N & (inputs.rewards_N == 0)
             found_N = torch.where(without_N if expert_N is None else without_N & ~expert_N, 0.0, found_N)
         return found_N
 
@@ -388,6 +388,20 @@ class Objective:
         assert chosen_T is not None
         return chosen_T
 
+    def first_correction(self, batch: TokenBatch) -> tuple[Tensor, Tensor] | None:
+        """(weight_T, kept_T) of the rollout correction in the first update on each sample; None without one.
+
+        What `second_moment` leaves out is chosen among all of an update, and is not in it.
+        """
+        now_T = batch.first_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
+        if not self.rollout_correction.is_active or batch.rollout_logprobs_T is None or now_T is None:
+            return None
+        bounds = {name: bound for name, bound in self.rollout_correction.reject_divergence.items() if name != SECOND_MOMENT}
+        mask_T = batch.loss_mask_T if batch.expert_T is None else batch.loss_mask_T & ~batch.expert_T
+        before_T = now_T if self.old_logprobs_from == "engine" else self.old_logprobs(now_T, batch)
+        correction = replace(self.rollout_correction, reject_divergence=bounds)
+        return correction((before_T - batch.rollout_logprobs_T) * mask_T, Segments.of(batch))
+
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""
         assert batch.advantages_T is not None
@@ -520,7 +534,9 @@ def _surrogate(chosen: Choices) -> Surrogate:
 
 def _credit(chosen: Choices) -> Credit:
     name = str(chosen.credit)
-    return UserCredit(load_user_code(name)) if is_user_code(name) else make_credit(name, chosen.gamma, chosen.lam)
+    if is_user_code(name):
+        return UserCredit(load_user_code(name))
+    return make_credit(name, chosen.gamma, chosen.lam, chosen.bootstrap_truncated)
 
 
 def _largest(values_T: Tensor) -> Tensor:

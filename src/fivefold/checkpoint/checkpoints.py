@@ -18,11 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fivefold.checkpoint.records import RECORDS, SAMPLES, move_rows
+
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 16 * 2**20
-SAMPLES = "samples.jsonl"
-RECORDS = ("metrics.jsonl", SAMPLES, "trace/stages.jsonl")
-"""Files of a run that grow by each step."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,11 @@ class Checkpoints:
             warn(f"checkpoint {self.path(step)} is damaged and skipped: {faults}")
         return None
 
-    def set_aside(self, step: int, is_pending: bool = False) -> Path | None:
+    def set_aside(self, step: int, is_pending: bool = False, warn: Callable[[str], None] = print) -> Path | None:
         """Move what a run that begins after `step` would mix with: newer checkpoints, rows of later steps and, from step 0,
         everything that a run before has recorded. The directory they went to, if there were any.
 
-        `is_pending`: the row of metrics of the step itself is still to come.
+        `is_pending`: the row of metrics of the step itself is still to come. Rows that cannot be read are named to `warn`.
         """
         run_dir = self.root.parent
         newer = [each for each in self._steps() if each > step]
@@ -143,7 +142,7 @@ class Checkpoints:
                 (self.root / "latest").unlink()
         for name in RECORDS:
             last = step - 1 if step == 0 or (is_pending and name != SAMPLES) else step
-            _move_rows(run_dir / name, last, aside / name)
+            move_rows(run_dir / name, last, aside / name, warn)
         if step == 0 and aside.exists() and (run_dir / "run.yaml").is_file():
             (run_dir / "run.yaml").rename(aside / "run.yaml")
         return aside if aside.exists() else None
@@ -172,32 +171,6 @@ class Checkpoints:
 def _step_of(name: str) -> int | None:
     found = re.fullmatch(r"step-(\d{6,})", name)
     return int(found[1]) if found else None
-
-
-def _move_rows(path: Path, last: int, aside: Path) -> None:
-    """Move the lines of steps after the `last` one to keep from one file to another: a resumed run writes them again. The
-    line that was being written when a run was killed is dropped."""
-    if not path.is_file():
-        return
-    kept: list[bytes] = []
-    moved: list[bytes] = []
-    # In bytes lines end at newlines only.
-    content = path.read_bytes()
-    for line in content.split(b"\n")[:-1]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        (kept if row.get("step", 0) <= last else moved).append(line + b"\n")
-    if b"".join(kept) == content:
-        return
-    if moved:
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(b"".join(moved))
-    # Written to the side and renamed: a kill in between must not cost what is kept.
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(b"".join(kept))
-    partial.replace(path)
 
 
 def find_corruption(directory: Path) -> str:

@@ -20,6 +20,8 @@ _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
 """Keys about how a run is started, not about the run."""
 _NEVER_ACCEPTED = ("policy.lora.rank", "critic.lora.rank", "prm.lora.rank")
 """Keys that say of what size a checkpoint's tensors are."""
+_BEFORE_THE_KEY = {"algorithm.bootstrap_truncated": ("algorithm.credit", "gae", True)}
+"""Key -> (another key, a value of that, what a run with this value did before the key existed), where that is no default."""
 _OF_A_MODEL = ("*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -84,8 +86,9 @@ class Fingerprint:
         usual = _as_json({key: value for key, value, _ in _keys(RunConfig(ModelConfig("")))})
         changes = Changes([], [], [])
         for key, now in self.values.items():
-            # A key that the version of the checkpoint did not have was as it is when left out.
-            then = before.get(key, usual.get(key))
+            # A key that the version of the checkpoint did not have was as it is when left out, with few exceptions.
+            other, value, meant = _BEFORE_THE_KEY.get(key, ("", None, None))
+            then = before.get(key, meant if other and before.get(other) == value else usual.get(key))
             if _is_same(then, now):
                 continue
             text = f"{key}: {_shown(then)} -> {_shown(now)}"

@@ -53,6 +53,7 @@ def load_run(
         # What stands here next to a checkpoint from elsewhere is of another run.
         is_own = found is not None and found.resolve().parent == checkpoints.root.resolve()
         step = state.step if state is not None and is_own else 0
-        if aside := checkpoints.set_aside(step, is_pending=step > 0 and state is not None and state.pending is not None):
+        is_pending = step > 0 and state is not None and state.pending is not None
+        if aside := checkpoints.set_aside(step, is_pending, logger.log):
             logger.log(f"what was newer than step {step} in {checkpoints.root.parent} is now in {aside}")
     return state

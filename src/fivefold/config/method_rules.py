@@ -150,6 +150,11 @@ def _check_advantage(findings: Findings, name: str, overrides: Choices, chosen: 
     if chosen.credit == "response":
         findings.require(overrides.gamma is None, "gamma", "belongs to credit: discounted or gae")
     findings.require(overrides.lam is None or chosen.credit == "gae", "lam", "belongs to credit: gae")
+    findings.require(
+        not overrides.bootstrap_truncated or chosen.credit == "gae",
+        "bootstrap_truncated",
+        f"belongs to credit: gae, whose critic has a value of the text that was cut off: got credit: {chosen.credit}",
+    )
     if overrides.overlong_penalty is not None and not chosen.overlong_buffer:
         findings.ignore("overlong_penalty", "overlong_buffer is 0")
     if overrides.whiten_by is not None and not chosen.whiten:
@@ -177,7 +182,7 @@ def _check_offline(findings: Findings, name: str, overrides: Choices) -> None:
         "advantage", "credit", "token_baseline", "whiten", "whiten_by", "advantage_clip", "reward_shift", "reward_scale",
         "reward_clip", "overlong_buffer", "overlong_penalty", "overlong_filter", "overlong_zero", "dynamic_sampling",
         "dynamic_sampling_by", "dynamic_sampling_low", "dynamic_sampling_high", "dynamic_sampling_max_tokens",
-        "difficulty_low", "difficulty_high", "difficulty_by",
+        "difficulty_low", "difficulty_high", "difficulty_by", "bootstrap_truncated",
     ):  # fmt: skip
         findings.require(getattr(overrides, key) in (None, False), key, nothing)
     findings.require(overrides.surrogate is None, "surrogate", f"of {name} cannot be changed: choose another method")

@@ -138,6 +138,9 @@ class Choices:
     """Discount of a token (discounted, gae)."""
     lam: Annotated[float, within("[0, 1]")] | None = None
     """λ of GAE: 1 trusts returns only, 0 values only."""
+    bootstrap_truncated: bool | None = None
+    """Whether GAE continues a response that was cut off with the critic's value of its whole text, as AReaL does; otherwise
+    it ends with 0, as in verl, siiRL, SkyRL, ROLL and Trinity-RFT."""
     token_baseline: bool | None = None
     """Take off each token's return the one of least variance over the responses to the prompt that have such a token."""
     whiten: bool | None = None
@@ -217,7 +220,7 @@ class Choices:
     overlong_filter: bool | None = None
     """Responses that were cut off carry no loss and do not count in its denominators."""
     overlong_zero: bool | None = None
-    """Responses of the longest length whose reward is 0 have advantage 0; they still count in means and denominators."""
+    """Responses that were cut off and whose reward is 0 have advantage 0; they still count in means and denominators."""
     difficulty_low: Annotated[float, within("[-1e9, 1e9]")] | None = None
     difficulty_high: Annotated[float, within("[-1e9, 1e9]")] | None = None
     """Responses to prompts whose mean reward is not above the one and below the other carry no loss and do not count in its
@@ -471,6 +474,7 @@ USUAL = Choices(
     advantage="group",
     normalize="none",
     credit="response",
+    bootstrap_truncated=False,
     token_baseline=False,
     whiten=False,
     whiten_by="step",

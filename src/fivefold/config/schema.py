@@ -231,8 +231,10 @@ class TrainerConfig:
     """Evaluate before the first step, when there is validation data."""
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)
     """End the run when an evaluation finds every one of these metrics at or above its value."""
-    logged_samples_per_step: Annotated[int, at_least(0), HARMLESS] = 4
-    """Samples written to samples.jsonl each step."""
+    logged_samples_per_step: Annotated[int | Literal["all"], at_least(0), HARMLESS] = 4
+    """Samples written to samples.jsonl each step, the first ones of as many groups. all: every sample with its tokens and
+    their log-probs, values, weights and advantages, from which another program can compute the step's loss again; it costs
+    a pass of the policy where nothing else needs one, a gather, and disk."""
     loggers: Annotated[list[Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]], HARMLESS] = field(
         default_factory=lambda: ["console", "tensorboard"]
     )

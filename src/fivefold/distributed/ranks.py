@@ -176,6 +176,22 @@ class Ranks:
         self.heartbeat.begin()
         return _all_to_all(rows_NF, counts, expected, self.world)
 
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Every rank's bytes in order of ranks, on the main rank; nothing on the others. They travel to that rank alone."""
+        self.heartbeat.begin()
+        sizes = torch.cat(_all_gather(torch.tensor([len(own)]), self.world)).tolist()
+        if not self.is_main:
+            if own:
+                dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), 0, group=self.world)
+            return []
+        found = [own]
+        for rank, size in enumerate(sizes[1:], 1):
+            arrived = torch.empty(size, dtype=torch.uint8)
+            if size:
+                dist.recv(arrived, rank, group=self.world)
+            found.append(arrived.numpy().tobytes())
+        return found
+
     # --- small objects -----------------------------------------------------------------------------------------------
 
     def gather_objects(self, value: T) -> list[T]:

@@ -20,6 +20,8 @@ from fivefold.interfaces import FrozenModel, Model
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 T = TypeVar("T")
+_READ_BY_FORWARD = {"token_ids_T", "loss_mask_T", "routes_TLK"}
+"""Tensors of a batch that a forward pass depends on."""
 
 
 def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
@@ -80,17 +82,9 @@ class RedealtModel:
 
     def begin_forward(self, batch: TokenBatch) -> Pass[Tensor]:
         """The same in its parts."""
-        # What the model does not look at stays where it is.
-        there = TokenBatch(
-            batch.token_ids_T,
-            batch.loss_mask_T,
-            batch.lengths_N,
-            batch.sample_index_N,
-            temperature=batch.temperature,
-            routes_TLK=batch.routes_TLK,
-            records_routes=batch.records_routes,
-            samples_per_comparison=batch.samples_per_comparison,
-        )
+        # Tensors that the model does not read stay where they are.
+        unread: dict[str, Any] = dict.fromkeys(batch.tensors().keys() - _READ_BY_FORWARD)
+        there = replace(batch, **unread)
         deal = self._deal(batch) if self._moves else None
         if deal is not None:
             there = deal.there(there)

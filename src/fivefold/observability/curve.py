@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.files import read_json_lines
+from fivefold.observability.growing import numbers
 
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
 _DOTS = ((1, 8), (2, 16), (4, 32), (64, 128))
@@ -79,9 +80,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     for number, row in read_json_lines(path, growing=True):
-        if not isinstance(row.get("step"), int):
+        if type(row.get("step")) is not int:
             raise ValueError(f"{path}, line {number} must have the number of a step: got {row.get('step')!r}")
-        rows.append(row)
+        rows.append(numbers(row))
     return rows
 
 

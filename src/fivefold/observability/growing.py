@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+_LARGEST = 1.7e308
+
 
 class GrowingRows:
     """A reader that remembers how far it has come. It never waits and never fails: a line that is half written is left for
@@ -39,10 +41,24 @@ class GrowingRows:
         return [row for line in whole.split(b"\n") if (row := _row(line)) is not None], is_other
 
 
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """The names of a row with finite numbers or null: whatever else a row has is not shown."""
+    return {name: value for name, value in row.items() if value is None or is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a finite number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     """The object of a line if it has the number of a step."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    # Numbers of every token are for programs that audit a run.
+    row.pop("tokens", None)
+    return row

@@ -16,6 +16,7 @@ from typing import Any
 from fivefold.observability.curve import read_metrics
 from fivefold.observability.metrics import find
 from fivefold.observability.run_view import RunView
+from fivefold.observability.thinning import thin
 from fivefold.observability.timeline import stage_color, timeline
 
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -63,6 +64,10 @@ NUMBERS = (
 """Metrics of the table, behind accuracies."""
 _MOST_IN_A_FILE = 500
 """Samples of a run in a page that is a file."""
+_SAMPLE_BYTES = 10**6
+"""The same, of all runs together, as JSON."""
+_CURVE_BYTES = 2.5 * 10**6
+"""Curves of all runs together in a page, as JSON, about."""
 Have = tuple[int, int, int]
 """What a page has of a run: generation, rows, samples."""
 NOTHING: Have = (-1, 0, 0)
@@ -89,7 +94,7 @@ def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int |
     }
     if most_samples is not None:
         for run in data["runs"]:
-            run["samples"] = run["samples"][-most_samples:]
+            run["samples"] = _latest(run["samples"][-most_samples:], _SAMPLE_BYTES // len(views))
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = html.escape(", ".join(view.name for view in views))
@@ -102,12 +107,18 @@ def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int |
 
 def news(views: Sequence[RunView], have: Sequence[Have]) -> dict[str, Any]:
     """The state of each run, and its rows and samples behind those that a page has."""
-    return {"runs": [_news(view, have[at] if at < len(have) else NOTHING) for at, view in enumerate(views)]}
+    share = _CURVE_BYTES / max(1, len(views))
+    return {"runs": [_news(view, have[at] if at < len(have) else NOTHING, share) for at, view in enumerate(views)]}
 
 
-def _news(view: RunView, have: Have) -> dict[str, Any]:
+def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
     _, rows, samples = have if have[0] == view.generation else NOTHING
+    names = {name for row in view.rows[rows:] for name in row}
+    # A name in quotes, six digits, separators, and the step.
+    most_values = int(curve_bytes / (sum(map(len, names)) / max(1, len(names)) + 24))
+    shown, seconds = thin(view.rows[rows:], most_values)
     return {
+        **({"thinned": {"rows": len(shown), "seconds": seconds}} if seconds else {}),
         "name": view.name,
         "path": str(view.run_dir),
         "state": view.state,
@@ -117,7 +128,7 @@ def _news(view: RunView, have: Have) -> dict[str, Any]:
         "seconds_left": view.seconds_left,
         "seconds_per_step": view.seconds_per_step,
         "generation": view.generation,
-        "rows": view.rows[rows:],
+        "rows": shown,
         "rows_end": len(view.rows),
         "samples": list(view.samples)[max(0, samples - view.dropped) :],
         "samples_end": view.dropped + len(view.samples),
@@ -125,6 +136,18 @@ def _news(view: RunView, have: Have) -> dict[str, Any]:
         "stage_colors": {name: stage_color(name) for name in view.stage_names},
         "config": view.config,
     }
+
+
+def _latest(samples: list[dict[str, Any]], most_bytes: float) -> list[dict[str, Any]]:
+    """The last samples whose texts together are not longer; the very last one in any case."""
+    kept, total = 0, 0.0
+    for sample in reversed(samples):
+        text = json.dumps(sample, ensure_ascii=False)
+        total += len(text.encode("utf-8", errors="replace")) + 5 * text.count("<")
+        if kept and total > most_bytes:
+            break
+        kept += 1
+    return samples[len(samples) - kept :]
 
 
 @cache

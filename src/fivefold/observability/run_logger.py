@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fivefold.files import write_whole
 from fivefold.observability.trackers.trackers import Trackers
-
-if TYPE_CHECKING:
-    from fivefold.types import Group
 
 LINE = {
     "reward/mean": "reward",
@@ -181,29 +179,20 @@ class RunLogger:
             self._trackers.close(is_finished=self._state == "finished")
 
 
-def sample_rows(step: int, groups: list[Group], count: int, kind: str) -> list[dict[str, Any]]:
-    """The first sample of each of the first `count` groups, as rows of samples.jsonl; a reward that failed is null."""
-    return [
-        {
-            "step": step,
-            "kind": kind,
-            "source": group.prompt.source,
-            "prompt_id": group.prompt.id,
-            "prompt": group.prompt.text,
-            "response": group.samples[0].text,
-            "ground_truth": group.prompt.ground_truth,
-            "reward": group.samples[0].reward,
-            "reward_parts": group.samples[0].reward_parts,
-            "response_tokens": len(group.samples[0].token_ids),
-            "finished": group.samples[0].finished,
-            "wall": time.time(),
-        }
-        for group in [group for group in groups if group.samples][:count]
-    ]
-
-
 def append_json(path: Path, row: dict[str, Any]) -> None:
-    """One JSON object a line; numbers that JSON does not have (NaN, infinity) become null."""
-    clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
+    """Append one JSON object as a line; numbers that JSON does not have (NaN, infinity) become null."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(row), ensure_ascii=False)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+        file.write(text + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in the place of every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

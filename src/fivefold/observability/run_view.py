@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fivefold.observability.growing import GrowingRows
+from fivefold.observability.growing import GrowingRows, is_number, numbers
 
 _MOST_SAMPLES = 2000
 _MOST_STAGES = 32
@@ -70,10 +70,10 @@ class RunView:
             rows, drawn = self._files[0].new()[0], self._files[1].new()[0]
         if were_void:
             self.stages.clear()
-        self.rows += [_numbers(row) for row in rows]
+        self.rows += [numbers(row) for row in rows]
         self.dropped += max(0, len(self.samples) + len(drawn) - _MOST_SAMPLES)
         self.samples.extend(drawn)
-        self.stages.extend(row for row in times if isinstance(row.get("spans"), list))
+        self.stages.extend(row for row in times if _is_timed(row))
         self._status = _read(self.run_dir / "status.json")
 
     @property
@@ -164,13 +164,21 @@ class RunView:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """Names and numbers: whatever else a row has is not shown."""
-    return {
-        name: value
-        for name, value in row.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"))
-    }
+def _is_timed(row: dict[str, Any]) -> bool:
+    """Whether a row of trace/stages.jsonl has what a timeline is drawn from."""
+    spans, curves = row.get("spans"), row.get("curves", {})
+    return (
+        isinstance(spans, list)
+        and isinstance(curves, dict)
+        and all(isinstance(span, dict) and isinstance(span.get("name"), str) for span in spans)
+        and all(is_number(span.get(key)) for span in spans for key in ("start", "seconds"))
+        and all(isinstance(points, list) for points in curves.values())
+        and all(
+            isinstance(point, list) and len(point) == 2 and all(map(is_number, point))
+            for points in curves.values()
+            for point in points
+        )
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

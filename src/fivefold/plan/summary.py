@@ -29,6 +29,8 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
     kl = f"{chosen.kl.estimator} x {chosen.kl.coef:g} in the {chosen.kl.place}" if chosen.kl.coef else "none"
     if chosen.kl.reward_coef:
         kl += f", {chosen.kl.reward_estimator} x {chosen.kl.reward_coef:g} in the reward"
+    truncated = ", truncated responses bootstrapped" if chosen.bootstrap_truncated else ", 0 after truncated responses"
+    credit = f"{chosen.credit}{truncated if chosen.credit == 'gae' else ''}"
     correction = "" if chosen.rollout_correction.name == "none" else f", correction {chosen.rollout_correction.name}"
     left_out = f", {dropped} longer than {data.max_prompt_tokens} tokens left out" if dropped else ""
     virtual = config.policy.megatron.pipeline_split.virtual_stages(layout)
@@ -44,7 +46,7 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
         *_describe_placement(config),
         *_describe_engine(config),
         *_describe_ahead(config),
-        f"method   {algorithm.name}: advantage {chosen.advantage}, credit {chosen.credit}, surrogate {chosen.surrogate} by "
+        f"method   {algorithm.name}: advantage {chosen.advantage}, credit {credit}, surrogate {chosen.surrogate} by "
         f"{chosen.importance_sampling_level}, {chosen.aggregate}, KL {kl}{correction}",
         *_describe_others(config),
         f"data     {prompts} prompts{left_out}" + (f"; {validation} for validation" if validation else ""),

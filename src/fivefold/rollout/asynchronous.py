@@ -343,7 +343,11 @@ class AsyncRollouts:
         """Take this rank's of the groups that the ranks of any layout have written; the others are sampled again."""
         replica = self._engine.replica
         for path in sorted(directory.glob("*.safetensors")):
-            groups, scored = read_groups(path)
+            try:
+                groups, scored = read_groups(path)
+            except ValueError as error:
+                self._log.log(f"{error}: the prompts of its groups are sampled again")
+                continue
             for place, samples in groups.items():
                 is_own = replica.owns(place) and place in self._unused
                 if not is_own or len(samples) != self._group_size:

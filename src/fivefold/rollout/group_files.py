@@ -1,73 +1,84 @@
-"""Groups that wait to be trained on <-> safetensors files: one for each rank, which any number of ranks can read."""
+"""Groups that wait to be trained on <-> safetensors files: one for each rank, which any number of ranks can read.
+
+Every field of `Sample` is a column. Lists of numbers and tensors are laid end to end in a tensor of the field's name. All
+other fields are the bytes of a JSON object: the header of such a file may not be longer than 100 MB, and texts may.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from fivefold.types import Sample
 
-_FIELDS = ("text", "finished", "policy_version", "reward_parts", "correct", "reward_failed")
+_JSON = "fields.json"
+"""Name of the tensor of bytes; no field has a dot in its name."""
 
 
 def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collection[int]) -> None:
-    """Samples by the place of their group in the run; `scored`: places whose samples have their rewards."""
+    """Write samples by the place of their group in the run; `scored`: places whose samples have their rewards."""
     samples = [sample for group in groups.values() for sample in group]
-    described = {
-        "groups": {place: len(group) for place, group in groups.items()},
-        "scored": sorted(scored),
-        "samples": [
-            {
-                "tokens": len(sample.token_ids),
-                "has_versions": sample.token_versions is not None,
-                "routes": None if sample.routes_TLK is None else len(sample.routes_TLK),
-                "reward": None if math.isnan(sample.reward) else sample.reward,
-                **{name: getattr(sample, name) for name in _FIELDS},
-            }
-            for sample in samples
-        ],
-    }
-    tensors = {
-        "token_ids_T": torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int32),
-        "logprobs_T": torch.tensor([number for sample in samples for number in sample.logprobs], dtype=torch.float64),
-        "versions_T": torch.tensor(
-            [version for sample in samples for version in sample.token_versions or ()], dtype=torch.int64
-        ),
-    }
-    if routes := [sample.routes_TLK for sample in samples if sample.routes_TLK is not None]:
-        tensors["routes_TLK"] = torch.cat(routes)
-    save_file(tensors, path, metadata={"described": json.dumps(described)})
+    tensors: dict[str, Tensor] = {}
+    lengths: dict[str, list[int | None]] = {}
+    lists: list[str] = []
+    others: dict[str, list[Any]] = {}
+    for name in (item.name for item in fields(Sample)):
+        column = [getattr(sample, name) for sample in samples]
+        if any(value is not None for value in column) and all(value is None or _is_long(value) for value in column):
+            tensors[name] = _joined([value for value in column if value is not None])
+            lengths[name] = [None if value is None else len(value) for value in column]
+            lists += [name] if any(isinstance(value, list) for value in column) else []
+        else:
+            others[name] = column
+    counts = {place: len(group) for place, group in groups.items()}
+    described = {"groups": counts, "scored": sorted(scored), "lengths": lengths, "lists": lists, "others": others}
+    text = json.dumps(described)
+    assert repr(json.loads(text)["others"]) == repr(others), "a field of Sample holds what JSON would change"
+    tensors[_JSON] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    save_file(tensors, path)
 
 
 def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
-    """What `write_groups` wrote."""
+    """Read what `write_groups` wrote; raises ValueError where another version of the program did."""
     with safe_open(path, framework="pt") as file:
-        described = json.loads(file.metadata()["described"])
-        token_ids, logprobs, versions = (
-            iter(file.get_tensor(name).tolist()) for name in ("token_ids_T", "logprobs_T", "versions_T")
-        )
-        counts = [found["routes"] for found in described["samples"] if found.get("routes") is not None]
-        routes = iter(file.get_tensor("routes_TLK").split(counts) if counts else ())
-
-    def sample(found: dict[str, Any]) -> Sample:
-        length = range(found["tokens"])
-        return Sample(
-            token_ids=[next(token_ids) for _ in length],
-            logprobs=[next(logprobs) for _ in length],
-            token_versions=[next(versions) for _ in length] if found["has_versions"] else None,
-            # A copy: a view would keep those of all samples.
-            routes_TLK=None if found.get("routes") is None else next(routes).clone(),
-            reward=math.nan if found["reward"] is None else found["reward"],
-            **{name: found[name] for name in _FIELDS},
-        )
-
-    samples = map(sample, described["samples"])
+        names = {item.name for item in fields(Sample)}
+        described = json.loads(file.get_tensor(_JSON).numpy().tobytes()) if _JSON in file.keys() else {}  # noqa: SIM118
+        columns, lengths = described.get("others", {}), described.get("lengths", {})
+        if columns.keys() | lengths.keys() != names:
+            raise ValueError(f"{path} was written by another version of fivefold")
+        for name in lengths:
+            columns[name] = _split(file.get_tensor(name), lengths[name], name in described["lists"])
+    samples = (Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True))
     groups = {int(place): [next(samples) for _ in range(count)] for place, count in described["groups"].items()}
     return groups, set(described["scored"])
+
+
+def _is_long(value: Any) -> bool:
+    """Whether the value is a tensor or a list of numbers, which have as many entries as there are tokens or so."""
+    return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(entry, int | float) for entry in value))
+
+
+def _joined(values: list[Any]) -> Tensor:
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.cat(values)
+    numbers = list(chain.from_iterable(values))
+    kinds = {type(number) for number in numbers}
+    dtype = torch.bool if kinds == {bool} else torch.int64 if kinds <= {int} else torch.float64
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def _split(joined: Tensor, lengths: list[int | None], as_lists: bool) -> Iterable[Any]:
+    """The values that `_joined` laid end to end."""
+    pieces = iter(joined.split([length for length in lengths if length is not None]))
+    for length in lengths:
+        # A copy: a view would keep the tensors of all samples.
+        yield None if length is None else next(pieces).tolist() if as_lists else next(pieces).clone()

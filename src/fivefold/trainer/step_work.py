@@ -25,6 +25,8 @@ WORK = "work"
 """Name of the part of a checkpoint."""
 _STEP, _REPLICA = "step.safetensors", "replica-"
 _SAMPLED = "sampled."
+_ROWS = "rows.json"
+"""Name of a tensor of bytes."""
 
 
 @dataclass
@@ -66,8 +68,10 @@ class StepWork:
                     "stats": numbers,
                     "reports": {name: [asdict(report) for report in each] for name, each in self.reports.items()},
                     "metrics": metrics,
-                    "rows": self.rows,
                 }
+                # Rows may be longer than a file's metadata.
+                rows = json.dumps(self.rows).encode()
+                tensors[_ROWS] = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
                 files.append(directory / _STEP)
                 save_file(tensors, files[-1], metadata={"described": json.dumps(described)})
             return files
@@ -79,13 +83,15 @@ def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
     """What the ranks of any layout wrote, the samples dealt anew to the replicas of this one."""
     with safe_open(directory / _STEP, framework="pt") as file:
         described = json.loads(file.metadata()["described"])
-        stats = _put_together({name: file.get_tensor(name) for name in file.keys()}, described["stats"])  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    rows = json.loads(tensors.pop(_ROWS).numpy().tobytes()) if _ROWS in tensors else described["rows"]
+    stats = _put_together(tensors, described["stats"])
     stats = replace(stats, owner_N=owners(stats, ranks.layout.dp, plan))
     reports = {name: [StepReport(**each) for each in found] for name, found in described["reports"].items()}
     return StepWork(
         stats,
         _read_batch(directory, stats, (stats.owner_N == ranks.coords.dp).nonzero()[:, 0].tolist(), plan),
-        described["rows"],
+        rows,
         described["metrics"],
         reports["policy"],
         reports["critic"],
@@ -98,10 +104,13 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
     own = set(rows)
     pieces: dict[str, dict[int, Tensor]] = {}
     nothing: dict[str, Tensor] = {}
+    # A checkpoint of an earlier version has no numbers: they are the run's.
+    numbers: dict[str, Any] = {"temperature": plan.temperature, "samples_per_comparison": plan.samples_per_comparison}
     for path in sorted(directory.glob(f"{_REPLICA}*")):
         with safe_open(path, framework="pt") as file:
             lengths_N, index_N = (file.get_tensor(name).tolist() for name in ("lengths_N", "sample_index_N"))
             names = set(file.keys()) - {"lengths_N", "sample_index_N"}
+            numbers |= json.loads((file.metadata() or {}).get("numbers", "{}"))
             ends = torch.tensor(lengths_N, dtype=torch.long).cumsum(0).tolist()
             for name in names:
                 numbers_T = file.get_slice(name)
@@ -112,13 +121,7 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
     tensors: dict[str, Any] = {
         name: torch.cat([pieces[name][row] for row in rows]) if rows else nothing[name] for name in nothing
     }
-    return TokenBatch(
-        lengths_N=stats.lengths_N[rows].tolist(),
-        sample_index_N=rows,
-        temperature=plan.temperature,
-        samples_per_comparison=plan.samples_per_comparison,
-        **tensors,
-    )
+    return TokenBatch(lengths_N=stats.lengths_N[rows].tolist(), sample_index_N=rows, **tensors, **numbers)
 
 
 def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]]:

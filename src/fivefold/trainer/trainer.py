@@ -23,9 +23,11 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.observability.peak_memory import peak_memory
 from fivefold.observability.profiler import profiled
-from fivefold.observability.run_logger import RunLogger, sample_rows
+from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.stats import BatchPlan, rollout_metrics
 from fivefold.trainer.evaluation import Evaluation
+from fivefold.trainer.heap import trim_heap
+from fivefold.trainer.logged_samples import LoggedSamples
 from fivefold.trainer.models import Models
 from fivefold.trainer.step_work import WORK, StepWork, read_work
 from fivefold.trainer.update_metrics import throughput, update_metrics
@@ -89,6 +91,10 @@ class Trainer:
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.run_dir, self.config.keep)
 
+    @cached_property
+    def _samples(self) -> LoggedSamples:
+        return LoggedSamples(self.config.logged_samples_per_step, self.ranks)
+
     def steps(self) -> Iterator[int]:
         """The steps that are left, counted from 0; the body of the loop trains, what surrounds it happens here."""
         self._resume()
@@ -110,8 +116,8 @@ class Trainer:
 
     def begin_updates(self, groups: list[Group], stats: RolloutStats, batch: TokenBatch) -> StepWork:
         """Keep what the step learns from, and what it learns, until it has ended."""
-        rows = sample_rows(self.step + 1, groups, self.config.logged_samples_per_step, "train")
-        self.work = StepWork(stats, batch, rows)
+        self._samples.note_logprobs(batch, stats, self.models)
+        self.work = StepWork(stats, batch, self._samples.rows(self.step + 1, groups, "train"))
         return self.work
 
     def end_updates(self) -> None:
@@ -155,6 +161,7 @@ class Trainer:
             with self.logger.stage("verify"):
                 for model in self.models.learners.values():
                     model.verify()
+        trim_heap(self.step)
         self._end_step()
 
     def _count_step(self) -> None:
@@ -162,6 +169,7 @@ class Trainer:
         assert self.work is not None and self._has_learned, "the body of the loop must begin and end the step's updates"
         with self.ranks.heartbeat.shielded():
             self.step += 1
+            self._samples.complete(self.work, self.objective)
             self._record_metrics(self.work)
             self.logger.samples(self.work.rows)
             self._before, self.work, self._has_learned, self._is_pending = None, None, False, True
@@ -201,7 +209,7 @@ class Trainer:
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         """Evaluate the policy as it is, and record what was found."""
         metrics, groups = evaluation.measure(self.models)
-        self.logger.samples(sample_rows(self.step, groups, self.config.logged_samples_per_step, "val"))
+        self.logger.samples(self._samples.rows(self.step, groups, "val"))
         self.logger.record(metrics)
         return metrics
 

@@ -37,6 +37,8 @@ def advantage(source: Source) -> dict[str, Any]:
                 norm.lacks("std_level", "the deviation from the mean of the others")
     if has_critic:
         found |= {"name": "ppo", "credit": "gae", "gamma": said.number("discount"), "lam": said.number("gae_lambda")}
+        # In every release that trains a critic, since 2025-09-26 (actor.py:134 of 9622a7188, today actor.py:223).
+        found["bootstrap_truncated"] = True
     else:
         found |= credit(source)
     found |= flagged(source) if is_flagged(source) else normalized(source, found)

@@ -275,7 +275,12 @@ SECTIONS = (
             "In this order, behind the overlong penalty (actor.py). The bound is 20 by default: without the other two no "
             "reward of a rule is beyond it.",
         ),
-        used("actor.discount actor.gae_lambda", "algorithm.gamma algorithm.lam"),
+        used(
+            "actor.discount actor.gae_lambda",
+            "algorithm.gamma algorithm.lam algorithm.bootstrap_truncated",
+            "With a critic a truncated response continues with its value, as in AReaL, which takes the longest responses of "
+            "a rank's batch for truncated (actor.py:201); here they are those that were cut off.",
+        ),
         used(
             "actor.kl_ctl actor.kl_estimator",
             "algorithm.kl",

@@ -46,7 +46,7 @@ function last(run, name) {
 function take(found) {
   found.runs.forEach((news, place) => {
     const run = view.runs[place] ||= {rows: [], samples: [], names: new Set(), color: COLORS[place % COLORS.length]};
-    if (run.generation !== news.generation) Object.assign(run, {rows: [], samples: [], names: new Set()});
+    if (run.generation !== news.generation) Object.assign(run, {rows: [], samples: [], names: new Set(), thinned: {rows: 0, seconds: []}});
     const {rows, samples, ...rest} = news;
     Object.assign(run, rest);
     run.rows.push(...rows);
@@ -229,7 +229,8 @@ function drawTimes() {
   const runs = visible();
   const totals = run => {
     const found = {};
-    for (const row of run.rows) if (isWithin(row.step)) for (const name of run.names) if (name.startsWith("time/")) found[name.slice(5)] = (found[name.slice(5)] || 0) + (row[name] || 0);
+    // Of a stretch of steps whose curves are thinned its sums come along.
+    for (const row of [...run.thinned.seconds, ...run.rows.slice(run.thinned.rows)]) if (isWithin(row.step)) for (const name of run.names) if (name.startsWith("time/")) found[name.slice(5)] = (found[name.slice(5)] || 0) + (row[name] || 0);
     return found;
   };
   const all = runs.map(totals), stages = [...new Set(all.flatMap(Object.keys))].filter(name => name !== "step");

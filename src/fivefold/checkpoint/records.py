@@ -1,0 +1,64 @@
+"""Files of a run that grow by each step, when the run resumes: what stays, what moves aside, what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+SAMPLES = "samples.jsonl"
+RECORDS = ("metrics.jsonl", SAMPLES, "trace/stages.jsonl")
+
+
+def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -> None:
+    """Move the rows of steps after the `last` one to keep to the file `aside`: a resumed run writes them again.
+
+    Lines that are no such row go to a file next to it, `NAME.unreadable`, and `warn` names them.
+    """
+    if not path.is_file():
+        return
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    unreadable: dict[int, bytes] = {}
+    # In bytes lines end at newlines only.
+    content = path.read_bytes()
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        if (step := _step_of(line)) is None:
+            unreadable[number] = line
+        else:
+            (kept if step <= last else moved).append(line)
+    if _joined(kept) == content:
+        return
+    if moved:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(_joined(moved))
+    if unreadable:
+        beside = path.with_name(f"{path.name}.unreadable")
+        with beside.open("ab") as file:
+            file.write(_joined(unreadable.values()))
+            file.flush()
+            os.fsync(file.fileno())
+        lines = f"line{'s' * (len(unreadable) > 1)} {', '.join(map(str, list(unreadable)[:5]))}"
+        more = f" and {len(unreadable) - 5} more" if len(unreadable) > 5 else ""
+        warn(f"{path}: {lines}{more} must be a JSON object with the number of a step: kept in {beside}")
+    # Written to the side and renamed: a kill in between must not cost what is kept.
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(_joined(kept))
+    partial.replace(path)
+
+
+def _joined(lines: Iterable[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a row; None where the line is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None

@@ -1,0 +1,43 @@
+"""Curves of many steps -> fewer points: first, last, least and greatest of each stretch, so that spikes stay visible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+_POINTS = 4
+"""Of a metric in a stretch, at most."""
+
+
+def thin(rows: Sequence[Row], most_values: int) -> tuple[list[Row], list[Row]]:
+    """(rows with about so many values in all, seconds of each stage within each stretch).
+
+    All rows and nothing where there are no more values than that. Both are by `step`.
+    A row keeps the values that its metrics are to be drawn with, to six digits.
+    """
+    names = sorted({name for row in rows for name in row} - {"step"})
+    if sum(map(len, rows)) <= most_values:
+        return list(rows), []
+    size = -(-len(rows) // max(1, most_values // (_POINTS * max(1, len(names)))))
+    kept: list[Row] = [{} for _ in rows]
+    seconds = []
+    for begin in range(0, len(rows), size):
+        stretch = range(begin, min(begin + size, len(rows)))
+        for name in names:
+            places = [place for place in stretch if rows[place].get(name) is not None]
+            if not places:
+                continue
+            least = min(places, key=lambda place: rows[place][name])
+            most = max(places, key=lambda place: rows[place][name])
+            for place in (places[0], least, most, places[-1]):
+                kept[place][name] = _rounded(rows[place][name])
+        stages = {name: [rows[place].get(name) or 0 for place in stretch] for name in names if name.startswith("time/")}
+        seconds.append(
+            {"step": rows[begin]["step"], **{name: _rounded(sum(each)) for name, each in stages.items() if any(each)}}
+        )
+    return [{"step": row["step"], **values} for row, values in zip(rows, kept, strict=True) if values], seconds
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")

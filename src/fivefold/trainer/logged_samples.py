@@ -1,0 +1,142 @@
+"""Groups and the batch of a step -> its rows of samples.jsonl on the main rank: the same rows on every layout.
+
+A number of samples are the first ones of the step's first groups. `all` are all samples of all groups, each with everything
+that its advantages and its share of the loss of the step's first updates are made of.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fivefold.algo import Objective
+from fivefold.distributed.ranks import Ranks
+from fivefold.trainer.models import Models
+from fivefold.trainer.step_work import StepWork
+from fivefold.types import Group, RolloutStats, Sample, TokenBatch
+
+Row = dict[str, Any]
+_RENAMED = {"first_logprobs_T": "old_logprobs"}
+"""Columns of a batch that are written under another name than their own."""
+_OF_TRAINED = ("old_logprobs", "ref_logprobs")
+"""Columns that the policy's passes do not fill in for samples that they leave out."""
+
+
+@dataclass(frozen=True)
+class LoggedSamples:
+    """Which samples are written, and where they come from."""
+
+    count: int | Literal["all"]
+    ranks: Ranks
+
+    def rows(self, step: int, groups: list[Group], kind: Literal["train", "val"]) -> list[Row]:
+        """The rows, on the main rank; what a step learns with is not in them yet. Collective."""
+        if not self.count:
+            return []
+        chosen = [group for group in sorted(groups, key=lambda group: group.index) if group.samples]
+        is_audit = self.count == "all" and kind == "train"
+        if isinstance(self.count, int):
+            own = torch.tensor([group.index for group in chosen[: self.count]], dtype=torch.long)
+            first = set(torch.cat(self.ranks.all_gather_world(own)).sort().values[: self.count].tolist())
+            chosen = [group for group in chosen if group.index in first]
+        rows = [
+            _row(step, kind, group, sample) | (_what_was_sampled(group, number, sample) if is_audit else {})
+            for group in chosen
+            for number, sample in enumerate(group.samples if is_audit else group.samples[:1])
+        ]
+        return sorted(self._gather(rows), key=lambda row: (row["group"], row.get("sample", 0)))
+
+    def note_logprobs(self, batch: TokenBatch, stats: RolloutStats, models: Models) -> None:
+        """Keep the log-probs before the step's updates in the batch, where nothing else asks for them. Collective."""
+        if self.count == "all" and batch.old_logprobs_T is None:
+            copy = replace(batch)
+            models.annotate(copy, frozenset({"old_logprobs_T"}), stats)
+            batch.first_logprobs_T = copy.old_logprobs_T
+
+    def complete(self, work: StepWork, objective: Objective) -> None:
+        """Add to the rows what the step's updates were made of. Collective."""
+        if self.count != "all":
+            return
+        # All ranks of a replica have the same tokens.
+        leads = self.ranks.holds and self.ranks.replica.rank() == 0
+        found = dict(self._gather(list(_columns(work.batch, work.stats, objective)) if leads else []))
+        learned = [row for row in work.rows if row.get("used") and not row["failed"]]
+        for number, row in enumerate(learned):
+            update = int(work.stats.minibatch_N[number])
+            report = work.policy_reports[update] if update < len(work.policy_reports) else None
+            row |= {"update": update, "update_loss": report.loss if report else None}
+            row["tokens"] |= found[number]
+
+    def _gather(self, rows: list[Any]) -> list[Any]:
+        """The rows of all ranks, on the main rank."""
+        return [row for part in self.ranks.gather_bytes(json.dumps(rows).encode()) for row in json.loads(part)]
+
+
+def _row(step: int, kind: str, group: Group, sample: Sample) -> Row:
+    """What people look at; a reward that failed is null."""
+    return {
+        "step": step,
+        "kind": kind,
+        "group": group.index,
+        "source": group.prompt.source,
+        "prompt_id": group.prompt.id,
+        "prompt": group.prompt.text,
+        "response": sample.text,
+        "ground_truth": group.prompt.ground_truth,
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "response_tokens": len(sample.token_ids),
+        "finished": sample.finished,
+        "wall": time.time(),
+    }
+
+
+def _what_was_sampled(group: Group, number: int, sample: Sample) -> Row:
+    return {
+        "sample": number,
+        "used": group.is_used,
+        "expert": group.is_expert,
+        "correct": sample.correct,
+        "failed": sample.reward_failed,
+        "policy_version": sample.policy_version,
+        "greedy_reward": group.greedy_reward,
+        "greedy_length": group.greedy_length,
+        "tokens": {
+            "prompt": group.prompt.token_ids,
+            "response": sample.token_ids,
+            "mask": [True] * len(sample.token_ids) if sample.loss_mask is None else sample.loss_mask,
+            "versions": sample.token_versions or [sample.policy_version] * len(sample.token_ids),
+        },
+    }
+
+
+def _columns(batch: TokenBatch, stats: RolloutStats, objective: Objective) -> Iterator[tuple[int, Row]]:
+    """(row of the stats, numbers of each response token) of the samples of a batch.
+
+    Values have one more: before each token, and after the last.
+    """
+    numbers = {name: value for name, value in batch.tensors().items() if value.is_floating_point()}
+    columns = {_RENAMED.get(name, name.removesuffix("_T")): value_T for name, value_T in numbers.items()}
+    if (weights := objective.first_correction(batch)) is not None:
+        columns["correction_weights"], columns["correction_kept"] = weights
+    end = 0
+    for row, length in zip(batch.sample_index_N, batch.lengths_N, strict=True):
+        begin, end = end + int(stats.prompt_lengths_N[row]), end + length
+        is_skipped = stats.skipped_N is not None and bool(stats.skipped_N[row])
+        yield (
+            row,
+            {
+                name: None if is_skipped and name in _OF_TRAINED else _part(name, column_T, begin, end)
+                for name, column_T in columns.items()
+            },
+        )
+
+
+def _part(name: str, column_T: Tensor, begin: int, end: int) -> list[float]:
+    return column_T[begin - (name == "values") : end].tolist()  # type: ignore[no-any-return]

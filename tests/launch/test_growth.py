@@ -1,0 +1,51 @@
+"""A long run needs no more memory at its end than at its beginning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.support.commands import LONGEST
+from tests.support.whole_runs import make_model, write_run
+
+SAMPLES, STEPS = 256, 300
+RUN = """
+policy: {backend: "megatron:d1", tokens_per_micro_batch: 4096}
+algorithm: {name: grpo, group_size: 8, kl: {coef: 0}}
+data: {prompts_per_step: 32, max_response_tokens: 4}
+trainer: {steps: 300, logged_samples_per_step: 4, resume: never, guard: {every: 0}}
+"""
+
+
+@pytest.mark.slow
+def test_ranks_do_not_grow_with_the_samples_of_300_steps(tmp_path):
+    """The least memory of a stretch of steps is compared: within a step it goes up and down by more than it may grow."""
+    make_model(tmp_path)
+    write_run(tmp_path, RUN)
+    run_dir = tmp_path / "runs/long"
+    words = ["-m", "fivefold.cli", "train", tmp_path / "run.yaml", f"trainer.run_dir={run_dir}"]
+    # A fresh interpreter: what one that was forked shares with its parent becomes its own little by little.
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    held: list[tuple[int, int]] = []
+    deadline = time.monotonic() + LONGEST
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        try:
+            ranks = psutil.Process(process.pid).children(recursive=True)
+            most = max((child.memory_full_info().uss for child in ranks), default=0)
+            held.append(((run_dir / "metrics.jsonl").read_bytes().count(b"\n"), most))
+        except (psutil.Error, OSError):
+            continue
+    assert process.wait(LONGEST) == 0
+
+    def least(first: int, last: int) -> int:
+        return min(size for step, size in held if first <= step < last)
+
+    stretch = 60
+    growth = least(STEPS - stretch, STEPS) - least(60, 60 + stretch)
+    samples = (STEPS - stretch - 60) * SAMPLES
+    assert growth < 50 * samples, f"{growth / samples:.0f} bytes a sample"
