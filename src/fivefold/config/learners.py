@@ -104,6 +104,9 @@ class LoraConfig:
     path: Annotated[str | None, CONTENT] = None
     """Adapters to begin with instead, as PEFT saves them: a directory or hub id with adapter_config.json and
     adapter_model.safetensors."""
+    max_lost: Annotated[float | None, within("(0, 1]"), HARMLESS] = None
+    """Largest share of what the adapters add that the engine's dtype may lose (rollout/lora_lost): the run ends above it,
+    from the tenth update on. Not looked at when left out."""
 
     @property
     def spec(self) -> LoraSpec | None:

@@ -295,8 +295,9 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
     ends = ("stop", "stop_token_ids", "ignore_eos")
     if drawn != replace(usual, **{name: getattr(drawn, name) for name in ends}):
         findings.ignore("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)")
-    if config.engine.max_logprob_diff is not None:
-        findings.ignore("engine.max_logprob_diff", f"{name} does not sample for training")
+    for key in ("max_logprob_kl", "max_logprob_diff"):
+        if getattr(config.engine, key) is not None:
+            findings.ignore(f"engine.{key}", f"{name} does not sample for training")
     if not config.may_generate and config.reward != RewardConfig():
         findings.ignore("reward", f"{name} scores nothing where nothing is sampled for evaluation")
 
