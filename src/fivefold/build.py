@@ -39,6 +39,7 @@ from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
+from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards
@@ -135,6 +136,9 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         judges, urls = start_judges(config, directories[str(config.reward.judge.model)], ranks, device)
         pool.ask_judges_at(urls, directories[str(config.reward.judge.model)])
     start_reward_pool(pool, first_prompts, logger.log)
+    if first_prompts:
+        for key, reason in unused_sources(config, {prompt.source for prompt in first_prompts}).items():
+            logger.log(f"{key} has no effect: {reason}")
     models = build_models(config, directories, meshes, objective, steps, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fivefold.files import writing
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -347,7 +349,8 @@ class TokenBatch:
         whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self.tensors().items()}
         for name, numbers in (("lengths_N", self.lengths_N), ("sample_index_N", self.sample_index_N)):
             whole[name] = torch.tensor(numbers, dtype=torch.long)
-        save_file(whole, path)
+        with writing(path):
+            save_file(whole, path)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch with its tensors on `device`."""

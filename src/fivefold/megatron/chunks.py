@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.config.learners import PolicyConfig
+from fivefold.config.mcore_options import recompute_fault
 from fivefold.layout import Coordinates
 from fivefold.megatron.layers.adapters import ExpertAdapters, LostToRounding, adapt, adapt_experts, adapters_in, is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec, mtp_block_spec
@@ -29,7 +30,10 @@ FUSED_NAMES = {
 
 def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
     """This rank's parts of the model, one a virtual stage, on its device, weights not yet set."""
-    stages = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)[mesh.pp.rank()]
+    split = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)
+    if fault := recompute_fault(vars(config), (len(layers) for stage in split for layers in stage)):
+        raise ValueError(f"megatron.transformer: {fault}")
+    stages = split[mesh.pp.rank()]
     virtual = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     ahead = None

@@ -109,6 +109,7 @@ class MegatronModel:
                 fused=config.transformer_impl == "transformer_engine",
                 experts=_moe_layers(self.spec, own),
                 virtual=len(self._chunks),
+                round_of=config.microbatch_group_size_per_vp_stage if len(self._chunks) > 1 else 1,
                 fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
                 equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
                 share_prefix=policy.shares_prefix_on(mesh.layout) and config.transformer_impl != "transformer_engine",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fivefold.files import write_whole
+from fivefold.files import write_whole, writing
 from fivefold.observability.trackers.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -205,5 +205,5 @@ def sample_rows(step: int, groups: list[Group], count: int, kind: str) -> list[d
 def append_json(path: Path, row: dict[str, Any]) -> None:
     """One JSON object a line; numbers that JSON does not have (NaN, infinity) become null."""
     clean = {key: None if isinstance(value, float) and value - value != 0 else value for key, value in row.items()}
-    with path.open("a", encoding="utf-8") as file:
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(clean, ensure_ascii=False) + "\n")

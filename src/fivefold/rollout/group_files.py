@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from fivefold.files import writing
 from fivefold.types import Sample
 
 _FIELDS = ("text", "finished", "policy_version", "reward_parts", "correct", "reward_failed")
@@ -43,7 +44,8 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
     }
     if routes := [sample.routes_TLK for sample in samples if sample.routes_TLK is not None]:
         tensors["routes_TLK"] = torch.cat(routes)
-    save_file(tensors, path, metadata={"described": json.dumps(described)})
+    with writing(path):
+        save_file(tensors, path, metadata={"described": json.dumps(described)})
 
 
 def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
