@@ -434,6 +434,13 @@ def test_a_first_step_of_equal_rewards_is_compared(root):
     assert done.returncode == 1 and "engine's log-probs differ from the trainer's" in done.stderr, done.stderr
 
 
+def test_a_goal_that_no_evaluation_measures_ends_the_run_after_the_first(root):
+    done = train(root, "goal", "trainer.stop_at={val/arithmetic/acuracy: 0.9}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "trainer.stop_at must name metrics of the evaluation: got 'val/arithmetic/acuracy': did you mean" in done.stderr
+    assert "'val/arithmetic/accuracy'?; it has val/arithmetic/accuracy, " in done.stderr and "step 1 |" not in done.stdout
+
+
 def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(root, base):
     everything = [path for path in (root / "runs/base").rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in everything}
