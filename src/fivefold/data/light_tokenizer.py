@@ -177,6 +177,7 @@ def _sandbox() -> Any:
 
         def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
             tree = super()._parse(source, name, filename)
+            node: Any
             for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
                 count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None).set_lineno(node.lineno)
                 node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))

@@ -96,7 +96,11 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
 
 def unused_sources(config: RunConfig, sources: Collection[str]) -> dict[str, str]:
     """Keys about a data_source that no row of the data has -> why they change nothing."""
-    named = {"reward.by_source": config.reward.by_source, "data.ground_truth_by_source": config.data.ground_truth_by_source}
+    of_truth = config.data.ground_truth_by_source
+    named: dict[str, Collection[str]] = {
+        "reward.by_source": config.reward.by_source,
+        "data.ground_truth_by_source": of_truth,
+    }
     known = ", ".join(sorted(sources))
     return {
         f"{key}.{source}": f"no row has this data_source{suggest(source, sources)}; the data has {known}"

@@ -281,8 +281,11 @@ class ExpertAdapters(torch.nn.Module):
         """B A of one expert, in float32."""
         products: list[Tensor | None] = []
         for each in maps:
-            a, b = self.get_submodule(each.name)() if each.is_adapted else (None, None)
-            products.append(None if a is None else (b[index].float() @ a[index].float()).t())
+            product = None
+            if each.is_adapted:
+                a, b = self.get_submodule(each.name)()
+                product = (b[index].float() @ a[index].float()).t()
+            products.append(product)
         added = _side_by_side(products)
         assert isinstance(added, Tensor)
         return added.t()
