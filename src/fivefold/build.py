@@ -29,7 +29,7 @@ from fivefold.data.tokenizer import check_config, load_tokenizer
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import on_replicas_of
 from fivefold.engines.servers.server_process import ServerProcess
-from fivefold.engines.weight_sync import weight_sync
+from fivefold.engines.weight_sync import sleeping_after
 from fivefold.errors import shown
 from fivefold.hub import commit_of, model_snapshot
 from fivefold.interfaces import Engine, FrozenModel, Model, RolloutSource, SteppedEngine
@@ -39,6 +39,7 @@ from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import find_torch_dist
 from fivefold.observability.run_logger import RunLogger
+from fivefold.plan.data_files import unused_sources
 from fivefold.plan.memory import training_flops
 from fivefold.plan.summary import describe
 from fivefold.reward.choose import choose_rewards
@@ -49,21 +50,25 @@ from fivefold.reward.reward_model import ModelReward
 from fivefold.reward.rules import ground_truth_fault, runs_programs
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
+from fivefold.rollout.packing import pack
 from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, ExpertRollouts, PromptQueue
 from fivefold.rollout.staleness import Admission
-from fivefold.rollout.stats import BatchPlan, Informative, nothing_skipped
-from fivefold.trainer.checks import LogprobGate, SkipGuard
+from fivefold.rollout.stats import BatchPlan, Informative, gather_stats, nothing_skipped
+from fivefold.trainer.checks import AdapterGuard, Bounds, LogprobGate, Probe, SkipGuard
 from fivefold.trainer.evaluation import Evaluation, EvaluationSet
 from fivefold.trainer.minibatches import MiniBatches
 from fivefold.trainer.models import Models
 from fivefold.trainer.run import Run
 from fivefold.trainer.step_work import WORK
 from fivefold.trainer.trainer import Trainer
-from fivefold.types import Prompt, Sample, Sampling
+from fivefold.types import Prompt, RolloutStats, Sample, Sampling, TokenBatch
 
-MAX_LOGPROB_DIFF = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Engine and trainer compute the same log-probs up to rounding: about 1e-6 a token in float32, 1e-3 in float16, 1e-2 in
-bfloat16."""
+MAX_LOGPROB_KL = {"float32": 5e-7, "float16": 2e-4, "bfloat16": 1e-2}
+"""KL divergence a token of engine and trainer, some times what rounding was measured to cost (docs/engines.md)."""
+PROBE_STREAM = 0x960BE
+"""Mixed into the seed, so that what is sampled for a comparison alone draws other numbers than training."""
+_PROBE = 16, 64
+"""Responses that are sampled for the comparison of log-probs alone, at least, and their tokens at most."""
 
 
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "tokenizer*")
@@ -130,6 +135,9 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         judges, urls = start_judges(config, directories[str(config.reward.judge.model)], ranks, device)
         pool.ask_judges_at(urls, directories[str(config.reward.judge.model)])
     start_reward_pool(pool, first_prompts, logger.log)
+    if first_prompts:
+        for key, reason in unused_sources(config, {prompt.source for prompt in first_prompts}).items():
+            logger.log(f"{key} has no effect: {reason}")
     models = build_models(config, directories, meshes, objective, steps, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
@@ -169,8 +177,9 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     evaluation = None
     if evaluation_set is not None:
         evaluation = Evaluation(evaluation_set, generator, objective, ranks, logger, plan)
-    dtypes = (config.policy.dtype, config.engine.dtype or config.policy.dtype)
-    max_diff = config.engine.max_logprob_diff or max(MAX_LOGPROB_DIFF[dtype] for dtype in dtypes)
+    probe = None
+    if generator is not None and (checkpoint is not None or config.rollout.max_staleness is not None):
+        probe = partial(sample_probe, config, training, generator, models, plan)
     return Run(
         ranks=ranks,
         logger=logger,
@@ -181,7 +190,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         plan=plan,
         objective=objective,
         minibatches=MiniBatches(objective, config.algorithm.ppo_epochs),
-        gate=LogprobGate(ranks, max_diff, config.algorithm.offline or config.engine.sampling.is_changed, logger.log),
+        gate=build_gate(config, ranks, logger, probe),
         trainer=Trainer(
             config.trainer,
             config.run_dir,
@@ -199,6 +208,29 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             resume_from=checkpoint,
         ),
     )
+
+
+def build_gate(config: RunConfig, ranks: Ranks, logger: RunLogger, probe: Probe | None) -> LogprobGate:
+    """The comparison of the engine's log-probs with the trainer's; `probe` samples for it alone, before the first step."""
+    engine, dtypes = config.engine, (config.policy.dtype, config.engine.dtype or config.policy.dtype)
+    bounds = Bounds(engine.max_logprob_kl or max(MAX_LOGPROB_KL[dtype] for dtype in dtypes), engine.max_logprob_diff)
+    return LogprobGate(ranks, bounds, config.algorithm.offline or engine.sampling.is_changed, logger.log, probe)
+
+
+def sample_probe(
+    config: RunConfig, training: PromptSet, generator: Generator, models: Models, plan: BatchPlan
+) -> tuple[TokenBatch, RolloutStats]:
+    """A few short responses without rewards, by the policy's weights as they are. Collective."""
+    (count, longest), sampling, engine = _PROBE, _sampling(config), generator.engine
+    some = range(min(max(count, engine.replica.count), len(training.prompts)))
+    sampling = replace(sampling, max_tokens=max(sampling.min_tokens, min(longest, sampling.max_tokens)))
+    models.sync(engine)
+    with models.on_device(), sleeping_after(engine):
+        prompts = [training.prompts[place] for place in some]
+        groups = generator.sample(prompts, 1, sampling, (config.trainer.seed ^ PROBE_STREAM, 0), is_scored=False)
+    whole = replace(plan, updates_per_step=1, samples_per_comparison=1, skipped=nothing_skipped)
+    stats = gather_stats(groups, models.ranks, whole)
+    return pack(groups, stats, models.ranks, whole), stats
 
 
 def build_data(config: RunConfig, tokenizer: Any, directory: Path, ranks: Ranks) -> tuple[PromptSet, EvaluationSet | None]:
@@ -287,10 +319,20 @@ def build_models(
         same_vocabulary(key, load_spec(files["directory"]), spec)
         return build_model(meshes, config.settings(where), config.others[where].first_rank, **files)
 
+    dtype = None if config.algorithm.offline else config.engine.dtype or config.policy.dtype
     own, learner = _on_its_ranks(
-        meshes, config.policy, 0, total_updates=(steps - warmup) * updates, **trained, **adapters_of(config.policy.lora)
+        meshes,
+        config.policy,
+        0,
+        total_updates=(steps - warmup) * updates,
+        engine_dtype=dtype,
+        **trained,
+        **adapters_of(config.policy.lora),
     )
-    policy = on_replicas_of(ranks, learner, own)
+    policy, guard = on_replicas_of(ranks, learner, own), None
+    if config.policy.lora.rank and dtype is not None:
+        measure = None if learner is None else learner.lost_to_rounding
+        guard = AdapterGuard(measure, own, config.policy.lora.max_lost, dtype, logger.record, logger.log)
     reference: FrozenModel | None = None
     critic: Model | None = None
     prm: Model | None = None
@@ -333,6 +375,7 @@ def build_models(
         prm_reference_is_base=config.prm_reference_is_base,
         prm_updates=config.prm.updates_per_step,
         router_replay=config.policy.router_replay,
+        adapters=guard,
     )
 
 
@@ -353,8 +396,7 @@ def _on_its_ranks(
 def _refresh(models: Models, engine: Engine) -> None:
     """New weights in the middle of a rollout, for an engine that has lost them."""
     engine.sleep()
-    with models.on_device(parameters_of="policy"):
-        weight_sync(models.policy, engine)
+    models.sync(engine)
     # The rollout goes on with what it had of the device.
     models.policy.offload()
 

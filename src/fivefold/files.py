@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,34 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file of which no reader sees a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
+    write_text(beside, text)
     beside.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text; an error names the file."""
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Give an error of the system within this block the name of the file that is written: that of a full disk has none.
+
+    The safetensors library has a class of its own for such errors, which says their number.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        number = re.search(r"\(os error ([0-9]+)\)|code: ([0-9]+)", str(error))
+        if number is None or type(error).__name__ != "SafetensorError":
+            raise
+        code = int(number[1] or number[2])
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def _decode(content: bytes, where: str) -> str:

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fivefold.files import writing
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -359,7 +361,8 @@ class TokenBatch:
                 whole[name] = torch.tensor(value, dtype=torch.long)
             elif value is not None:
                 numbers[name] = value
-        save_file(whole, path, metadata={"numbers": json.dumps(numbers)})
+        with writing(path):
+            save_file(whole, path, metadata={"numbers": json.dumps(numbers)})
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch with its tensors on `device`."""

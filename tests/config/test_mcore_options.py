@@ -53,7 +53,6 @@ def errors(given: Options, section: str) -> list[str]:
         ("transformer", {"moe_router_dtype": "fp16"}, "must be Optional"),
         ("transformer", {"moe_z_loss_coeff": "small"}, "got 'small'"),
         ("transformer", {"moe_aux_loss_coeff": True}, "got True"),
-        ("transformer", {"recompute_granularity": "full"}, "needs recompute_method and recompute_num_layers"),
         ("transformer", {"moe_router_load_balancing_type": "sinkhorn"}, "must be none, seq_aux_loss"),
         ("transformer", {"moe_token_dispatcher_type": "flex"}, "deep_ep"),
         ("transformer", {"moe_expert_capacity_factor": 1.0}, "never drop tokens"),
@@ -126,10 +125,10 @@ def test_what_changes_nothing_is_reported_and_not_passed_on():
     assert errors(given, "policy") == []
     assert given.effective("ddp") == {"bucket_size": 7}
     findings = Findings(section="critic")
-    given.report_ignored(findings, experts=True)
+    given.report_ignored(findings, experts=True, recompute="none")
     keys = [key for key, _ in findings.ignored]
     assert keys == ["critic.megatron.ddp.average_in_collective", "critic.megatron.transformer.moe_aux_loss_coeff"]
-    given.report_ignored(findings, experts=False)
+    given.report_ignored(findings, experts=False, recompute="none")
     assert findings.ignored[-1] == ("critic.megatron.transformer.moe_aux_loss_coeff", "the model has no experts")
 
 

@@ -59,6 +59,21 @@ def test_a_run_begins_at_its_base_and_its_engine_is_the_trainer_s_model(root, wh
 
 
 @pytest.mark.slow
+def test_what_an_engine_in_bfloat16_loses_of_adapters_is_said_and_ends_a_run_where_asked(root):
+    """At a small learning rate nearly all of it; before the first update there is nothing to lose."""
+    small = ("policy.dtype=bfloat16", "policy.optimizer.lr=1e-5", "algorithm.updates_per_step=4", "trainer.save_every=0")
+    done = run("lost", *small, "policy.lora.max_lost=0.5")
+    assert "the engine gets them merged, in bfloat16" in done.stdout
+    lost = [row.get("rollout/lora_lost") for row in metrics(root, "lost")]
+    assert done.returncode == 1 and len(lost) == 3 and lost[0] is None and min(lost[1:]) > 0.5, (lost, done.stderr)
+    assert done.stdout.count("of what the adapters add is lost in the engine's bfloat16") == 3
+    assert "after 12 updates" in done.stderr and "policy.lora.max_lost = 0.5 ends the run" in done.stderr
+    done = run("kept", *small, "engine.dtype=float32", "policy.dtype=float32", "policy.lora.max_lost=0.5")
+    assert done.returncode == 0 and "merged, in" not in done.stdout and "adapters add is lost" not in done.stdout
+    assert max(row.get("rollout/lora_lost", 0) for row in metrics(root, "kept")) < 0.01
+
+
+@pytest.mark.slow
 def test_a_run_resumes_on_another_layout_with_the_same_metrics(root, whole):
     first = run("resumed", "trainer.steps=2")
     assert first.returncode == 0, first.stderr

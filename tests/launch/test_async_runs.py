@@ -38,6 +38,8 @@ def ahead(root):
     rows, told = train(root, "ahead", "rollout.max_staleness=2")
     assert "ahead    samples are at most 2 steps old; a step waits for its groups\n" in told
     assert "nothing weighs what older weights have sampled" in told
+    compared, first = told.index("engine's log-probs agree with the trainer's"), told.index("step 1 |")
+    assert compared < first and told.count("log-probs agree") == 1, "a comparison comes before the first step, and once"
     return rows
 
 

@@ -409,11 +409,36 @@ def test_torchrun_joins_the_ranks_that_are_there(root, base):
 
 
 def test_an_engine_that_differs_from_the_trainer_stops_the_run_at_the_first_step(root):
-    done = train(root, "gate", "engine.max_logprob_diff=1e-12")
+    done = train(root, "gate", "engine.max_logprob_kl=1e-20")
     assert done.returncode == 1
     assert "engine's log-probs differ from the trainer's" in done.stderr
     assert "RoPE" in done.stderr
     assert not (root / "runs/gate/checkpoints").exists()
+
+
+def test_a_resumed_run_compares_log_probs_before_its_first_step(root, base):
+    """By what it samples for that alone: it draws no other samples than the run that was not stopped."""
+    assert train(root, "again", "trainer.steps=2").returncode == 0
+    done = train(root, "again", "trainer.steps=3", "trainer.accept_changes=[trainer]", "engine.max_logprob_kl=1e-20")
+    assert done.returncode == 1 and "engine's log-probs differ from the trainer's" in done.stderr
+    assert "over 16 tokens" not in done.stderr and len(metrics(root, "again")) == 3
+    done = train(root, "again", "trainer.steps=3", "trainer.accept_changes=[trainer]")
+    assert done.returncode == 0 and done.stdout.count("engine's log-probs agree with the trainer's") == 1
+
+
+def test_a_first_step_of_equal_rewards_is_compared(root):
+    """No sample of it has an advantage, so the trainer computes none of them for the step itself."""
+    (root / "equal.py").write_text("def equal(**_): return 0.0\n")
+    equal = ("reward.functions={'" + str(root / "equal.py") + ":equal': 1.0}", "algorithm.kl.coef=0", "trainer.steps=1")
+    done = train(root, "equal", *equal, "trainer.eval_every=0", "engine.max_logprob_kl=1e-20")
+    assert done.returncode == 1 and "engine's log-probs differ from the trainer's" in done.stderr, done.stderr
+
+
+def test_a_goal_that_no_evaluation_measures_ends_the_run_after_the_first(root):
+    done = train(root, "goal", "trainer.stop_at={val/arithmetic/acuracy: 0.9}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "trainer.stop_at must name metrics of the evaluation: got 'val/arithmetic/acuracy': did you mean" in done.stderr
+    assert "'val/arithmetic/accuracy'?; it has val/arithmetic/accuracy, " in done.stderr and "step 1 |" not in done.stdout
 
 
 def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(root, base):

@@ -277,6 +277,60 @@ def test_new_adapters_change_nothing_and_are_the_same_on_every_layout(beginnings
     assert abs(float(numbers.square().mean()) - 1 / 3) < 4 * (11.25 * len(numbers)) ** -0.5
 
 
+# --- what rounding takes away ----------------------------------------------------------------------------------------
+
+
+def lost(mesh, directory: Path, policy, path: Path, dtype: str, times: int):
+    """(norms of what is lost and of what adapters add, the rounded weights, the base's) after so many streams."""
+    from fivefold.megatron.model import MegatronModel
+
+    model = MegatronModel(directory, policy, mesh, adapters=path, engine_dtype=dtype)
+    for _ in range(times):
+        weights = {name: tensor.clone() for name, tensor in model.weights()}
+    plain = MegatronModel(directory, replace(policy, lora=LoraConfig()), mesh)
+    return model.lost_to_rounding(), weights, {name: tensor.clone() for name, tensor in plain.weights()}
+
+
+ROUNDED = [
+    ("qwen3", "d1", "bfloat16", "bfloat16"),
+    ("qwen3", "d2", "bfloat16", "bfloat16"),
+    ("qwen3", "t2", "bfloat16", "bfloat16"),
+    ("qwen3", "p2", "float32", "bfloat16"),
+    ("qwen3", "c2", "float16", "float16"),
+    ("qwen3_moe", "d2", "bfloat16", "bfloat16"),
+    ("qwen3_moe", "d2e2", "bfloat16", "bfloat16"),
+    ("qwen3_moe", "(attn:t2|ffn:t2)", "bfloat16", "bfloat16"),
+    ("deepseek_v3", "t2e2", "bfloat16", "bfloat16"),
+    ("qwen2_moe", "(attn:d2t2|ffn:t2e2)", "bfloat16", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "dtype", "engine"), ROUNDED, ids=str)
+def test_what_an_engine_loses_of_adapters_is_counted_once_on_every_layout(
+    cluster, models, adapters, tmp_path, name, layout, dtype, engine
+):
+    """Adapters of a size that bfloat16 loses in part, against the sum over the whole model in plain torch."""
+    small = tmp_path / "small"
+    small.mkdir()
+    tensors = {key: tensor * 0.1 for key, tensor in load_file(adapters(name) / TENSORS).items()}
+    save_file(tensors, small / TENSORS)
+    (small / CONFIG).write_text((adapters(name) / CONFIG).read_text())
+    policy = replace(policy_of(name, Case(layout), {}), dtype=dtype)
+    results = cluster.run(lost, f"megatron:{layout}", models(name), policy, small, engine, 2)
+    (_, weights, base), squares = results[0], torch.zeros(2, dtype=torch.float64)
+    scale = LORA[name].spec.scale
+    for key, a in tensors.items():
+        if key.endswith("lora_A.weight"):
+            module = key.removeprefix(PREFIX).removesuffix("lora_A.weight") + "weight"
+            share = scale * (tensors[key.replace("lora_A", "lora_B")].double() @ a.double())
+            before, after = (each[module].to(getattr(torch, engine)).double() for each in (base, weights))
+            squares += torch.stack([(after - before - share).square().sum(), share.square().sum()])
+    wanted = squares.sqrt().tolist()
+    assert 0.01 < wanted[0] / wanted[1] < 1.5
+    for found, _, _ in results:
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("layout", ["d1", "t2"])
 def test_the_reference_is_the_policy_with_its_adapters_switched_off(beginnings, adapters, name, layout):
@@ -410,18 +464,10 @@ def no_gradient_into_the_first_layer(mesh, *arguments):
 
 
 def merged_without_alpha(mesh, *arguments):
-    from fivefold.megatron.layers.adapters import Adapters
+    from fivefold.megatron.layers.adapters import Merge
 
-    original = Adapters._merge
-
-    def merge(self, weight):
-        self._scale, before = 1.0, self._scale
-        try:
-            return original(self, weight)
-        finally:
-            self._scale = before
-
-    Adapters._merge = merge
+    original = Merge.__call__
+    Merge.__call__ = lambda self, weight, lost: original(replace(self, scale=1.0), weight, lost)
     return two_steps(mesh, *arguments)
 
 

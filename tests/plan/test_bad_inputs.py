@@ -163,6 +163,7 @@ def judge(**changes: Any) -> Callable[[Case], None]:
     return change
 
 
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
 Q = "model.layers.0.self_attn.q_proj.weight"
 USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 
@@ -305,6 +306,32 @@ BAD: dict[str, tuple[Callable[[Case], Any], str]] = {
     "a name of 5,000 letters": (setting("trainer.run_dir", "x" * 5000), "trainer.run_dir must be a directory that can be written"),
     "an empty stop text": (setting("engine.sampling.stop", [""]), "engine.sampling.stop must be texts that are not empty"),
     "an unknown GPU": (setting("launch.gpu", "h101"), "launch.gpu must be one of"),
+    "full recomputation without a method": (setting("policy.megatron.transformer", {"recompute_granularity": "full"}), "needs recompute_method and recompute_num_layers, for example uniform and 1"),
+    "uniform units of no layer": (setting("policy.megatron.transformer", {**UNIFORM, "recompute_num_layers": 0}), "recompute_num_layers must be at least 1: got 0"),
+    "no layer with the key recompute": (setting("policy", {"recompute": "full", "megatron": {"transformer": {"recompute_num_layers": 0}}}), "recompute_num_layers must be at least 1: got 0"),
+    "uniform units beyond a stage": (setting("policy.megatron.transformer", {**UNIFORM, "recompute_num_layers": 3}), "recompute_num_layers must divide the layers of each stage where uniform: got 3 for [2]"),
+    "more layers than a stage has": (setting("policy.megatron.transformer", {**UNIFORM, "recompute_method": "block", "recompute_num_layers": 9}), "at most the layers of a stage: got 9 for [2]"),
+    "a number of layers with selective": (setting("policy.megatron.transformer", {"recompute_granularity": "selective", "recompute_num_layers": 1}), "recompute_num_layers must be left out with recompute_granularity: selective"),
+    "an unknown module to recompute": (setting("policy.megatron.transformer.recompute_modules", ["x"]), "recompute_modules must be of core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts: got 'x'"),
+    "saved activations that are divided twice": (setting("policy", {"backend": "megatron:t2", "megatron": {"transformer": {**UNIFORM, "recompute_num_layers": 1, "distribute_saved_activations": True}}}), "distribute_saved_activations must be false where t > 1 with sequence parallelism"),
+    "rank 2^31": (setting("critic.first_rank", 2**31), "critic.first_rank must be in [0, 1048576]: got 2147483648"),
+    "10^9 ranks": (setting("policy.backend", "megatron:d1000000t1000"), "a layout must have at most 1048576 ranks: got 1000000000"),
+    "a bound of 10^39": (setting("algorithm.clip_high", 1e39), "algorithm.clip_high must be 0 or of a size in [1e-37, 1e+37], which float32 holds: got 1e+39"),
+    "an option of 10^39": (setting("policy.megatron.transformer.moe_z_loss_coeff", 1e39), "moe_z_loss_coeff must be 0 or of a size in [1e-37, 1e+37]"),
+    "a temperature of 10^-50": (setting("engine.sampling.temperature", 1e-50), "engine.sampling.temperature must be"),
+    "a list for a dtype": (setting("policy.megatron.optimizer.exp_avg_dtype", ["x"]), "exp_avg_dtype must be torch.dtype, got ['x']"),
+    "a list for a pipeline": (setting("policy.megatron.pipeline.pipeline_model_parallel_layout", ["x"]), "pipeline_model_parallel_layout must be Optional[str], got ['x']"),
+    "two stages on one": (setting("policy.megatron.pipeline.pipeline_model_parallel_layout", "Et|tL"), "virtual stages need a pipeline: got 2 of them with p1"),
+    "too few micro-batches in a round": (setting("policy", {"backend": "megatron:p2", "megatron": {"pipeline": {"pipeline_model_parallel_layout": "Et|t||L", "microbatch_group_size_per_vp_stage": 1}}}), "microbatch_group_size_per_vp_stage must be at least p = 2: got 1"),
+    "a path with NUL": (setting("trainer.run_dir", "a\0b"), "trainer.run_dir must have no character NUL: got 'a\\x00b'"),
+    "a wait of a billionth of a minute": (setting("launch.timeout_minutes", 1e-9), "launch.timeout_minutes must be in [0.01, 43200]: got 1e-09"),
+    "loops within loops": (lambda case: case.template("{% for a in messages * 99 %}" * 9 + "{% endfor %}" * 9), "it runs more than 200000 loops and macros for one conversation"),
+    "loops that keep nothing": (lambda case: case.template("{% for a in messages * 9999 %}{% for b in messages * 9999 if false %}{% endfor %}{% endfor %}"), "it runs more than 200000 loops and macros"),
+    "ranges within loops": (lambda case: case.template("{% for a in range(9999) %}{{ range(9999) | sum }}{% endfor %}"), "it runs more than 200000 loops and macros"),
+    "a macro that calls itself twice": (lambda case: case.template("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"), "it runs more than 200000 loops and macros"),
+    "a loop that calls itself twice": (lambda case: case.template("{% for x in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}"), "it runs more than 200000 loops and macros"),
+    "a text of ten gigabytes": (lambda case: case.template("{{ 'a' * 10000000000 }}"), "* makes a value that is too large"),
+    "a number of a billion digits": (lambda case: case.template("{{ 9 ** 9 ** 9 }}"), "** makes a value that is too large"),
     "a time limit of 10^300": (setting("reward.timeout_seconds", 1e300), "reward.timeout_seconds must be in (0, 86400]"),
 }  # fmt: skip
 
@@ -320,6 +347,38 @@ def test_a_bad_input_is_refused_in_one_sentence(case, name):
     errors = case.errors()
     assert any(says in error for error in errors), errors
     assert all(len(error) < 600 and "\n" not in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ignored"),
+    [
+        ("reward.by_source", {"arithmetics": {"gsm8k": 1.0}}, "reward.by_source.arithmetics"),
+        ("data.ground_truth_by_source", {"code": "tests"}, "data.ground_truth_by_source.code"),
+        ("trainer.profile", {"steps": [1], "ranks": [0, 1]}, "trainer.profile.ranks"),
+        ("trainer.profile", {"steps": [3, 1]}, "trainer.profile.steps"),
+        ("trainer.profile", {"ranks": []}, "trainer.profile.ranks"),
+        ("policy.megatron.transformer.recompute_num_layers", 1, "policy.megatron.transformer.recompute_num_layers"),
+        ("policy.megatron.transformer.recompute_modules", ["mlp"], "policy.megatron.transformer.recompute_modules"),
+        (
+            "policy.megatron.optimizer.optimizer_offload_fraction",
+            0.5,
+            "policy.megatron.optimizer.optimizer_offload_fraction",
+        ),
+        ("policy.megatron.optimizer.pin_cpu_grads", False, "policy.megatron.optimizer.pin_cpu_grads"),
+        (
+            "policy.megatron.pipeline.microbatch_group_size_per_vp_stage",
+            2,
+            "policy.megatron.pipeline.microbatch_group_size_per_vp_stage",
+        ),
+    ],
+)
+def test_a_key_that_changes_nothing_here_is_reported(case, key, value, ignored):
+    case.set("trainer.steps", 2)
+    case.set(key, value)
+    found = check(RunConfig.of(**copy.deepcopy(case.tree)))
+    assert found.errors == [] and [name for name, _ in found.ignored] == [ignored], found.ignored
+    if key == "reward.by_source":
+        assert found.ignored[0][1] == "no row has this data_source: did you mean 'arithmetic'?; the data has arithmetic"
 
 
 def start_without_check() -> None:

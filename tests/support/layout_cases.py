@@ -54,6 +54,7 @@ ANY = [
     Case("t2p4"),
     Case("p4c2"),
     Case("p2", VPP2, ci=True),
+    Case("p2", {**VPP2, "microbatch_group_size_per_vp_stage": 3}, ci=True),
     Case("d2p2", VPP2, ci=True),
     Case("t2p2", VPP2, ci=True),
     Case("p2c2", VPP2, ci=True),

@@ -161,7 +161,7 @@ def toy_parts(
     from fivefold.rollout.generation import Generator
     from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
     from fivefold.rollout.stats import BatchPlan
-    from fivefold.trainer.checks import LogprobGate, SkipGuard
+    from fivefold.trainer.checks import Bounds, LogprobGate, SkipGuard
     from fivefold.trainer.minibatches import MiniBatches
     from fivefold.trainer.models import Models
     from fivefold.trainer.run import Run
@@ -197,7 +197,7 @@ def toy_parts(
     plan = BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5, skipped=objective.skipped)
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
-        plan=plan, minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, offline, logger.log),
+        plan=plan, minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, Bounds(1e-6), offline, logger.log),
         trainer=Trainer(
             config, run_dir, steps, ranks, logger, models, source, None, plan, flops=lambda tokens, length: 1.0,
             resolved_config="", fingerprint=Fingerprint(),

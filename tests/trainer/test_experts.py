@@ -95,7 +95,7 @@ def learned(mesh, directory: Path):
     """(losses, metrics, parameters) of two steps of two updates on the same samples, and of the first by hand."""
     from fivefold.megatron.model import MegatronModel
     from fivefold.trainer import models as module
-    from fivefold.trainer.checks import LogprobGate, SkipGuard
+    from fivefold.trainer.checks import Bounds, LogprobGate, SkipGuard
 
     objective = Objective.of(methods.resolve("grpo", CHOICES))
     own = mesh.ranks.shard(make_groups())
@@ -110,7 +110,7 @@ def learned(mesh, directory: Path):
     models.annotate(batch, objective.needs(2) | {"old_logprobs_T"}, stats)
     # An expert's log-probs, which no engine has given, would end the run here.
     engine = replace(batch, rollout_logprobs_T=torch.where(batch.expert_T, batch.rollout_logprobs_T, batch.old_logprobs_T))
-    LogprobGate(mesh.ranks, 1e-6, False, print).check(engine, replace(stats, version_N=stats.version_N * 0), 0)
+    LogprobGate(mesh.ranks, Bounds(1e-12), False, print).check(engine, replace(stats, version_N=stats.version_N * 0), models)
     objective.assign_advantages(batch, stats, mesh.ranks)
     rows = {
         row: (piece.tolist(), ref.tolist())

@@ -19,7 +19,7 @@ from fivefold.config.methods import CorrectionConfig, KLConfig
 from fivefold.models.families import load_spec
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats
-from fivefold.trainer.checks import LogprobGate
+from fivefold.trainer.checks import Bounds, LogprobGate
 from fivefold.trainer.minibatches import MiniBatches, without_skipped
 from fivefold.trainer.models import Models
 from fivefold.trainer.update_metrics import update_metrics
@@ -261,11 +261,19 @@ def dealt(mesh):
     # As `annotate` leaves it: no log-probs of what is skipped.
     kept_T = ~stats.skipped_N[batch.sample_index_N].repeat_interleave(torch.tensor(batch.lengths_N))
     batch.old_logprobs_T = batch.rollout_logprobs_T * kept_T
-    gate, waiting = (LogprobGate(mesh.ranks, 1e-3, is_open=False, log=print) for _ in range(2))
-    gate.check(batch, stats, version=0)
-    waiting.check(batch, replace(stats, skipped_N=torch.ones_like(stats.skipped_N)), version=0)
+    gate, other = (LogprobGate(mesh.ranks, Bounds(1e-6), is_open=False, log=print) for _ in range(2))
+    scored: list[int] = []
+
+    def annotate(part, needs):
+        scored.append(len(part.lengths_N))
+        part.old_logprobs_T = part.rollout_logprobs_T.clone()
+
+    models = SimpleNamespace(policy=SimpleNamespace(version=0), annotate=annotate)
+    gate.check(batch, stats, models)
+    assert not scored
+    other.check(batch, replace(stats, skipped_N=torch.ones_like(stats.skipped_N)), models)
     computed = [without_skipped(mini).batch.lengths_N for mini in mini_batches(objective, batch, stats, mesh)]
-    return [sum(lengths) for lengths in computed], gate.needs, waiting.needs
+    return [sum(lengths) for lengths in computed], gate.needs | other.needs, scored == [len(batch.lengths_N)]
 
 
 def mini_batches(objective, batch, stats, mesh):
@@ -274,11 +282,11 @@ def mini_batches(objective, batch, stats, mesh):
 
 
 def test_the_replicas_share_what_is_computed_and_the_gate_compares_it(cluster):
-    (first, needs, waiting), (second, *_) = cluster.run(dealt, "megatron:d2")
+    (first, needs, is_scored), (second, *_) = cluster.run(dealt, "megatron:d2")
     for one, other in zip(first, second, strict=True):
         assert abs(one - other) < 0.15 * (one + other)
-    # Of a step that trains on nothing there is nothing to compare: the gate waits for the next.
-    assert not needs and waiting == {"old_logprobs_T"}
+    # Of a step that trains on nothing some samples are computed for the gate.
+    assert not needs and is_scored
 
 
 class Recorder(ToyModel):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint.records import RECORDS, SAMPLES, move_rows
+from fivefold.files import write_text
 
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 16 * 2**20
@@ -77,9 +78,9 @@ class Checkpoints:
     def publish(self, state: RunState, files: Mapping[str, list[int]]) -> None:
         """Make `step-N` of what ranks have written and brought to the disk: name -> size and digest of each file."""
         staging, final = self.staging(state.step), self.path(state.step)
-        (staging / "state.json").write_text(json.dumps(asdict(state), indent=1))
+        write_text(staging / "state.json", json.dumps(asdict(state), indent=1))
         whole = {**files, "state.json": size_and_digest(staging / "state.json")}
-        (staging / MANIFEST).write_text(json.dumps({"files": whole}, indent=1))
+        write_text(staging / MANIFEST, json.dumps({"files": whole}, indent=1))
         # Ranks have brought their own files there.
         for path in [staging / "state.json", staging / MANIFEST, *filter(Path.is_dir, staging.rglob("*")), staging]:
             sync_file(path)
@@ -150,7 +151,7 @@ class Checkpoints:
     def _point_to(self, name: str) -> None:
         """Write `latest`, atomically."""
         pointer = self.root / ".latest.partial"
-        pointer.write_text(name)
+        write_text(pointer, name)
         sync_file(pointer)
         pointer.replace(self.root / "latest")
         sync_file(self.root)

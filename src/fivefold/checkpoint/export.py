@@ -20,6 +20,7 @@ from fivefold.config import RunConfig, load_config
 from fivefold.config.learners import LearnerConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
+from fivefold.files import write_text, writing
 from fivefold.hub import model_snapshot
 from fivefold.layout import ParallelLayout
 from fivefold.megatron import mesh
@@ -88,8 +89,9 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         if form == "adapter":
             assert lora is not None
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.adapters()}
-            save_file(tensors, out / TENSORS, metadata={"format": "pt"})
-            (out / CONFIG).write_text(json.dumps(peft_config(model.spec, lora, path), indent=2))
+            with writing(out / TENSORS):
+                save_file(tensors, out / TENSORS, metadata={"format": "pt"})
+            write_text(out / CONFIG, json.dumps(peft_config(model.spec, lora, path), indent=2))
             total, said = sum(tensor.nbytes for tensor in tensors.values()), f"as adapters of {path}"
         elif form == "megatron":
             total = write_torch_dist(weights, model.spec, out)
@@ -166,7 +168,7 @@ def with_mtp(
 def _without_mtp(path: Path) -> None:
     """Say in config.json that there are no layers of multi-token prediction."""
     config = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
-    path.write_text(json.dumps(config, indent=2))
+    write_text(path, json.dumps(config, indent=2))
 
 
 def _parts(checkpoint: Path) -> list[str]:
@@ -179,7 +181,7 @@ def _make_classifier(path: Path) -> None:
     family = config["architectures"][0].partition("For")[0]
     config |= {"architectures": [f"{family}ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     config |= {"label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
-    path.write_text(json.dumps(config, indent=2))
+    write_text(path, json.dumps(config, indent=2))
 
 
 def write_safetensors(weights: Iterable[tuple[str, Tensor]], out: Path, limit: int) -> tuple[int, int]:
@@ -206,7 +208,7 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], out: Path, limit: i
         (out / _shard(number)).rename(out / final)
         place.update(dict.fromkeys(shard, final))
     index = {"metadata": {"total_size": total}, "weight_map": place}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    write_text(out / "model.safetensors.index.json", json.dumps(index, indent=1))
     return len(shards), total
 
 
@@ -215,4 +217,5 @@ def _shard(number: int) -> str:
 
 
 def _write_shard(tensors: dict[str, Tensor], out: Path, number: int) -> None:
-    save_file(tensors, out / _shard(number), metadata={"format": "pt"})
+    with writing(out / _shard(number)):
+        save_file(tensors, out / _shard(number), metadata={"format": "pt"})

@@ -12,6 +12,7 @@ from fivefold.checkpoint.checkpoints import Checkpoints, RunState, size_and_dige
 from fivefold.checkpoint.rng import rng_name, rng_states
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.threads import in_thread
+from fivefold.files import write_text, writing
 
 Digests = dict[str, list[int]]
 Writer = Callable[[Path], list[Path]]
@@ -43,10 +44,11 @@ class Saving:
 
         def write() -> Digests:
             files = [directory / "rng" / rng_name(ranks)]
-            save_file(states, files[0])
+            with writing(files[0]):
+                save_file(states, files[0])
             if ranks.is_main:
                 files.append(directory / "run.yaml")
-                files[-1].write_text(config)
+                write_text(files[-1], config)
             for name, writer in parts.items():
                 files += writer(directory / name)
             for file in files:

@@ -73,8 +73,11 @@ class EngineConfig:
     """vLLM's own arguments by its names: enforce_eager, max_num_batched_tokens, enable_prefix_caching, ..."""
     sglang: Annotated[dict[str, Any], HARMLESS] = field(default_factory=dict)
     """SGLang's own arguments by its names: attention_backend, chunked_prefill_size, disable_cuda_graph, ..."""
+    max_logprob_kl: Annotated[float | None, above(0), HARMLESS] = None
+    """Largest KL divergence of the trainer's tokens from the engine's at their first comparison, in nats a token; by dtype
+    when left out (docs/engines.md)."""
     max_logprob_diff: Annotated[float | None, above(0), HARMLESS] = None
-    """Largest mean difference of rollout and trainer log-probs at the first step; by dtype when left out."""
+    """Largest mean difference of their log-probs at that comparison; not looked at when left out."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sync_bucket_mb: Annotated[int, above(0), HARMLESS] = 256
     """Weights move from trainer to engine in buckets of about this size."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fivefold.config.identity import CONTENT, HARMLESS
 from fivefold.config.mcore_options import Options
-from fivefold.config.ranges import above, at_least, within
+from fivefold.config.ranges import RANKS, above, at_least, within
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.adapters import ALL, LoraSpec
 
@@ -104,6 +104,9 @@ class LoraConfig:
     path: Annotated[str | None, CONTENT] = None
     """Adapters to begin with instead, as PEFT saves them: a directory or hub id with adapter_config.json and
     adapter_model.safetensors."""
+    max_lost: Annotated[float | None, within("(0, 1]"), HARMLESS] = None
+    """Largest share of what the adapters add that the engine's dtype may lose (rollout/lora_lost): the run ends above it,
+    from the tenth update on. Not looked at when left out."""
 
     @property
     def spec(self) -> LoraSpec | None:
@@ -187,7 +190,7 @@ class LearnerConfig:
     backend: Annotated[str | None, HARMLESS] = None
     """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
     one only the own `megatron.pipeline` splits it into stages."""
-    first_rank: Annotated[int, at_least(0), HARMLESS] = 0
+    first_rank: Annotated[int, within(RANKS), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -249,7 +252,7 @@ class ReferenceConfig:
     backend: Annotated[str | None, HARMLESS] = None
     """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
     one only the own `megatron.pipeline` splits it into stages."""
-    first_rank: Annotated[int, at_least(0), HARMLESS] = 0
+    first_rank: Annotated[int, within(RANKS), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     megatron: MegatronConfig | None = None
     """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
@@ -270,7 +273,7 @@ class RewardModelConfig:
     backend: Annotated[str | None, HARMLESS] = None
     """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
     one only the own `megatron.pipeline` splits it into stages."""
-    first_rank: Annotated[int, at_least(0), HARMLESS] = 0
+    first_rank: Annotated[int, within(RANKS), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
     megatron: MegatronConfig | None = None
     """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -185,6 +186,35 @@ _NO_EFFECT: dict[str, dict[str, str]] = {
 }  # fmt: skip
 LOSS_SCALE = {"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2}
 """How the scale of the loss moves in float16, with Megatron-Core's defaults."""
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Options that the key `recompute` stands for."""
+_RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""Modules that `selective` may name."""
+_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "transformer": {
+        "recompute_granularity": (
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+            "distribute_saved_activations",
+        )
+    },
+    "optimizer": {
+        "optimizer_cpu_offload": (
+            "optimizer_offload_fraction",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+        )
+    },
+}
+"""Options without which others change nothing."""
+_NARROWER = {"pipeline_model_parallel_layout": "Optional[str]"}
+"""Types of options that Megatron-Core takes in other forms too."""
 DTYPE_NAMES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16",
                "fp16": "float16"}  # fmt: skip
 
@@ -228,10 +258,6 @@ class Options:
             "moe_token_dispatcher_type",
             "must be alltoall or allgather: flex needs the package deep_ep",
         )
-        if self.transformer.get("recompute_granularity") == "full":
-            lacking = [n for n in ("recompute_method", "recompute_num_layers") if self.transformer.get(n) is None]
-            message = f": full needs {' and '.join(lacking)}, for example uniform and 1"
-            transformer.require(not lacking, "recompute_granularity", message)
         aware = self.optimizer.get("use_precision_aware_optimizer", False)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = DTYPE_NAMES[self.optimizer.get(name, "float32")]
@@ -255,6 +281,26 @@ class Options:
                 self.ddp.get("overlap_grad_reduce", False), "overlap_param_gather", "needs overlap_grad_reduce: true"
             )
 
+    def check_recompute(self, findings: Findings, recompute: str, is_sequence_parallel: bool) -> None:
+        """Errors for options of recomputation that contradict each other; `findings` are at the model's section, whose key
+        `recompute` sets some of them."""
+        findings, chosen = findings.at("megatron.transformer"), RECOMPUTE[recompute] | self.transformer
+        kind, layers = chosen.get("recompute_granularity"), chosen.get("recompute_num_layers")
+        modules = chosen.get("recompute_modules") or []
+        unknown = [module for module in modules if module not in _RECOMPUTED]
+        message = f"must be of {', '.join(_RECOMPUTED)}: got {shown(unknown[:1])[1:-1]}"
+        findings.require(not unknown, "recompute_modules", message)
+        if kind == "full":
+            lacking = [name for name in ("recompute_method", "recompute_num_layers") if chosen.get(name) is None]
+            message = f": full needs {' and '.join(lacking)}, for example uniform and 1"
+            findings.require(not lacking, "recompute_granularity", message)
+            findings.require(layers is None or layers > 0, "recompute_num_layers", f"must be at least 1: got {layers}")
+        message = f"must be left out with recompute_granularity: selective, which names modules: got {layers}"
+        findings.require(kind != "selective" or layers is None, "recompute_num_layers", message)
+        message = "must be false where t > 1 with sequence parallelism: what is saved is divided there already"
+        divides = kind is not None and is_sequence_parallel and chosen.get("distribute_saved_activations", False)
+        findings.require(not divides, "distribute_saved_activations", message)
+
     @property
     def has_router_terms(self) -> bool:
         """Routers add losses, or move biases, by what all tokens of an update choose."""
@@ -262,13 +308,20 @@ class Options:
         balanced = self.transformer.get("moe_router_load_balancing_type", "none") != "none"
         return balanced or any(self.transformer.get(name) for name in names)
 
-    def report_ignored(self, findings: Findings, experts: bool) -> None:
-        """The options that change nothing for a model with or without experts; `findings` are at the model's section."""
+    def report_ignored(self, findings: Findings, experts: bool, recompute: str) -> None:
+        """The options that change nothing for a model with or without experts, whose key `recompute` sets some; `findings`
+        are at its section."""
         findings = findings.at("megatron")
         for section, reasons in _NO_EFFECT.items():
             for name in getattr(self, section):
                 if name in reasons:
                     findings.ignore(f"{section}.{name}", reasons[name])
+        for section, needed in _NEEDED.items():
+            options: dict[str, Any] = getattr(self, section)
+            for needs, names in needed.items():
+                for name in names if not options.get(needs) else ():
+                    if name in options and not (needs == "recompute_granularity" and recompute != "none"):
+                        findings.ignore(f"{section}.{name}", f"{needs} is not set")
         balancing = self.transformer.get("moe_router_load_balancing_type", "none")
         if balancing == "none" and self.transformer.get("moe_aux_loss_coeff"):
             findings.ignore("transformer.moe_aux_loss_coeff", "moe_router_load_balancing_type is none")
@@ -327,7 +380,20 @@ def _fields(section: str) -> dict[str, ast.expr]:
                     for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 )
-    return found
+    return found | {name: ast.parse(text, mode="eval").body for name, text in _NARROWER.items() if name in found}
+
+
+def recompute_fault(options: Mapping[str, Any], chunks: Iterable[int]) -> str | None:
+    """What is wrong with `recompute_num_layers` for chunks of so many layers, one a virtual stage; None where nothing is."""
+    layers, method = options.get("recompute_num_layers"), options.get("recompute_method")
+    if options.get("recompute_granularity") != "full" or layers is None:
+        return None
+    sizes = sorted({count for count in chunks if count})
+    if method == "uniform" and any(layers < 1 or count % layers for count in sizes):
+        return f"recompute_num_layers must divide the layers of each stage where uniform: got {layers} for {sizes}"
+    if layers < 1 or (sizes and layers > sizes[-1]):
+        return f"recompute_num_layers must be at least 1 and at most the layers of a stage: got {layers} for {sizes}"
+    return None
 
 
 def _root() -> Path:
@@ -345,7 +411,7 @@ def _fits(annotation: ast.expr, value: Any) -> bool:
     if isinstance(annotation, ast.BinOp):
         return _fits(annotation.left, value) or _fits(annotation.right, value)
     if isinstance(annotation, ast.Attribute):
-        return ast.unparse(annotation) == "torch.dtype" and value in DTYPE_NAMES
+        return ast.unparse(annotation) == "torch.dtype" and isinstance(value, str) and value in DTYPE_NAMES
     if isinstance(annotation, ast.Name):
         if annotation.id == "float":
             return isinstance(value, (int, float)) and not isinstance(value, bool)

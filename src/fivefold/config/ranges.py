@@ -19,6 +19,11 @@ from fivefold.config.identity import hints_of
 from fivefold.errors import shown
 
 LARGEST = 2**53
+"""Of whole numbers: every library that one is handed to can hold it."""
+FLOATS = 1e-37, 1e37
+"""Smallest and largest size of a float that is not 0: what is computed with it is computed in float32."""
+RANKS = "[0, 1048576]"
+"""Numbers of ranks; more than any cluster has, and a list of them fits in memory."""
 
 
 @runtime_checkable
@@ -120,12 +125,17 @@ def check_values(part: Any, findings: Findings) -> None:
                 findings.error(key, f"must be a finite number: got {item}")
             elif isinstance(item, int) and abs(item) > LARGEST:
                 findings.error(key, f"must be at most {LARGEST}: got {shown(item)}")
+            elif isinstance(item, str) and "\0" in item:
+                findings.error(key, f"must have no character NUL: got {shown(item)}")
             elif item is not None:
                 # A name beside which there are numbers is one of its type.
                 applying = [rule for rule in rules if not (isinstance(item, str) and isinstance(rule, Range))]
-                for rule in applying:
-                    if fault := rule.fault(item):
-                        findings.error(key, fault)
+                faults = [fault for rule in applying if (fault := rule.fault(item))]
+                if isinstance(item, float) and item and not FLOATS[0] <= abs(item) <= FLOATS[1] and not faults:
+                    low, high = FLOATS
+                    faults.append(f"must be 0 or of a size in [{low:g}, {high:g}], which float32 holds: got {item:g}")
+                for fault in faults:
+                    findings.error(key, fault)
 
 
 def _rules(hint: Any) -> list[Rule]:

@@ -295,7 +295,7 @@ class LaunchConfig:
     models backend and first_rank; docs/layouts.md has their names."""
     gpu: Annotated[str, OneOf(GPUS)] | None = None
     """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
-    timeout_minutes: Annotated[float, within("(0, 43200]")] = 30.0
+    timeout_minutes: Annotated[float, within("[0.01, 43200]")] = 30.0
     """Longest wait for another rank, or for a server that takes weights, in one collective operation."""
     threads: Annotated[int, within("[1, 4096]")] | None = None
     """CPU threads of each rank; the cores shared evenly when left out."""

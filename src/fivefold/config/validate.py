@@ -444,6 +444,10 @@ def _check_model(findings: Findings, settings: PolicyConfig, own: Collection[str
             "recompute",
             f"and {findings.key('megatron.transformer.recompute_granularity')} say the same: keep one",
         )
+        divides = settings.sequence_parallel and settings.layout.tp > 1
+        if not findings.errors:
+            # Where options have other types than they must there is nothing to compare.
+            megatron.options.check_recompute(findings, settings.recompute, divides)
     if "tokens_per_micro_batch" in own:
         findings.require(
             settings.tokens_per_micro_batch >= longest,

@@ -15,6 +15,8 @@ from fivefold.errors import first_line, shown
 from fivefold.files import read_json_object, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MOST_STEPS, MOST_SIZE = 200_000, 100_000
+"""Bodies of loops and macros that a chat template runs for one conversation, and sizes of what it multiplies."""
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model", "tekken.json")
 """Of tokenizers that only transformers can read."""
 
@@ -95,6 +97,7 @@ class LightTokenizer:
         """The text of a conversation; raises ValueError where the template does."""
         import jinja2
 
+        self.template.environment.steps = 0
         try:
             return str(
                 self.template.render(
@@ -113,6 +116,7 @@ class LightTokenizer:
             LookupError,
             AttributeError,
             RecursionError,
+            MemoryError,
         ) as error:
             raise ValueError(f"the chat template of {self.directory} raises: {first_line(error)}") from error
 
@@ -121,7 +125,6 @@ def _compile(text: str, where: str) -> Any:
     """A chat template, in the sandbox and with the names that transformers gives it."""
     import jinja2
     from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -131,18 +134,58 @@ def _compile(text: str, where: str) -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
-    )
+    environment = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()])
     environment.filters["tojson"] = to_json
     environment.globals |= {
         "raise_exception": raise_exception,
+        "range": environment.counted_range,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
     try:
         return environment.from_string(text)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"the chat template of {where} is not valid: {first_line(error)}") from error
+
+
+def _sandbox() -> Any:
+    """The sandbox of transformers, in which a template without an end, or with a text of gigabytes, raises an error."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(["*", "**"])
+        steps = 0
+        """Bodies of loops and macros that the rendering in progress has run."""
+
+        def step(self, count: int = 1) -> bool:
+            self.steps += count
+            if self.steps > MOST_STEPS:
+                raise jinja2.TemplateError(f"it runs more than {MOST_STEPS} loops and macros for one conversation")
+            return True
+
+        def counted_range(self, *ends: int) -> range:
+            numbers = range(*ends)
+            self.step(len(numbers))
+            return numbers
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
+            if max(sizes) > MOST_STEPS if operator == "**" else sizes[0] * sizes[1] > MOST_SIZE:
+                raise jinja2.TemplateError(f"{operator} makes a value that is too large")
+            return super().call_binop(context, operator, left, right)
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
+            tree = super()._parse(source, name, filename)
+            node: Any
+            for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+                count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None).set_lineno(node.lineno)
+                node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))
+                if getattr(node, "test", None) is not None:
+                    node.test = nodes.And(count, node.test).set_lineno(node.lineno)
+            return tree
+
+    return Bounded
 
 
 def _generation_block() -> Any:

@@ -11,8 +11,10 @@ from torch import Tensor
 from fivefold.interfaces import Engine, Model
 
 
-def weight_sync(policy: Model, engine: Engine | None) -> None:
-    """Give the engine the policy's weights, unless it has them already or there is none. Collective."""
+def weight_sync(policy: Model, engine: Engine | None) -> bool:
+    """Give the engine the policy's weights, unless it has them already or there is none; whether it was given any.
+    Collective."""
+    is_sent = False
     while engine is not None and engine.version != policy.version:
         if engine.version < 0:
             # Before parameters are on their way: it waits for the device.
@@ -21,6 +23,8 @@ def weight_sync(policy: Model, engine: Engine | None) -> None:
         weights = policy.weights()
         engine.wake()
         engine.update_weights(weights, policy.version)
+        is_sent = True
+    return is_sent
 
 
 def give_back_memory() -> None:

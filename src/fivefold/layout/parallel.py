@@ -57,6 +57,8 @@ class ParallelLayout:
             raise ValueError(
                 f"fsdp has no pipeline or expert parallelism: got p{self.pp} e{self.ep}; use megatron: for those"
             )
+        if self.world_size > _MOST:
+            raise ValueError(f"a layout must have at most {_MOST} ranks: got {self.world_size} in {self}")
         if self.world_size % (self.pp * self.etp * self.ep):
             raise ValueError(
                 f"the ranks must be divisible among experts: world size d·t·p·c = {self.world_size} is not a multiple of "

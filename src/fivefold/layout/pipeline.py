@@ -38,13 +38,10 @@ class PipelineSplit:
     def split_layers(self, layers: int, layout: ParallelLayout) -> Chunks:
         """Layers of each chunk; raises ValueError where the layers cannot be split so."""
         pp, vpp = layout.pp, self.virtual_stages(layout)
-        if self.virtual_pipeline_model_parallel_size is not None:
-            if vpp < 1:
-                raise ValueError(f"virtual_pipeline_model_parallel_size must be at least 1: got {vpp}")
-            if vpp > 1 and pp == 1:
-                raise ValueError(
-                    f"virtual stages need a pipeline: got {vpp} of them with p1 in {layout}; raise p or drop them"
-                )
+        if vpp < 1:
+            raise ValueError(f"virtual_pipeline_model_parallel_size must be at least 1: got {vpp}")
+        if vpp > 1 and pp == 1:
+            raise ValueError(f"virtual stages need a pipeline: got {vpp} of them with p1 in {layout}; raise p or drop them")
         if self.pipeline_model_parallel_layout is not None:
             counts = self._counts_of_layout(layers, layout)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -11,7 +10,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.config.learners import PolicyConfig
-from fivefold.megatron.layers.adapters import ExpertAdapters, adapt, adapt_experts, adapters_in, is_adapter
+from fivefold.config.mcore_options import recompute_fault
+from fivefold.layout import Coordinates
+from fivefold.megatron.layers.adapters import ExpertAdapters, LostToRounding, adapt, adapt_experts, adapters_in, is_adapter
 from fivefold.megatron.layers.layer_spec import PolicyModel, block_spec, mtp_block_spec
 from fivefold.megatron.layers.moe import GroupedExperts, MoE, Router
 from fivefold.megatron.mesh import Mesh
@@ -29,7 +30,10 @@ FUSED_NAMES = {
 
 def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
     """This rank's parts of the model, one a virtual stage, on its device, weights not yet set."""
-    stages = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)[mesh.pp.rank()]
+    split = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)
+    if fault := recompute_fault(vars(config), (len(layers) for stage in split for layers in stage)):
+        raise ValueError(f"megatron.transformer: {fault}")
+    stages = split[mesh.pp.rank()]
     virtual = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     ahead = None
@@ -102,18 +106,19 @@ def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
 class MergedWeights(dict[str, torch.Tensor]):
     """Weights by name, of which each that has an adapter is merged with it when it is taken."""
 
-    def __init__(self, chunks: list[PolicyModel]) -> None:
+    def __init__(self, chunks: list[PolicyModel], place: Coordinates, lost: LostToRounding | None) -> None:
         super().__init__(named_weights(chunks))
-        self._merges: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        self._lost = lost
+        self._merges = {
             _whole_name(f"{name}.{own}", chunk): merge
             for chunk in chunks
             for name, adapters in adapters_in(chunk)
-            for own, merge in adapters.merges()
+            for own, merge in adapters.merges(place)
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weight = super().__getitem__(name)
-        return self._merges[name](weight) if name in self._merges else weight
+        return self._merges[name](weight, self._lost) if name in self._merges else weight
 
 
 def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:

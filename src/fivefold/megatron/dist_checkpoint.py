@@ -20,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from fivefold.distributed.threads import in_thread
+from fivefold.files import write_text
 from fivefold.megatron.host_memory import HostMemory, size_of
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
@@ -50,7 +51,7 @@ class Share:
         write_pieces(files[0], self.pieces)
         if self.state is not None:
             files.append(path / _STATE)
-            files[-1].write_text(json.dumps(self.state, indent=1))
+            write_text(files[-1], json.dumps(self.state, indent=1))
         return files
 
 

@@ -30,13 +30,13 @@ from fivefold.megatron.chunks import (
     named_weights,
     routers,
 )
-from fivefold.megatron.layers.adapters import switched_off
+from fivefold.megatron.layers.adapters import LostToRounding, switched_off
 from fivefold.megatron.layers.routing import MoELayers
 from fivefold.megatron.mesh import Mesh
 from fivefold.megatron.offload import Offload
 from fivefold.megatron.optim.updater import build_updater
 from fivefold.megatron.replica_check import verify_copies
-from fivefold.megatron.transformer_config import transformer_config
+from fivefold.megatron.transformer_config import DTYPES, transformer_config
 from fivefold.models.adapters import adapter_tensors, check_adapter_files
 from fivefold.models.families import load_spec, mtp_parameters_of
 from fivefold.models.spec import ModelSpec
@@ -75,6 +75,7 @@ class MegatronModel:
         value_head: bool = False,
         torch_dist: Path | None = None,
         adapters: Path | None = None,
+        engine_dtype: str | None = None,
         seed: int = 0,
     ) -> None:
         """Load the Hugging Face model in `directory`, or the one that it describes out of a checkpoint `torch_dist` of
@@ -84,7 +85,8 @@ class MegatronModel:
         computes. With `value_head` it ends in
         a value head, which starts at 0 where the directory has none (`score.weight`).
         `read_weights` False leaves unset what a checkpoint holds, which will be loaded: the weights, or with `policy.lora`
-        the adapters. New ones begin as those that PEFT saved in `adapters`, or are drawn by `seed`.
+        the adapters. New ones begin as those that PEFT saved in `adapters`, or are drawn by `seed`. With `engine_dtype`
+        every stream of weights counts what that dtype loses of what adapters add (`lost_to_rounding`).
         """
         self._mesh = mesh
         with mesh.active():
@@ -107,6 +109,7 @@ class MegatronModel:
                 fused=config.transformer_impl == "transformer_engine",
                 experts=_moe_layers(self.spec, own),
                 virtual=len(self._chunks),
+                round_of=config.microbatch_group_size_per_vp_stage if len(self._chunks) > 1 else 1,
                 fixed_length=mesh.layout.pp > 1 and not config.variable_seq_lengths,
                 equal_length=self.spec.moe is not None and config.moe_token_dispatcher_type == "allgather",
                 share_prefix=policy.shares_prefix_on(mesh.layout) and config.transformer_impl != "transformer_engine",
@@ -143,7 +146,13 @@ class MegatronModel:
                         _check_files(lambda spec: check_adapter_files(adapters, spec, lora), self.spec, mesh.ranks)
                     place = (mesh.ranks.coords, mesh.layout)
                     load_adapters(adapter_weights(self._chunks), adapters, policy.lora.init, seed, self.spec, lora, *place)
-            weights = named_weights if lora is None else MergedWeights
+            self._lost: LostToRounding | None = None
+            if lora is not None and engine_dtype is not None:
+                self._lost = LostToRounding(DTYPES[engine_dtype], mesh.device)
+
+            weights = named_weights
+            if lora is not None:
+                weights = partial(MergedWeights, place=mesh.ranks.coords, lost=self._lost)
             stream = WeightStream(lambda: weights(self._chunks), self.spec, mesh, bucket_mb)
             self._stream = stream if external is None else external.weights
             self._lora, self._bucket_mb = lora, bucket_mb
@@ -303,7 +312,18 @@ class MegatronModel:
         """(Hugging Face name, full tensor) on every rank, adapters merged; collective."""
         with self._mesh.active():
             self._settle()
+        if self._lost is not None:
+            self._lost.squares_2.zero_()
         return self._mesh.iterate(self._stream())
+
+    def lost_to_rounding(self) -> tuple[float, float]:
+        """(norm of what the engine's dtype has lost of what adapters add, norm of that) in the last stream of weights, over
+        the whole model; collective."""
+        assert self._lost is not None, "a model built without adapters or engine_dtype counts nothing"
+        squares_2 = self._lost.squares_2.cpu()
+        dist.all_reduce(squares_2, group=self._mesh.ranks.members)
+        lost, share = squares_2.sqrt().tolist()
+        return lost, share
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """(PEFT's name, full A or B) of the adapters, on every rank; collective."""

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fivefold.files import writing
+
 Shape = tuple[int, ...]
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 _TYPES = {code: kind for kind, code in _CODES.items()}
@@ -91,7 +93,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
         header[str(number)] = {"dtype": _CODES[piece.values.dtype], "shape": piece.box.size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for piece in chosen:

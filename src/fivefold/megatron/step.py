@@ -79,6 +79,8 @@ class BatchingConfig:
     """None: the model has none."""
     virtual: int
     """Virtual stages of each pipeline stage."""
+    round_of: int
+    """Micro-batches that interleaved stages take together: their number is a multiple of it."""
     fixed_length: bool
     """Every micro-batch is padded to the budget, so that stages know its size beforehand."""
     equal_length: bool
@@ -110,9 +112,7 @@ class MicroBatches:
         sizes = [sum(self._padded(length) for length in lengths) for lengths in computed]
         needed = torch.tensor(micro_batches_needed(sizes, self._budget))
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
-        # Interleaved stages take micro-batches in rounds of the pipeline's length.
-        round_of = layout.pp if batching.virtual > 1 else 1
-        self.count = -(-int(needed) // round_of) * round_of
+        self.count = -(-int(needed) // batching.round_of) * batching.round_of
         self._batch, self._batching = batch, batching
         self._plan = plan_micro_batches(sizes, self.count, self._budget)
         totals = torch.tensor([sum(sizes[unit] for unit in units) for units in self._plan])

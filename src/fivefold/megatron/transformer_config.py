@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from fivefold.config.learners import PolicyConfig
+from fivefold.config.mcore_options import RECOMPUTE
 from fivefold.errors import first_line
 from fivefold.megatron.layers.layer_spec import use_transformer_engine
 from fivefold.megatron.mesh import Mesh
@@ -72,7 +73,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
         "bias_activation_fusion": mesh.device.type == "cuda",
-        **_RECOMPUTE[policy.recompute],
+        **RECOMPUTE[policy.recompute],
         **_moe_settings(spec),
         **_mla_settings(spec),
         "mtp_num_layers": spec.mtp_layers if policy.mtp.train else None,
@@ -95,13 +96,6 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
     except (AssertionError, ValueError, TypeError) as error:
         # What its options must satisfy together stands in its own code.
         raise ValueError(f"Megatron-Core refuses these options of megatron.transformer: {first_line(error)}") from error
-
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 
 
 def _moe_settings(spec: ModelSpec) -> dict[str, Any]:

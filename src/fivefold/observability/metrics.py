@@ -88,6 +88,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/logprob_diff_over_0.5", "fraction", "Tokens whose difference is larger than 0.5."),
         Metric("rollout/logprob_diff_over_1", "fraction", "Tokens whose difference is larger than 1."),
         Metric("rollout/kl", "nats", "KL(engine || trainer), estimated by k3, before the updates."),
+        Metric(
+            "rollout/lora_lost",
+            "fraction",
+            "Norm of what the engine's dtype loses of what adapters add to its weights, over the norm of that.",
+        ),
         Metric("rollout/staleness_mean", "updates", "Optimizer steps between the sampling weights and the policy, mean."),
         Metric("rollout/staleness_max", "updates", "The same of the stalest sample."),
         Metric("rollout_correction/ratio_mean", "ratio", "Mean of trainer / engine, at the level of the correction."),

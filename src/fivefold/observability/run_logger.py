@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fivefold.files import write_whole
+from fivefold.files import write_whole, writing
 from fivefold.observability.trackers.trackers import Trackers
 
 LINE = {
@@ -185,7 +185,7 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     except ValueError:
         text = json.dumps(_finite(row), ensure_ascii=False)
-    with path.open("a", encoding="utf-8") as file:
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(text + "\n")
 
 

@@ -10,9 +10,10 @@ from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.findings import Findings
 from fivefold.config.learners import CriticConfig, LoraConfig, PolicyConfig, PRMConfig, ReferenceConfig, RewardModelConfig
+from fivefold.config.mcore_options import RECOMPUTE, recompute_fault
 from fivefold.config.methods import COLUMNS
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
-from fivefold.config.schema import AlgorithmConfig, DataConfig, RayConfig, TrackingConfig
+from fivefold.config.schema import AlgorithmConfig, DataConfig, ProfileConfig, RayConfig, TrackingConfig
 from fivefold.config.scoring import RewardConfig
 from fivefold.config.validate import validate
 from fivefold.errors import shown
@@ -133,6 +134,19 @@ def _check_layout(findings: Findings, config: RunConfig, part: Role, spec: Model
         spec.check_layout(part.settings.layout, part.settings.megatron.pipeline_split)
     except ValueError as error:
         findings.error(f"{part.section}.backend" if part.where in config.own_layouts else part.key, f": {error}")
+        return
+    megatron, layout = part.settings.megatron, part.settings.layout
+    options = RECOMPUTE[part.settings.recompute] | megatron.transformer
+    chunks = megatron.pipeline_split.split_layers(spec.layers, layout)
+    key = "microbatch_group_size_per_vp_stage"
+    if key in megatron.pipeline:
+        group, name = megatron.pipeline[key], f"{part.section}.megatron.pipeline.{key}"
+        if len(chunks[0]) == 1:
+            findings.ignore(name, "there are no virtual stages")
+        elif group is not None:
+            findings.require(group >= layout.pp, name, f"must be at least p = {layout.pp}: got {group}")
+    if fault := recompute_fault(options, (len(chunk) for stage in chunks for chunk in stage)):
+        findings.error(f"{part.section}.megatron.transformer", f": {fault}")
 
 
 def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSpec) -> None:
@@ -237,7 +251,9 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
             continue
         section = findings.at(where)
         if own.megatron is not None:
-            own.megatron.options.report_ignored(section, experts=where not in specs or specs[where].moe is not None)
+            experts = where not in specs or specs[where].moe is not None
+            recompute = getattr(own, "recompute", None) or config.policy.recompute
+            own.megatron.options.report_ignored(section, experts, recompute)
             if isinstance(own, RewardModelConfig | ReferenceConfig) and (own.megatron.ddp or own.megatron.optimizer):
                 section.ignore("megatron.ddp and optimizer", f"a {where.replace('.', ' ')} is not trained")
         if isinstance(own, RewardModelConfig | ReferenceConfig):
@@ -249,6 +265,7 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
             section.ignore("optimizer.decay_steps and min_lr", "the schedule is constant")
         if own.optimizer.warmup_init_lr and not own.optimizer.warmup_steps:
             section.ignore("optimizer.warmup_init_lr", "warmup_steps is 0")
+    _report_profile(findings.at("trainer.profile"), config)
     if algorithm.offline:
         _report_unsampled(findings, config)
     if config.may_generate:
@@ -283,6 +300,17 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("eval.samples", "nothing is sampled for evaluation: set eval.generate: true")
 
 
+def _report_profile(findings: Findings, config: RunConfig) -> None:
+    """Ranks and steps of the profiler that the run does not have."""
+    profile, steps = config.trainer.profile, config.trainer.steps
+    if late := [step for step in profile.steps if steps is not None and step > steps]:
+        findings.ignore("steps", f"the run has {steps} steps, and no step {late[0]}")
+    if absent := [rank for rank in profile.ranks if rank >= config.world_size]:
+        findings.ignore("ranks", f"the run has {config.world_size} ranks from 0 on, and no rank {absent[0]}")
+    elif not profile.steps and profile != ProfileConfig():
+        findings.ignore("ranks", "trainer.profile.steps names no step")
+
+
 def _report_unsampled(findings: Findings, config: RunConfig) -> None:
     """Keys about sampling, where responses in the data are learned from."""
     name, drawn, usual = config.algorithm.name, config.engine.sampling, SamplingConfig()
@@ -291,8 +319,9 @@ def _report_unsampled(findings: Findings, config: RunConfig) -> None:
     ends = ("stop", "stop_token_ids", "ignore_eos")
     if drawn != replace(usual, **{name: getattr(drawn, name) for name in ends}):
         findings.ignore("engine.sampling", f"{name} does not sample for training, and evaluation has its own (eval)")
-    if config.engine.max_logprob_diff is not None:
-        findings.ignore("engine.max_logprob_diff", f"{name} does not sample for training")
+    for key in ("max_logprob_kl", "max_logprob_diff"):
+        if getattr(config.engine, key) is not None:
+            findings.ignore(f"engine.{key}", f"{name} does not sample for training")
     if not config.may_generate and config.reward != RewardConfig():
         findings.ignore("reward", f"{name} scores nothing where nothing is sampled for evaluation")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
+from fivefold.config.ranges import suggest
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
     TEMPLATE_NAMES,
@@ -78,8 +79,12 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         training = reader.read(data.train, learns=config.algorithm.offline, scored=not config.algorithm.offline)
         _check_count(findings, config, training)
         _check_domains(findings, config, training)
+        scored = [] if config.algorithm.offline else [training]
         if data.val:
-            _check_validation(findings, config, reader)
+            scored.append(_check_validation(findings, config, reader))
+        if scored and all(seen.whole for seen in scored):
+            for key, reason in unused_sources(config, {source for seen in scored for source in seen.sources}).items():
+                findings.ignore(key, reason)
         if data.expert:
             plain = _Reader(replace(config, data=replace(data, system_prompt=None)), tokenizer, vocab)
             experts = plain.read(data.expert, learns=True, scored=False, kind="responses")
@@ -87,6 +92,22 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
             findings.require(experts.rows >= data.expert_per_step, "data.expert_per_step", message)
     except ValueError as error:
         findings.error("data", f": {error}")
+
+
+def unused_sources(config: RunConfig, sources: Collection[str]) -> dict[str, str]:
+    """Keys about a data_source that no row of the data has -> why they change nothing."""
+    of_truth = config.data.ground_truth_by_source
+    named: dict[str, Collection[str]] = {
+        "reward.by_source": config.reward.by_source,
+        "data.ground_truth_by_source": of_truth,
+    }
+    known = ", ".join(sorted(sources))
+    return {
+        f"{key}.{source}": f"no row has this data_source{suggest(source, sources)}; the data has {known}"
+        for key, by_source in named.items()
+        for source in by_source
+        if source not in sources
+    }
 
 
 def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None:
@@ -119,8 +140,8 @@ def _check_domains(findings: Findings, config: RunConfig, training: _Seen) -> No
         findings.note(f"data.mixture leaves out the rows of {', '.join(others)}")
 
 
-def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) -> None:
-    """Validation rows may lack responses or rewards where a method learns from data, but not both."""
+def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) -> _Seen:
+    """The validation rows, which may lack responses or rewards where a method learns from data, but not both."""
     must_score, files = config.eval.generate if config.algorithm.offline else True, config.data.val
     found = reader.read(files, learns=False, scored=bool(must_score), first=config.eval.max_prompts)
     known = config.may_generate and all(reader.knows_reward(source) for source in found.sources)
@@ -135,6 +156,7 @@ def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) ->
             ": there is nothing to evaluate, the rows have no responses to learn from and nothing is sampled; leave it out, "
             "or name rewards and set eval.generate: true",
         )
+    return found
 
 
 @dataclass

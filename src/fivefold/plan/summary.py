@@ -153,9 +153,13 @@ def _describe_adapters(config: RunConfig, spec: ModelSpec) -> list[str]:
     trained = trained_parameters(spec, lora)
     begin = f", beginning with {config.policy.lora.path}" if config.policy.lora.path else ""
     reference = "; the reference is the model without them" if config.reference_is_base else ""
+    dtype, rounded = config.engine.dtype or config.policy.dtype, []
+    if not config.algorithm.offline and dtype != "float32":
+        rounded.append(f"         the engine gets them merged, in {dtype}: rollout/lora_lost is the share that this loses")
     return [
         f"adapters rank {lora.rank}, x {lora.scale:g}, on {names}{begin}: {trained / 1e6:,.2f} M parameters are trained, "
-        f"{trained / spec.parameters:.2%} of the model's{reference}"
+        f"{trained / spec.parameters:.2%} of the model's{reference}",
+        *rounded,
     ]
 
 

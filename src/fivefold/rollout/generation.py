@@ -35,8 +35,11 @@ class Generator:
     members: Sequence[int] | None = None
     """Ranks of this rank's replica of the engine, which take every step of it together; all where they are not known."""
 
-    def sample(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...]) -> list[Group]:
-        """This rank's groups of `group_size` scored responses, by the place of their prompt; every rank names all prompts.
+    def sample(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...], is_scored: bool = True
+    ) -> list[Group]:
+        """This rank's groups of `group_size` responses with rewards, by the place of their prompt; every rank names all
+        prompts. Unless `is_scored` all rewards are 0.
 
         `draw` (seed, step, ...) with a prompt's id and the number of the response fixes what is drawn; a prompt that comes
         twice has further numbers the second time. Collective.
@@ -67,7 +70,10 @@ class Generator:
                 if replica.leads:
                     sample = self.to_sample(completion)
                     found[completion.request_id] = sample
-                    scoring.append(self.rewards.submit(prompts[completion.request_id // group_size], sample))
+                    if is_scored:
+                        scoring.append(self.rewards.submit(prompts[completion.request_id // group_size], sample))
+                    else:
+                        sample.reward = 0.0
                 self.logger.advance(len(found), len(requests))
             if self.engine.version >= 0 or self.refresh is None:
                 break
@@ -76,8 +82,9 @@ class Generator:
             Group(prompts[place], [found[place * group_size + number] for number in range(group_size)], index=place)
             for place in (own if replica.leads else ())
         ]
-        with self.logger.stage("reward"):
-            self.rewards.finish(groups, scoring)
+        if is_scored:
+            with self.logger.stage("reward"):
+                self.rewards.finish(groups, scoring)
         return groups
 
     def to_sample(self, completion: Completion) -> Sample:

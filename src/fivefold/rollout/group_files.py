@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fivefold.files import writing
 from fivefold.types import Sample
 
 _JSON = "fields.json"
@@ -44,7 +45,8 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
     text = json.dumps(described)
     assert repr(json.loads(text)["others"]) == repr(others), "a field of Sample holds what JSON would change"
     tensors[_JSON] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    save_file(tensors, path)
+    with writing(path):
+        save_file(tensors, path)
 
 
 def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:

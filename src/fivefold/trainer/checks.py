@@ -1,58 +1,162 @@
-"""Checks that end a run: the engine's log-probs at the first step, updates that are not finite."""
+"""Checks that end a run: the engine's log-probs, what its dtype loses of adapters, updates that are not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from fivefold.distributed.ranks import Ranks
 from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
+PROBED = 16
+"""Samples of a step on each replica that are compared where none of it is trained on."""
+NOTABLE = 0.1
+"""Share of what adapters add above which its loss is reported."""
+SETTLED = 10
+"""Updates after which adapters are large enough to be judged by the share that is lost."""
+
+
+class Policy(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+class Scorer(Protocol):
+    """What computes the policy's log-probs: the models of a run."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    def annotate(self, batch: TokenBatch, needs: frozenset[str]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest distance of the engine's log-probs from the trainer's, a token; None: not looked at."""
+
+    kl: float | None
+    diff: float | None = None
+
+
+Probe = Callable[[], tuple[TokenBatch, RolloutStats]]
+"""A few responses that the engine samples with the policy's weights as they are. Collective."""
+
 
 class LogprobGate:
-    """Ends the run at its first step if the engine's log-probs are not the trainer's."""
+    """Ends a run whose engine's log-probs are not the trainer's; it stays armed until it has compared some.
 
-    def __init__(self, ranks: Ranks, max_diff: float, is_open: bool, log: Callable[[str], None]) -> None:
-        """`is_open`: nothing is to be compared, the responses come from a dataset or from a cut distribution."""
-        self._ranks, self._max_diff, self._is_open, self._log = ranks, max_diff, is_open, log
+    The KL divergence is estimated by k3 (http://joschu.net/blog/kl-approx.html), with log ratios bounded to ±1: one token
+    that a router sent elsewhere decides nothing.
+    """
+
+    def __init__(
+        self, ranks: Ranks, bounds: Bounds, is_open: bool, log: Callable[[str], None], probe: Probe | None = None
+    ) -> None:
+        """`is_open`: nothing is to be compared, the responses come from a dataset or from a cut distribution. With `probe`
+        the first comparison comes before the first step: of a run whose steps begin with older samples."""
+        self._ranks, self._bounds, self._is_open, self._log, self._probe = ranks, bounds, is_open, log, probe
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields of the batch that the check reads, as long as it was not made."""
         return frozenset() if self._is_open else frozenset({"old_logprobs_T"})
 
-    def check(self, batch: TokenBatch, stats: RolloutStats, version: int) -> None:
-        """Compare once the tokens sampled by weights of this version; raises RuntimeError on all ranks. Collective."""
+    def probe(self, models: Scorer) -> None:
+        """Compare a few responses that are sampled for it, while the gate is armed; nothing without a probe. Collective."""
+        if self._is_open or self._probe is None:
+            return
+        batch, stats = self._probe()
+        models.annotate(batch, self.needs)
+        self._compare(batch, batch.loss_mask_T & (token_versions(batch, stats) == models.policy.version))
+
+    def check(self, batch: TokenBatch, stats: RolloutStats, models: Scorer) -> None:
+        """Compare once the tokens sampled by the policy's weights as they are; raises RuntimeError on all ranks.
+
+        Of a step without an advantage, whose log-probs the trainer has not computed, a few samples are computed for this.
+        Collective.
+        """
         if self._is_open or batch.rollout_logprobs_T is None:
             return
-        assert batch.old_logprobs_T is not None
-        lengths_N = torch.tensor(batch.lengths_N, dtype=torch.long)
-        compared_T = fresh_T = batch.loss_mask_T & (token_versions(batch, stats) == version)
+        fresh_T = batch.loss_mask_T & (token_versions(batch, stats) == models.policy.version)
         if batch.expert_T is not None:
-            compared_T = fresh_T = fresh_T & ~batch.expert_T
-        if stats.skipped_N is not None:
-            # The trainer has no log-probs of what it does not train on.
-            compared_T = fresh_T & ~stats.skipped_N[batch.sample_index_N].repeat_interleave(lengths_N)
-        gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[compared_T].abs().double()
-        counts = torch.tensor([len(gap_T), fresh_T.sum()], dtype=torch.float64)
-        total, count, fresh = self._ranks.all_reduce_sum(torch.cat([gap_T.sum()[None], counts])).tolist()
-        if fresh and not count:
-            # Nothing of it is trained on: a later step is compared.
+            fresh_T &= ~batch.expert_T
+        if stats.skipped_N is None:
+            self._compare(batch, fresh_T)
             return
-        self._is_open = True
+        lengths_N = torch.tensor(batch.lengths_N, dtype=torch.long)
+        skipped_T = stats.skipped_N[batch.sample_index_N].repeat_interleave(lengths_N)
+        if self._compare(batch, fresh_T & ~skipped_T):
+            return
+        sample_T = torch.arange(len(lengths_N)).repeat_interleave(lengths_N)
+        places = sample_T[fresh_T].unique()[:PROBED].tolist()
+        part = batch.select(places)
+        part.old_logprobs_T = None
+        models.annotate(part, self.needs)
+        self._compare(part, fresh_T[batch.token_index(places)])
+
+    def _compare(self, batch: TokenBatch, chosen_T: torch.Tensor) -> bool:
+        """Whether any replica has tokens to compare; raises RuntimeError where they are too far apart."""
+        assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
+        gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[chosen_T].double()
+        bounded_T = gap_T.clamp(-1, 1)
+        own = [gap_T.abs().sum(), (bounded_T.expm1() - bounded_T).sum(), torch.tensor(float(len(gap_T)))]
+        total, divergence, count = self._ranks.all_reduce_sum(torch.stack(own).double()).tolist()
         if not count:
-            # A run that resumes ahead of its engine: later steps are no different.
-            self._log("the engine's log-probs were not compared with the trainer's: older weights have sampled the step")
+            return False
+        self._is_open = True
+        mean, kl = total / count, divergence / count
+        said = f"a KL divergence of {kl:.3g} a token, {mean:.3g} on average, over {count:.0f} tokens"
+        limits = {"engine.max_logprob_kl": (kl, self._bounds.kl), "engine.max_logprob_diff": (mean, self._bounds.diff)}
+        # NaN is above every bound.
+        above = [f"{key} = {most:.3g}" for key, (value, most) in limits.items() if most is not None and not value <= most]
+        if not above:
+            self._log(f"the engine's log-probs agree with the trainer's: {said}")
+            return True
+        raise RuntimeError(
+            f"the engine's log-probs differ from the trainer's by {said}, more than {' and '.join(above)}: training would "
+            "be off-policy from the start. Look at: the model's weights and RoPE settings (do both read the same "
+            "config.json?), the dtype of both, the chat template and special tokens, and tied embeddings. Raise the bound "
+            "only if you know the reason."
+        )
+
+
+class AdapterGuard:
+    """Reports at every weight sync how much of what adapters add the engine's dtype loses, and ends a run at too much."""
+
+    def __init__(
+        self,
+        measure: Callable[[], tuple[float, float]] | None,
+        ranks: Ranks,
+        max_lost: float | None,
+        dtype: str,
+        record: Callable[[dict[str, float]], None],
+        log: Callable[[str], None],
+    ) -> None:
+        """`measure` gives the norms of what is lost and of what adapters add, on the policy's `ranks`; None on others."""
+        self._measure, self._ranks, self._max_lost, self._dtype = measure, ranks, max_lost, dtype
+        self._record, self._log = record, log
+
+    def check(self, version: int) -> None:
+        """Look at the last weights that the engine was given; raises RuntimeError on all ranks. Collective."""
+        lost, share = self._ranks.broadcast_from_leader(None if self._measure is None else self._measure())
+        if not share:
             return
-        mean = total / count
-        if not mean <= self._max_diff:
+        self._record({"rollout/lora_lost": lost / share})
+        if lost / share <= NOTABLE:
+            return
+        message = (
+            f"{lost / share:.0%} of what the adapters add is lost in the engine's {self._dtype} (a norm of {lost:.3g} of "
+            f"{share:.3g}) after {version} updates: it samples from another policy than the one that learns"
+        )
+        self._log(message)
+        if self._max_lost is not None and version >= SETTLED and lost / share > self._max_lost:
             raise RuntimeError(
-                f"the engine's log-probs differ from the trainer's by {mean:.3g} per token on average, more than "
-                f"engine.max_logprob_diff = {self._max_diff:.3g}: training would be off-policy from the start. "
-                "Look at: the model's weights and RoPE settings (do both read the same config.json?), the dtype of both, "
-                "the chat template and special tokens, and tied embeddings. Raise the bound only if you know the reason."
+                f"{message}. policy.lora.max_lost = {self._max_lost:g} ends the run: raise policy.optimizer.lr or "
+                "policy.lora.alpha, set engine.dtype: float32, or train without adapters"
             )
 
 

@@ -12,7 +12,7 @@ from fivefold.algo import Objective
 from fivefold.algo.aggregate import token_mean
 from fivefold.distributed.balance import deal
 from fivefold.distributed.ranks import Ranks
-from fivefold.engines.weight_sync import sleeping_after, weight_sync
+from fivefold.engines.weight_sync import sleeping_after
 from fivefold.observability.run_logger import RunLogger
 from fivefold.rollout.generation import Generator
 from fivefold.rollout.packing import pack_dataset
@@ -61,8 +61,8 @@ class Evaluation:
                 metrics |= self._losses(models)
         if self.evaluation_set.generate:
             assert self.generator is not None
-            with self.logger.stage("weight_sync"), models.on_device(parameters_of="policy"):
-                weight_sync(models.policy, self.generator.engine)
+            with self.logger.stage("weight_sync"):
+                models.sync(self.generator.engine)
             with self.logger.stage("eval"), models.on_device(), sleeping_after(self.generator.engine):
                 found, groups = self._responses()
             metrics |= found

@@ -17,9 +17,10 @@ from fivefold.algo.values import ValueLoss
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.redealing import Pass, begin_forward, begin_train_step
 from fivefold.engines.sampling import request_seed
-from fivefold.interfaces import FrozenModel, Model
+from fivefold.engines.weight_sync import weight_sync
+from fivefold.interfaces import Engine, FrozenModel, Model
 from fivefold.routes import NO_ROUTE
-from fivefold.trainer.checks import SkipGuard
+from fivefold.trainer.checks import AdapterGuard, SkipGuard
 from fivefold.trainer.minibatches import MiniBatch, divided, select_tokens, skipped_share, without_skipped
 from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
@@ -53,12 +54,20 @@ class Models:
     """It is the process reward model without its adapters."""
     prm_updates: int = 1
     """Its optimizer steps in a step."""
+    adapters: AdapterGuard | None = None
+    """Looks at what the engine's dtype loses of the policy's; None without any."""
 
     @property
     def learners(self) -> dict[str, Model]:
         """The models that are trained and saved, by the name of their part of a checkpoint."""
         every = {"policy": self.policy, "critic": self.critic, "prm": self.prm}
         return {name: model for name, model in every.items() if model is not None}
+
+    def sync(self, engine: Engine | None) -> None:
+        """Give the engine the policy's weights, where it has older ones. Collective."""
+        with self.on_device(parameters_of="policy"):
+            if weight_sync(self.policy, engine) and self.adapters is not None:
+                self.adapters.check(self.policy.version)
 
     @contextmanager
     def on_device(self, *names: str, parameters_of: str = "") -> Iterator[None]:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.distributed.ranks import Ranks
+from fivefold.files import writing
 from fivefold.rollout.stats import BatchPlan, owners
 from fivefold.types import RolloutStats, StepReport, TokenBatch
 
@@ -73,7 +74,8 @@ class StepWork:
                 rows = json.dumps(self.rows).encode()
                 tensors[_ROWS] = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
                 files.append(directory / _STEP)
-                save_file(tensors, files[-1], metadata={"described": json.dumps(described)})
+                with writing(files[-1]):
+                    save_file(tensors, files[-1], metadata={"described": json.dumps(described)})
             return files
 
         return write

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.engines.weight_sync import sleeping_after, weight_sync
+from fivefold.engines.weight_sync import sleeping_after
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
 from fivefold.trainer.run import Run
@@ -15,8 +15,9 @@ def train(run: Run) -> None:
 
     for step in trainer.steps():
         if (work := trainer.work) is None:
-            with stage("weight_sync"), models.on_device(parameters_of="policy"):
-                weight_sync(models.policy, engine)
+            gate.probe(models)
+            with stage("weight_sync"):
+                models.sync(engine)
             with stage("rollout"), models.on_device(), sleeping_after(engine):
                 groups = rollouts.next(step)
             with stage("pack"):
@@ -24,7 +25,7 @@ def train(run: Run) -> None:
                 batch = pack(groups, stats, ranks, plan)
             with stage("logprobs"):
                 models.annotate(batch, objective.needs(run.updates) | gate.needs, stats)
-            gate.check(batch, stats, models.policy.version)
+            gate.check(batch, stats, models)
             work = trainer.begin_updates(groups, stats, batch)
         with stage("prm"):
             models.update_prm(work.batch, work.stats, work.prm_reports, step)

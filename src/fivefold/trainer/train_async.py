@@ -5,7 +5,7 @@ Its middle is that of train.py, written out: either loop tells the whole of a st
 
 from __future__ import annotations
 
-from fivefold.engines.weight_sync import sleeping_after, weight_sync
+from fivefold.engines.weight_sync import sleeping_after
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
@@ -19,8 +19,9 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
 
     for step in trainer.steps():
         if (work := trainer.work) is None:
-            with stage("weight_sync"), models.on_device(parameters_of="policy"):
-                weight_sync(models.policy, engine)
+            gate.probe(models)
+            with stage("weight_sync"):
+                models.sync(engine)
             with stage("rollout"), models.on_device(), sleeping_after(engine):
                 groups = rollouts.next(step)
             with stage("pack"):
@@ -28,7 +29,7 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
                 batch = pack(groups, stats, ranks, plan)
             with stage("logprobs"):
                 models.annotate(batch, objective.needs(run.updates) | gate.needs, stats)
-            gate.check(batch, stats, models.policy.version)
+            gate.check(batch, stats, models)
             work = trainer.begin_updates(groups, stats, batch)
         with stage("prm"):
             models.update_prm(work.batch, work.stats, work.prm_reports, step)
@@ -40,6 +41,6 @@ def train_async(run: Run, rollouts: AsyncRollouts) -> None:
             models.update_policy(minibatches(work.batch, work.stats), work.policy_reports, step)
             learned()
         trainer.end_updates()
-        with stage("weight_sync"), models.on_device(parameters_of="policy"):
-            weight_sync(models.policy, engine)
+        with stage("weight_sync"):
+            models.sync(engine)
             rollouts.begin(step + 1)

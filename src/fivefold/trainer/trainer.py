@@ -18,8 +18,11 @@ from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.checkpoint.resume import load_run
 from fivefold.checkpoint.rng import rng_states, set_rng_states
 from fivefold.checkpoint.saving import Saving, Writer
+from fivefold.config.ranges import suggest
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
+from fivefold.errors import shown
+from fivefold.files import write_text
 from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.observability.peak_memory import peak_memory
 from fivefold.observability.profiler import profiled
@@ -82,6 +85,7 @@ class Trainer:
     _is_prepared: bool = False
     """Memory for copies of the models is made, or being made."""
     _last_metrics: dict[str, float] | None = None
+    _has_evaluated: bool = False
 
     @property
     def objective(self) -> Objective:
@@ -148,7 +152,7 @@ class Trainer:
             if self.objective.kl_target is not None:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
-            (self.run_dir / "run.yaml").write_text(self.resolved_config)
+            write_text(self.run_dir / "run.yaml", self.resolved_config)
         self.logger.begin()
 
     # --- after a step ------------------------------------------------------------------------------------------------
@@ -209,6 +213,13 @@ class Trainer:
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         """Evaluate the policy as it is, and record what was found."""
         metrics, groups = evaluation.measure(self.models)
+        unknown = [name for name in self.config.stop_at if name not in metrics]
+        if unknown and not self._has_evaluated:
+            raise ValueError(
+                f"trainer.stop_at must name metrics of the evaluation: got {shown(unknown[0])}"
+                f"{suggest(unknown[0], metrics)}; it has {', '.join(sorted(metrics))}"
+            )
+        self._has_evaluated = True
         self.logger.samples(self._samples.rows(self.step, groups, "val"))
         self.logger.record(metrics)
         return metrics

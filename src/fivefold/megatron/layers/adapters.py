@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from fivefold.layout import Coordinates
 from fivefold.megatron.layers.mla import ReplicatedLinear
 from fivefold.megatron.layers.moe import GroupedExperts
 from fivefold.megatron.layers.recompute import LastLinear
@@ -43,6 +45,42 @@ class Pair(torch.nn.Module):
     def forward(self) -> tuple[Tensor, Tensor]:
         """A and B; where parameters are gathered while the model computes, the call is what waits for them."""
         return self.lora_A, self.lora_B
+
+
+class LostToRounding:
+    """Sums over merged weights, on the device: how much of what adapters add is lost where an engine's dtype rounds it."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` is that of the engine's weights."""
+        self.dtype = dtype
+        self.squares_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        """Of what is lost, and of what adapters add."""
+
+    def add(self, weight: Tensor, merged: Tensor, share: Tensor) -> None:
+        """Count one weight: what arrives is the difference that adapters make to the engine's weight."""
+        arrives = merged.to(self.dtype).float() - weight.to(self.dtype).float()
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (arrives - share, share)]
+        self.squares_2 += torch.stack(norms).square()
+
+
+@dataclass(frozen=True)
+class Merge:
+    """W -> W + alpha / rank · B A, computed in float32, in the dtype of W."""
+
+    product: Callable[[], Tensor]
+    """B A as far as this rank has it."""
+    scale: float
+    is_counted: bool
+    """This rank is the one that counts it in sums over all ranks."""
+
+    @torch.no_grad()
+    def __call__(self, weight: Tensor, lost: LostToRounding | None) -> Tensor:
+        """The merged weight; `lost` counts what rounding takes away from the adapters."""
+        product, weight = self.product(), weight.detach()
+        merged = torch.add(weight.float(), product, alpha=self.scale).to(weight.dtype)
+        if lost is not None and self.is_counted:
+            lost.add(weight, merged, product * self.scale)
+        return merged
 
 
 class Adapters(torch.nn.Module):
@@ -95,14 +133,14 @@ class Adapters(torch.nn.Module):
         parts = low.chunk(len(pairs), -1)
         return self._join([F.linear(part, b) for part, (_, b) in zip(parts, pairs, strict=True)])
 
-    def merges(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-        """(`weight`, W -> W + alpha / rank · B A of this rank, computed in float32, in the dtype of W)."""
-        yield "weight", self._merge
+    def merges(self, place: Coordinates) -> Iterator[tuple[str, Merge]]:
+        """(`weight`, how the module's weight is merged); of ranks that hold the same, one counts it."""
+        is_counted = place.dp == place.cp == 0 and (self._sharding is not Sharding.REPLICATE or place.tp == 0)
+        yield "weight", Merge(self._product, self._scale, is_counted)
 
-    @torch.no_grad()
-    def _merge(self, weight: Tensor) -> Tensor:
-        added = self._join([(pair.lora_B.float() @ pair.lora_A.float()).t() for pair in self.pairs.values()])
-        return torch.add(weight.detach().float(), added.t(), alpha=self._scale).to(weight.dtype)
+    def _product(self) -> Tensor:
+        """B A of this rank, in float32."""
+        return self._join([(pair.lora_B.float() @ pair.lora_A.float()).t() for pair in self.pairs.values()]).t()
 
     def _join(self, adapted: list[Tensor]) -> Tensor:
         """[..., rows of a map] each -> [..., rows of the module]: group by group, 0 for maps without an adapter."""
@@ -230,24 +268,27 @@ class ExpertAdapters(torch.nn.Module):
                         for index, own in enumerate(parameter.detach()):
                             yield f"{first + index}.{part}.adapters.{name}", own
 
-    def merges(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-        """(`7.fc1`, W -> W + alpha / rank · B A of that expert) of the products that have adapters."""
+    def merges(self, place: Coordinates) -> Iterator[tuple[str, Merge]]:
+        """(`7.fc1`, how the weight of that expert is merged) of the products that have adapters."""
         (experts,) = self._experts
         first = experts.ep_group.rank() * experts.count
         for part, maps in self._maps.items():
             if any(each.is_adapted for each in maps):
                 for index in range(experts.count):
-                    yield f"{first + index}.{part}", partial(self._merge, index, maps)
+                    yield f"{first + index}.{part}", Merge(partial(self._product, index, maps), self._scale, place.edp == 0)
 
-    @torch.no_grad()
-    def _merge(self, index: int, maps: Sequence[Adapter], weight: Tensor) -> Tensor:
-        found = []
+    def _product(self, index: int, maps: Sequence[Adapter]) -> Tensor:
+        """B A of one expert, in float32."""
+        products: list[Tensor | None] = []
         for each in maps:
-            pair = self.get_submodule(each.name) if each.is_adapted else None
-            found.append((pair.lora_B[index].float() @ pair.lora_A[index].float()).t() if isinstance(pair, Pair) else None)
-        added = _side_by_side(found)
+            product = None
+            if each.is_adapted:
+                a, b = self.get_submodule(each.name)()
+                product = (b[index].float() @ a[index].float()).t()
+            products.append(product)
+        added = _side_by_side(products)
         assert isinstance(added, Tensor)
-        return torch.add(weight.detach().float(), added.t(), alpha=self._scale).to(weight.dtype)
+        return added.t()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
