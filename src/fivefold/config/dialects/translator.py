@@ -33,14 +33,21 @@ def dialect(table: Table | Callable[[Mapping[str, Any]], Table]) -> SystemDialec
     ) -> Translation:
         settings = settings_of(tree, overrides)
         chosen = table if isinstance(table, Table) else table(settings)
-        if version and (fault := OneOf(chosen.versions).fault(version)):
-            raise ValueError(f"the version of {chosen.name} {fault}")
+        if version and (fault := _version_fault(chosen, version)):
+            raise ValueError(fault)
         release = version or chosen.release_of(settings)
         defaults = {**chosen.elsewhere, **chosen.defaults, **chosen.versions.get(release, {})}
         found = translate(chosen, settings, defaults, os.environ if environment is None else environment)
         return dataclasses.replace(found, release=release)
 
     return read
+
+
+def _version_fault(table: Table, version: str) -> str | None:
+    if not table.versions:
+        return f"this program of {table.name} has no older defaults here: say --from {table.name.lower()} without @{version}"
+    fault = OneOf(table.versions).fault(version)
+    return fault and f"the version of {table.name} {fault}"
 
 
 def translate(
@@ -83,7 +90,8 @@ def translate(
     lines = [Line(ours, value, _sources(table, settings, ours, read)) for ours, (value, read) in values.items()]
     lines.sort(key=_order)
     names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
-    return Translation(_nested(lines), [], names, lines, list(outcomes.values()), list(dict.fromkeys(faults)))
+    faults = list(dict.fromkeys(faults))
+    return Translation(_nested(lines), [], names, lines, list(outcomes.values()), faults, notes=source.notes)
 
 
 def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     if (own := _OWN_DEFAULTS.get(str(settings.get("-m")))) is not None:
         return own
     if not is_rl and verl_sft.looks_like(settings):
-        return verl_sft.TABLE
+        return verl_sft.table_of(settings)
     return TABLE
 
 
