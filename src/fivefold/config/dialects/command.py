@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
+from fivefold.config.dialects.config_names import named_yaml, with_defaults
 from fivefold.config.dialects.shell import read_script
 from fivefold.config.dialects.shell_words import Script
 from fivefold.config.loader import ConfigError, read, read_mapping
 from fivefold.files import read_text
 
 _CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
+_SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+"""Hydra's short options -> the long ones."""
 _ENDS = ("|", "||", "&&", "&", ">", ">>", "<")
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
 """Modules that start others: by the beginning of their name."""
@@ -41,17 +44,14 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
     found = _Words()
     _take(list(words), found, environment, None)
     options = found.options
+    module = importlib.import_module(f"fivefold.config.dialects.{name}")
+    known = getattr(module, "CONFIG_NAMES", ())
     file = options.pop("--config", None)
-    if file is None and "--config-name" in options:
-        wanted = options["--config-name"]
-        directory = Path(options.get("--config-path", options.get("--config-dir", ".")))
-        known = [path for path in (directory / wanted, directory / f"{wanted}.yaml") if path.is_file()]
-        file = str(known[0]) if known else None
-        if file is not None:
-            del options["--config-name"]
+    path = None if file is not None else named_yaml(options, found.scripts, known)
     if file is not None:
         found.trees.insert(0, _yaml(file, None))
-    module = importlib.import_module(f"fivefold.config.dialects.{name}")
+    elif path is not None:
+        found.trees.insert(0, with_defaults(path, known))
     try:
         tree: Tree = getattr(module, "join", merged)(found.trees)
     except ValueError as error:
@@ -60,7 +60,8 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
         raise ConfigError([f"no setting of {name} in {' '.join(words) or 'an empty command'}"])
     said = [f"{option}={value}" for option, value in options.items()]
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
-    return translation
+    notes = [] if path is None else [f"--config-name is the file {path}"]
+    return replace(translation, notes=[*notes, *translation.notes])
 
 
 def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:
@@ -69,7 +70,7 @@ def _take(words: list[str], found: _Words, environment: Mapping[str, str], scrip
         if word in _ENDS or word.startswith(("2>", "&>", "1>")):
             return
         name, equals, value = word.partition("=")
-        option = name.replace("_", "-")
+        option = _SHORT.get(name, name.replace("_", "-"))
         if option in _CONFIG:
             value = value if equals else next(rest, "")
             if option == "--config":

@@ -57,8 +57,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 SPPO = "recipe.sppo.main_sppo"
 MEAN_OF_MICRO_BATCHES = (
-    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an update "
-    "counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
+    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
+    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
 )
 
 

@@ -284,9 +284,7 @@ TABLE = Table(
             lacks("optim.optimizer", "another optimizer than AdamW", ["AdamW", "adam", "FusedAdam"]),
             lacks("optim.num_cycles", "a cosine of other cycles", [0.5]),
             lacks("optim.lr_decay_ratio", "a decay that ends before the run", [1, 1.0]),
-            used(
-                "optim", "policy.optimizer", "Whose optimizer is configured, as `optim=veomni`; the engine's when left out."
-            ),
+            used("optim", "policy.optimizer", "Whose optimizer it is, as `optim=veomni`; the engine's when left out."),
             fixed(
                 (
                     "optim.optimizer_impl optim.master_weights optim.store_param_remainders "
