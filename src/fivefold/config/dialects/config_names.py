@@ -26,7 +26,9 @@ def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collecti
     given = next((options[option] for option in _DIRECTORIES if option in options), None)
     if given is None and wanted.removesuffix(".yaml") in known:
         return None
-    directories = list(_places(Path(_COMPUTED.sub("", given or ".").removeprefix("file://") or "."), scripts))
+    # `$(pwd)` of the root gives two slashes, which is another place to Python.
+    directory = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
+    directories = list(_places(Path(directory or "."), scripts))
     for directory in directories:
         for path in (directory / wanted, directory / f"{wanted}.yaml"):
             if path.is_file():
