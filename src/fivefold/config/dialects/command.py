@@ -11,6 +11,7 @@ from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
 from fivefold.config.dialects.config_names import named_yaml, with_defaults
 from fivefold.config.dialects.shell import read_script
 from fivefold.config.dialects.shell_words import Script
+from fivefold.config.dialects.translator import with_own
 from fivefold.config.loader import ConfigError, read, read_mapping
 from fivefold.files import read_text
 
@@ -36,13 +37,16 @@ class _Words:
 def translate_words(system: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
     """The run that these words ask `system` (or `system@version`) for; raises ConfigError where there is none.
 
+    What follows `--` are settings of ours, over those of the system.
+
     Example: `translate_words("verl", ["algorithm.adv_estimator=grpo", "data.train_files=a.parquet"], os.environ)`.
     """
     name, _, version = system.partition("@")
     if name not in SYSTEMS:
         raise ConfigError([f"--from must be one of {', '.join(SYSTEMS)}: got {name}"])
+    theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
     found = _Words()
-    _take(list(words), found, environment, None)
+    _take(list(theirs), found, environment, None)
     options = found.options
     module = importlib.import_module(f"fivefold.config.dialects.{name}")
     known = getattr(module, "CONFIG_NAMES", ())
@@ -57,11 +61,11 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     if not tree and not found.settings:
-        raise ConfigError([f"no setting of {name} in {' '.join(words) or 'an empty command'}"])
+        raise ConfigError([f"no setting of {name} in {' '.join(theirs) or 'an empty command'}"])
     said = [f"{option}={value}" for option, value in options.items()]
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
     notes = [] if path is None else [f"--config-name is the file {path}"]
-    return replace(translation, notes=[*notes, *translation.notes])
+    return with_own(replace(translation, notes=[*notes, *translation.notes]), own)
 
 
 def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:
