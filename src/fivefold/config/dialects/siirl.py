@@ -210,7 +210,7 @@ _REPLACED: dict[Any, Any] = {
 TABLE = Table(
     "siiRL",
     (*SECTIONS, _OWN),
-    tuple(_REPLACED.get(function, function) for function in verl.DERIVED),
+    tuple(_REPLACED.get(function, function) for function in verl.DERIVED if function is not verl.say_which_entropy),
     DEFAULTS,
     known=known("verl", "siirl"),
     command=(
