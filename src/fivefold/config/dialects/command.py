@@ -32,6 +32,8 @@ class _Words:
     options: dict[str, str] = field(default_factory=dict)
     scripts: set[Path] = field(default_factory=set)
     """Scripts that were read."""
+    exported: dict[str, str] = field(default_factory=dict)
+    """Variables that these scripts hand on."""
 
 
 def translate_words(system: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
@@ -65,6 +67,10 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
     said = [f"{option}={value}" for option, value in options.items()]
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
     notes = [] if path is None else [f"--config-name is the file {path}"]
+    variables: Mapping[str, str] = getattr(module, "VARIABLES", {})
+    notes += [
+        f"{key}={found.exported[key]} has no effect: {where}" for key, where in variables.items() if key in found.exported
+    ]
     return with_own(replace(translation, notes=[*notes, *translation.notes]), own)
 
 
@@ -132,6 +138,7 @@ def _take_script(
         inner = read_script(text, handed, arguments, lambda other: _beside(place, other), str(place))
     except RecursionError:
         raise ConfigError([f"{name} calls itself without end: give the command that starts training"]) from None
+    found.exported |= {key: inner.variables[key] for key in inner.exported if key in inner.variables}
     if not inner.command:
         raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
     _take(inner.command, found, environment, inner)
