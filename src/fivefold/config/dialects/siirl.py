@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_training
+from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_rewards, verl_training
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
@@ -86,6 +86,11 @@ def memory(source: Source) -> dict[str, Any]:
             "override_transformer_config.recompute_granularity decides",
         )
     return found
+
+
+def rewards(source: Source) -> dict[str, Any]:
+    found = verl_rewards.rewards(source)
+    return found | ({"reward.chosen_as": "siirl"} if "reward.chosen_as" in found else {})
 
 
 def is_cpgd(source: Source) -> bool:
@@ -224,6 +229,7 @@ _REPLACED: dict[Any, Any] = {
     verl_layout.layout: layout,
     verl_layout.memory: memory,
     verl_training.optimizer: optimizer,
+    verl_rewards.rewards: rewards,
     verl_training.batch: batch,
 }
 
