@@ -27,8 +27,8 @@ def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collecti
     if given is None and wanted.removesuffix(".yaml") in known:
         return None
     # `$(pwd)` of the root gives two slashes, which is another place to Python.
-    directory = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
-    directories = list(_places(Path(directory or "."), scripts))
+    begin = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
+    directories = list(_places(Path(begin or "."), scripts))
     for directory in directories:
         for path in (directory / wanted, directory / f"{wanted}.yaml"):
             if path.is_file():
