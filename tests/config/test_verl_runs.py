@@ -111,3 +111,15 @@ def test_a_mean_over_micro_batches_that_becomes_one_over_the_update_is_said(word
     said = [note for note in notes(*BASE, *words) if "mean over the tokens of each micro-batch" in note]
     assert bool(said) == is_said and config("verl", *BASE, *words).algorithm.resolved.aggregate != "micro-batch-token-mean"
     assert ("# Note: with token-mean" in writer.write(translated("verl", *BASE, *words), "verl")) == is_said
+
+
+@pytest.mark.parametrize("words", [BASE, ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-5"]])
+def test_a_schedule_of_verl_goes_over_total_training_steps_even_where_the_data_end_before(words):
+    start = ACTOR if words is BASE else ""
+    more = [
+        f"{start}optim.lr_scheduler_type=cosine",
+        f"{start}optim.lr_warmup_steps_ratio=0.05",
+        "trainer.total_training_steps=500",
+    ]
+    found = run(*words, *more).policy.optimizer
+    assert (found.decay_steps, found.warmup_steps) == (500, 25)

@@ -48,18 +48,20 @@ SCHEDULES = {
 fsdp_sft_trainer.py of 0.1 to 0.7."""
 
 
-def schedule(said: Source, engine: str) -> dict[str, Any]:
-    """Our keys of an optimizer's schedule, from a section `optim`."""
+def schedule(said: Source, engine: str, steps_of_run: int | None = None) -> dict[str, Any]:
+    """Our keys of an optimizer's schedule, from a section `optim`; `steps_of_run`: trainer.total_training_steps where it is
+    set, which verl's schedule goes over even where the data end before."""
     reads, rate = SCHEDULES[engine], said.number("lr") or 0.0
     style = _style(said, reads)
     factor = rate if reads.are_shares else 1.0
     found: dict[str, Any] = {"schedule": style, "warmup_from": 0}
     if reads.first:
         found["warmup_init_lr"] = factor * (said.number(reads.first) or 0.0) or None
-    steps = said.whole(reads.decay_steps) if reads.decay_steps else None
+    total = steps_of_run if steps_of_run and steps_of_run > 0 else None
+    steps = (said.whole(reads.decay_steps) if reads.decay_steps else None) or total
     if style != "constant":
         found["min_lr"] = factor * (said.number(reads.lowest) or 0.0) if reads.lowest else 0.0
-        found["decay_steps"] = steps or None
+        found["decay_steps"] = steps
     found["warmup_steps"] = _warmup(said, reads, steps)
     if found["warmup_steps"]:
         found["warmup_from"] = reads.warmup_from
@@ -76,7 +78,7 @@ def _style(said: Source, reads: Schedule) -> str:
 
 
 def _warmup(said: Source, reads: Schedule, decay_steps: int | None) -> float:
-    """Steps, or a share of the run; Megatron-Core's share is one of `decay_steps` where that is set."""
+    """Steps, or a share of the run; of `decay_steps` where those are known."""
     steps = said.whole(reads.warmup_steps) if reads.warmup_steps else None
     if steps is not None and steps >= 0 and (steps or not reads.decay_steps):
         return steps

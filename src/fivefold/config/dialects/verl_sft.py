@@ -162,7 +162,8 @@ def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
     # verl hands no betas to Megatron's optimizer.
     found["betas"] = [0.9, 0.999] if engine == "megatron" else [float(beta) for beta in said.items("betas")]
     found["eps"] = said.number("eps") if said.has("eps") else None
-    return {f"policy.optimizer.{name}": value for name, value in (found | schedule(said, engine)).items()}
+    total = None if engine == OLDER else source.whole("trainer.total_training_steps")
+    return {f"policy.optimizer.{name}": value for name, value in (found | schedule(said, engine, total)).items()}
 
 
 def older_optimizer(source: Source) -> dict[str, Any]:

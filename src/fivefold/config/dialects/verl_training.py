@@ -11,6 +11,7 @@ from fivefold.config.dialects.verl_algorithm import estimator, kl_in_reward
 from fivefold.config.dialects.verl_layout import engine_of, is_megatron, longest
 from fivefold.config.dialects.verl_schedule import schedule
 
+TOTAL_STEPS = "trainer.total_training_steps"
 _A, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic."
 
 
@@ -55,7 +56,7 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
         found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
         found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
-    found |= {"schedule_per": "step", **schedule(said, engine_of(source))}
+    found |= {"schedule_per": "step", **schedule(said, engine_of(source), source.whole(TOTAL_STEPS))}
     if verl_async.is_fully_async(source) or verl_async.is_separate(source):
         found |= verl_async.schedule(source, found["schedule"], found["warmup_steps"])
     return {f"{ours}.{key}": value for key, value in found.items()}
