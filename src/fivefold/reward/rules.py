@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.reward import verl
 from fivefold.reward.code.cases import cases_fault
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
 from fivefold.reward.ifeval import ifeval, ifeval_fraction, instructions_fault, load_detector
@@ -119,6 +120,26 @@ BUILT_IN: dict[str, BuiltIn] = {
         repetition, False, None,
         "the share of the response's 3-grams of words that occurred in it before: give it a weight below 0 (2502.03373)",
     ),
+    "verl_gsm8k": BuiltIn(
+        verl.verl_gsm8k, True, verl.gsm8k_fault,
+        "verl's: 1 when the number after the last `#### ` in the last 300 characters is the truth as text, but for commas",
+    ),
+    "verl_gsm8k_first": BuiltIn(
+        verl.verl_gsm8k_first, True, verl.gsm8k_fault,
+        "siiRL's, and verl's until 0.4: by the first `#### ` of the whole response",
+    ),
+    "verl_math": BuiltIn(
+        verl.verl_math, True, verl.text_fault,
+        r"verl's for MATH: 1 when the last `\boxed{}` is the truth as text, after both are brought into one form",
+    ),
+    "verl_math_dapo": BuiltIn(
+        verl.verl_math_dapo, True, verl.text_fault,
+        "verl's for DAPO's data: 1 when what follows the last `Answer:` is the truth in Minerva's form, else -1",
+    ),
+    "verl_math_dapo_boxed": BuiltIn(
+        verl.verl_math_dapo_boxed, True, verl.text_fault,
+        r"the same as verl 0.9.1 has it: without `Answer:` a `\boxed{}` that is written as the truth",
+    ),
     "judge": BuiltIn(
         None, True, None,
         "what [a model](#a-judge) says of the response",
@@ -127,6 +148,9 @@ BUILT_IN: dict[str, BuiltIn] = {
 
 SOURCES = {source: name for name, row in BUILT_IN.items() for source in row.sources}
 """Built-in reward of each data_source that chooses one by itself."""
+SOURCES_OF = {"fivefold": SOURCES, "verl": SOURCES | verl.SOURCES, "siirl": SOURCES | verl.OF_SIIRL}
+"""System -> built-in reward of each data_source, as that system chooses it, or ours where it chooses none; a name that ends
+with * stands for all that begin so."""
 OFFERED = ("response", "completion", "solution_str", "ground_truth", "prompt", "data_source", "extra_info")
 """Parameters that a reward function may have; the first three are the text of the response."""
 OFFERED_BY_JUDGE = ("reward_router_address", "reward_model_tokenizer")
@@ -141,6 +165,13 @@ def runs_programs(name: str) -> bool:
 def is_judged(name: str) -> bool:
     """Whether a model gives the reward, and no function."""
     return name in BUILT_IN and BUILT_IN[name].function is None
+
+
+def reward_of(source: str, system: str) -> str | None:
+    """The built-in reward that a system chooses for a data_source; None where there is none."""
+    chosen = SOURCES_OF[system]
+    begins = (name for form, name in chosen.items() if form.endswith("*") and source.startswith(form[:-1]))
+    return chosen.get(source) or next(begins, None)
 
 
 def check_name(name: str) -> None:

@@ -114,6 +114,9 @@ class Trainer:
             trace = profiled(self.config.profile, self.run_dir, self.ranks.rank, self.step + 1)
             with trace, self.logger.stage("step"):
                 yield self.step
+            if self.work is None:
+                self._end_with_data()
+                break
             self._finish_step()
         self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
         self.logger.end("finished", self.total_steps)
@@ -191,6 +194,18 @@ class Trainer:
         self._settle(wait=False)
         if last or (self.config.save_every and self.step % self.config.save_every == 0):
             self.save(last)
+
+    def _end_with_data(self) -> None:
+        """End the run with the step before the one in progress, for which too few prompts are left."""
+        self._before, self.total_steps = None, self.step
+        self.logger.discard()
+        self.logger.log(f"the data of the run were used up after step {self.step}")
+        every = self.config.eval_every
+        if self.evaluation is not None and not (every and self.step % every == 0):
+            self._evaluate(self.evaluation)
+            self._last_metrics = self.logger.end_step(self.step)
+        self._settle(wait=False)
+        self.save(True)
 
     def _record_metrics(self, done: StepWork) -> None:
         record = self.logger.record
