@@ -74,7 +74,8 @@ def read_part(path: Path, size: int | None = None) -> bytes:
 
 
 def fill(path: Path, begin: int, into: memoryview) -> None:
-    """Read a file's bytes from `begin` on into memory; raises DamagedFile where the file ends before, otherwise as `read_part`."""
+    """Read a file's bytes from `begin` on into memory; raises DamagedFile where the file ends before, otherwise as
+    `read_part` does."""
 
     def read() -> None:
         filled = 0

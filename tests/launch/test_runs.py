@@ -187,13 +187,13 @@ def hang_while_step_4_is_saved():
 def hang_while_step_2_and_4_are_written():
     from fivefold.checkpoint import saving
 
-    measured = saving.size_and_digest
+    measured = saving.entry_of
 
     def slow(path):
         # Step 2 is there when step 4 begins.
         return time.sleep(LONGEST if "step-000004" in str(path) else 0.5 * ("step-000002" in str(path))) or measured(path)
 
-    saving.size_and_digest = slow
+    saving.entry_of = slow
 
 
 @pytest.mark.parametrize(

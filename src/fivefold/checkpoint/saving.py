@@ -8,12 +8,13 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from fivefold.checkpoint.checkpoints import Checkpoints, RunState, size_and_digest, sync_file
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState, sync_file
+from fivefold.checkpoint.manifest import Entry, entry_of
 from fivefold.checkpoint.rng import rng_name, rng_states
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.threads import in_thread
 
-Digests = dict[str, list[int]]
+Entries = dict[str, Entry]
 Writer = Callable[[Path], list[Path]]
 """Writes this rank's share into a directory and gives its files."""
 
@@ -41,7 +42,7 @@ class Saving:
         ranks.barrier()
         directory = checkpoints.staging(state.step)
 
-        def write() -> Digests:
+        def write() -> Entries:
             files = [directory / "rng" / rng_name(ranks)]
             save_file(states, files[0])
             if ranks.is_main:
@@ -51,7 +52,7 @@ class Saving:
                 files += writer(directory / name)
             for file in files:
                 sync_file(file)
-            return {str(file.relative_to(directory)): size_and_digest(file) for file in files}
+            return {str(file.relative_to(directory)): entry_of(file) for file in files}
 
         self._written = in_thread(write, "checkpoint") if in_background else _now(write)
 
@@ -67,13 +68,13 @@ class Saving:
         if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(found) if fault]:
             raise RuntimeError(f"the checkpoint of step {self._state.step} could not be written; {'; '.join(faults)}")
         if self._ranks.is_main:
-            self._checkpoints.publish(self._state, {name: each for digests, _ in found for name, each in digests.items()})
+            self._checkpoints.publish(self._state, {name: each for entries, _ in found for name, each in entries.items()})
         self._ranks.barrier()
         return self._checkpoints.path(self._state.step)
 
 
-def _now(write: Callable[[], Digests]) -> Future[Digests]:
-    future: Future[Digests] = Future()
+def _now(write: Callable[[], Entries]) -> Future[Entries]:
+    future: Future[Entries] = Future()
     try:
         future.set_result(write())
     except OSError as error:
