@@ -128,6 +128,7 @@ def read_decoder(
     rotary_fraction: float | None = None,
     head_dim: int | None = None,
     norm_eps: float = 1e-6,
+    rope_theta: float = 10000.0,
 ) -> ModelSpec:
     """A decoder without experts, biases, windows or norms of queries and keys; a family replaces what it has besides.
 
@@ -138,6 +139,7 @@ def read_decoder(
         rotary_fraction: usual share of a head that RoPE turns; None where it is always the whole head.
         head_dim: size of a head where `head_dim` is absent; None for hidden size / heads.
         norm_eps: epsilon of norms where `rms_norm_eps` is absent.
+        rope_theta: base of RoPE where `rope_theta` is absent.
     """
     family = config["model_type"]
     if config.get("hidden_act", "silu") != "silu":
@@ -147,7 +149,7 @@ def read_decoder(
             raise ValueError(f"{key}: true is not supported for {family} (the models of the family do not use it)")
     if absent := [key for key in (*SIZES, *required) if config.get(key) is None]:
         raise ValueError(f"config.json of a {family} model must have {', '.join(absent)}")
-    rope = read_rope(config, rope_types, rotary_fraction)
+    rope = read_rope(config, rope_types, rotary_fraction, rope_theta)
     hidden, heads = read_whole(config, "hidden_size"), read_whole(config, "num_attention_heads")
     kv_heads = read_whole(config, "num_key_value_heads", heads)
     size = read_whole(config, "head_dim", head_dim or hidden // heads)
@@ -193,11 +195,11 @@ class Rope:
     yarn: YarnSpec | None = None
 
 
-def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: float | None) -> Rope:
+def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: float | None, usual_theta: float) -> Rope:
     """RoPE in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`)."""
     family = config["model_type"]
     rope = _read_rope_keys(config)
-    theta = read_number(rope, "rope_theta") if "rope_theta" in rope else read_number(config, "rope_theta", 10000.0)
+    theta = read_number(rope, "rope_theta") if "rope_theta" in rope else read_number(config, "rope_theta", usual_theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     fraction = read_number(rope, "partial_rotary_factor", None, high=1) or read_number(
         config, "partial_rotary_factor", usual_fraction or 1.0, high=1
