@@ -26,16 +26,14 @@ def test_a_weight_that_is_not_finite_is_named_by_its_tensor_when_it_is_read(mode
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     source = SafetensorsSource(tmp_path, spec)
     place = Coordinates(*(0 for _ in Coordinates.__dataclass_fields__))
-    for item in parameters_of(spec):
-        parameter = torch.empty(0)
-        kind = "1 NaN and 0 infinite" if math.isnan(bad) else "0 NaN and 1 infinite"
-        if name in item.hf:
-            with pytest.raises(ValueError, match=rf"every weight must be a finite number: .*{name}.* holds {kind} ones"):
-                parameter = torch.empty(_shape(source, item, spec, place))
-                fill_parameters({item.mcore: parameter}, source, [item], spec, place, ParallelLayout())
+    item = next(item for item in parameters_of(spec) if name in item.hf)
+    parameters = {item.mcore: torch.empty(_shape(source, item, spec))}
+    kind = "1 NaN and 0 infinite" if math.isnan(bad) else "0 NaN and 1 infinite"
+    with pytest.raises(ValueError, match=rf"every weight must be a finite number: .*{name}.* holds {kind} ones"):
+        fill_parameters(parameters, source, [item], spec, place, ParallelLayout())
 
 
-def _shape(source, item, spec, place):
+def _shape(source, item, spec):
     from fivefold.megatron.bridge.sharding import SHARDERS
 
     return SHARDERS[item.sharding].shard([source[name] for name in item.hf], 0, 1, spec).shape
