@@ -143,7 +143,7 @@ def _batch_size(group: Any) -> int:
     """
     columns = (group.column(place) for place in range(group.num_columns))
     texts = sum(column.total_uncompressed_size for column in columns if column.physical_type == "BYTE_ARRAY")
-    return max(1, min(_ROWS, _UNPACKED // max(1, texts)))
+    return max(1, min(_ROWS, _UNPACKED // max(1, int(texts))))
 
 
 def _plain(batch: Any) -> Any:

@@ -145,7 +145,7 @@ class _Stored:
                 yield Box(offset, shared.size), data[shared.within(part)]
 
     def _read(self, block: int, memory: Tensor) -> Tensor:
-        data, place = memoryview(memory.numpy()), self.begin + block * BLOCK
+        data, place = memory.numpy().data, self.begin + block * BLOCK
         fill(self.path, place, data)
         if self.sums is not None and sum_of(data) != self.sums[block * SUM_LETTERS : (block + 1) * SUM_LETTERS]:
             raise DamagedFile(f"{self.path} has other content than was written, in the {len(data)} bytes from {place} on")
