@@ -558,6 +558,7 @@ def _prompts(
         data.apply_chat_template,
         data.learned_turns,
         data.max_total_tokens,
+        data.special_tokens,
     )
     if first is not None or not is_large(files):
         return load_prompts(files, tokenizer, reading, first)

@@ -276,7 +276,8 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from fivefold.checkpoint.checkpoints import Checkpoints, find_corruption
+    from fivefold.checkpoint.checkpoints import Checkpoints
+    from fivefold.checkpoint.manifest import find_corruption
     from fivefold.config import load_config
     from fivefold.distributed.scratch import scratch_directory
     from fivefold.launch.start import start

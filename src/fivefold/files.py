@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +39,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_json_lines(path: Path, growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+LONGEST_LINE = 16 * 2**20
+"""Bytes of a line of JSON: parsed, it takes several times as much."""
+
+
+def read_json_lines(path: Path, growing: bool = False, unique: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number from 1, object) of each line that is not empty; lines end at a newline and nothing else.
 
-    Of a file that is `growing` the last line may still be in writing: it is left out where it has no end.
+    Of a file that is `growing` the last line may still be in writing: it is left out where it has no end. With `unique` an
+    object that has a key twice is refused.
     """
     try:
         # Text files end their lines at \r too, and str.splitlines at U+2028; bytes at \n only.
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), 1):
                 where = f"{path}, line {number}"
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(f"{where} must have at most {LONGEST_LINE // 2**20} MiB: it is longer")
                 if not line.strip() or (growing and not line.endswith(b"\n")):
                     continue
-                row = _parse(_decode(line, where), where)
+                row = _parse(_decode(line, where), where, _unique if unique else None)
                 if not isinstance(row, dict):
                     raise ValueError(f"{where} must hold a JSON object: got {shown(row)}")
                 yield number, row
@@ -102,9 +111,18 @@ def _decode(content: bytes, where: str) -> str:
         ) from error
 
 
-def _parse(text: str, where: str) -> Any:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of its keys and values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"the key {shown(twice[0])} is there twice: which of the values is meant?")
+    return found
+
+
+def _parse(text: str, where: str, make: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=make)
     except RecursionError as error:
         raise ValueError(f"{where} is not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:

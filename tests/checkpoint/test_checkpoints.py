@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption, size_and_digest
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState
+from fivefold.checkpoint.manifest import Manifest, entry_of, find_corruption, sum_of_ends
+from fivefold.errors import describe_error
 
 
 def state(step: int) -> RunState:
@@ -17,7 +20,7 @@ def write(checkpoints: Checkpoints, step: int, content: bytes = b"weights") -> P
     checkpoints.stage(step, ["policy"])
     part = checkpoints.staging(step) / "policy" / "part"
     part.write_bytes(content)
-    checkpoints.publish(state(step), {"policy/part": size_and_digest(part)})
+    checkpoints.publish(state(step), {"policy/part": entry_of(part)})
     return checkpoints.path(step)
 
 
@@ -60,11 +63,136 @@ def test_each_kind_of_damage_is_named(tmp_path, harm, says):
     assert says in find_corruption(path)
 
 
-def test_large_files_are_checked_at_head_and_tail(tmp_path, monkeypatch):
-    monkeypatch.setattr("fivefold.checkpoint.checkpoints._DIGEST_BYTES", 4)
-    path = write(Checkpoints(tmp_path, keep=1), 1, b"0123456789abcdef")
-    (path / "policy/part").write_bytes(b"0123456789abcdeF")
+def test_one_bit_in_the_middle_of_a_large_file_is_found(tmp_path):
+    """85 MB: the first and the last 16 MiB were all that was looked at once."""
+    path = write(Checkpoints(tmp_path, keep=1), 1, bytes(85 * 10**6))
+    with (path / "policy/part").open("r+b") as file:
+        file.seek(42 * 10**6)
+        file.write(b"\x01")
+    assert find_corruption(path) == "policy/part has other content than was written"
+
+
+def old_manifest(path: Path) -> None:
+    """Write the manifest of a checkpoint as it was written before every byte had a sum."""
+    files = [each for each in path.rglob("*") if each.is_file() and each.name != "manifest.json"]
+    listed = {str(each.relative_to(path)): [each.stat().st_size, sum_of_ends(each)] for each in files}
+    (path / "manifest.json").write_text(json.dumps({"files": listed}, indent=1))
+
+
+def test_a_checkpoint_without_sums_of_every_byte_is_resumed_with_a_line(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = write(checkpoints, 1)
+    old_manifest(path)
+    said: list[str] = []
+    assert checkpoints.latest(said.append) == path
+    assert said == [
+        f"checkpoint {path} was written before every byte had a sum: of files above 32 MiB only both ends are checked"
+    ]
+    (path / "policy/part").write_bytes(b"weighty")
     assert "has other content" in find_corruption(path)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "[]",
+        "3",
+        "null",
+        "{}",
+        '{"files": []}',
+        '{"files": {}}',
+        '{"files": {"state.json": 3}}',
+        '{"files": {"state.json": [1, 2, 3]}}',
+        '{"files": {"state.json": ["1", 2]}}',
+        '{"files": {"../../etc/passwd": [1, 2]}}',
+        '{"files": {"state.json": [184, 184, "0"]}, "sum": 1}',
+        "[" * 100_000,
+        "\0" * 100,
+        "\xff",
+    ],
+)
+def test_a_manifest_of_another_shape_is_damage_and_no_traceback(tmp_path, manifest):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    before, path = write(checkpoints, 1), write(checkpoints, 2)
+    (path / "manifest.json").write_bytes(manifest.encode("latin-1"))
+    said: list[str] = []
+    assert checkpoints.latest(said.append) == before
+    assert len(said) == 1 and f"checkpoint {path} is damaged and skipped: manifest.json " in said[0]
+
+
+POINTERS = [
+    b"",
+    b"hello",
+    b"\0" * 11,
+    b"step-4",
+    b"checkpoints/step-000002",
+    b"/x/step-000002",
+    b"\xff\xfe",
+    b"step-00000\xd9\xa3",
+]
+
+
+@pytest.mark.parametrize("pointer", POINTERS)
+def test_a_pointer_that_names_no_checkpoint_is_said_and_the_newest_is_taken(tmp_path, pointer):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (2, 4):
+        write(checkpoints, step)
+    (tmp_path / "checkpoints/latest").write_bytes(pointer)
+    said: list[str] = []
+    assert checkpoints.latest(said.append) == checkpoints.path(4)
+    assert len(said) == 1 and "latest must hold the name of a checkpoint: got " in said[0]
+    (checkpoints.path(4) / "policy/part").unlink()
+    assert checkpoints.latest(said.append) == checkpoints.path(2)
+
+
+def test_a_pointer_that_is_a_directory_or_leads_nowhere_is_no_pointer(tmp_path):
+    checkpoints, pointer = Checkpoints(tmp_path, keep=3), tmp_path / "checkpoints/latest"
+    path = write(checkpoints, 2)
+    pointer.unlink()
+    for make in (pointer.mkdir, lambda: pointer.symlink_to("nowhere"), lambda: pointer.symlink_to("latest")):
+        make()
+        said: list[str] = []
+        assert checkpoints.latest(said.append) == path and len(said) == 1
+        pointer.rmdir() if pointer.is_dir() else pointer.unlink()
+
+
+def test_checkpoints_of_which_none_is_whole_refuse_to_start_over(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (2, 4):
+        write(checkpoints, step)
+    (checkpoints.path(2) / "policy/part").write_bytes(b"w")
+    (checkpoints.path(4) / "manifest.json").write_text("[]")
+    with pytest.raises(ValueError, match="none can be used") as refused:
+        checkpoints.latest(lambda text: None)
+    for part in ("step-000002: policy/part has 1 bytes instead of 7", "step-000004: manifest.json must", "resume: never"):
+        assert part in str(refused.value)
+    for step in (2, 4):
+        shutil.rmtree(checkpoints.path(step))
+    with pytest.raises(ValueError, match="step-000004: latest names it, and it is not there"):
+        checkpoints.latest(lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "name", ["latest", "step-000002/manifest.json", "step-000002/state.json", "step-000002/policy/part"]
+)
+def test_a_file_that_cannot_be_read_is_no_damage_and_ends_the_start(tmp_path, monkeypatch, capsys, name):
+    """Reading the memory of a process at 0 is an input/output error for every process."""
+    monkeypatch.setattr("fivefold.summed_files._PAUSES", (0.0, 0.0))
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2):
+        write(checkpoints, step)
+    path = tmp_path / "checkpoints" / name
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+    if name.startswith("step-000002/") and "manifest" not in name:
+        # The link has the size that the file had as far as the manifest is concerned.
+        manifest = json.loads((checkpoints.path(2) / "manifest.json").read_text())["files"]
+        manifest[name.partition("/")[2]][0] = 0
+        (checkpoints.path(2) / "manifest.json").write_text(Manifest(manifest).text)
+    with pytest.raises(OSError, match="Input/output error") as ended:
+        checkpoints.latest(lambda text: None)
+    assert describe_error(ended.value) == f"{path}: Input/output error"
+    assert capsys.readouterr().out.count("reading it again") == 2
 
 
 RECORDS = ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")

@@ -19,8 +19,8 @@ import subprocess, sys
 from pathlib import Path
 from fivefold.launch.lock import locked
 
-with locked(Path(sys.argv[1])) as file:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[file])
+with locked(Path(sys.argv[1])) as files:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=files)
     print(child.pid, flush=True)
     input()
 """
@@ -48,5 +48,31 @@ def test_a_directory_is_held_until_the_last_process_of_its_run_has_ended(tmp_pat
         assert (run / "lock").read_text().startswith(f"process {os.getpid()} on ")
         with pytest.raises(ValueError, match="in use"), locked(run):
             pass
+    with locked(run):
+        pass
+
+
+def test_a_removed_lock_file_lets_no_second_run_in(tmp_path):
+    """Not into a directory whose run, or a rank of it, is still there."""
+    run = tmp_path / "run"
+    with locked(run):
+        (run / "lock").unlink()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="is in use by another run, which made another lock"), locked(run):
+                pass
+        (run / "lock").unlink()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    rank = int(launcher.stdout.readline())
+    rank_end = os.pidfd_open(rank)
+    launcher.kill()
+    launcher.wait()
+    (run / "lock").unlink()
+    with pytest.raises(ValueError, match="is in use"), locked(run):
+        pass
+    os.kill(rank, signal.SIGKILL)
+    select.select([rank_end], [], [])
+    os.close(rank_end)
     with locked(run):
         pass

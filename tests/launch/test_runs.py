@@ -187,13 +187,13 @@ def hang_while_step_4_is_saved():
 def hang_while_step_2_and_4_are_written():
     from fivefold.checkpoint import saving
 
-    measured = saving.size_and_digest
+    measured = saving.entry_of
 
     def slow(path):
         # Step 2 is there when step 4 begins.
         return time.sleep(LONGEST if "step-000004" in str(path) else 0.5 * ("step-000002" in str(path))) or measured(path)
 
-    saving.size_and_digest = slow
+    saving.entry_of = slow
 
 
 @pytest.mark.parametrize(
@@ -294,13 +294,14 @@ def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(root, base
     shutil.copytree(root / "runs/base", run)
     part = max((run / "checkpoints/step-000005/policy").glob("*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(part.read_bytes())
+    # In the data of a tensor, which ranks check while they read it.
     content[len(content) // 2] ^= 1
     part.write_bytes(bytes(content))
     (run / "checkpoints/step-000004/manifest.json").unlink()
     done = train(root, "damaged")
     assert done.returncode == 0, done.stderr
     assert f"{part.parent.name}/{part.name} has other content" in done.stdout
-    assert "step-000004 is damaged and skipped: manifest.json cannot be read" in done.stdout
+    assert "step-000004 is damaged and skipped: manifest.json is missing" in done.stdout
     assert "resumed after step 2" in done.stdout
     assert_same(metrics(root, "damaged"), base)
     named = train(root, "damaged-2", f"trainer.resume={run}/checkpoints/step-000003")

@@ -3,13 +3,12 @@ r"""verl's rewards, by answers worked out by hand from its definitions (verl/uti
 from __future__ import annotations
 
 import pytest
-from fivefold.reward.ground_truth import ground_truth_fault
 
 from fivefold.config.dialects import writer
 from fivefold.config.dialects.command import translate_words
 from fivefold.config.scoring import RewardConfig
 from fivefold.reward.choose import choose_rewards
-from fivefold.reward.rules import BUILT_IN, resolve
+from fivefold.reward.rules import BUILT_IN, ground_truth_fault, resolve
 from tests.support.dialects import HOME
 
 

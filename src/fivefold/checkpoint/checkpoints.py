@@ -12,17 +12,19 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fivefold.checkpoint.manifest import MANIFEST, Entry, Manifest, entry_of, find_corruption
 from fivefold.checkpoint.records import RECORDS, SAMPLES, move_rows
+from fivefold.errors import shown
 from fivefold.files import write_text
+from fivefold.summed_files import DamagedFile, read_part, repeat_io
 
-MANIFEST = "manifest.json"
-_DIGEST_BYTES = 16 * 2**20
+LATEST, NONE = "latest", "nothing"
+"""Name of the pointer, and what it holds while a run starts over."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class RunState:
     def read(cls, directory: Path) -> RunState:
         """The state in a checkpoint; raises ValueError where another version of the program wrote it."""
         try:
-            return cls(**json.loads((directory / "state.json").read_text()))
-        except TypeError as error:
+            return cls(**json.loads(read_part(directory / "state.json")))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{directory / 'state.json'} was written by another version of fivefold: {error}") from error
 
 
@@ -75,12 +77,12 @@ class Checkpoints:
         for part in parts:
             (self.staging(step) / part).mkdir(parents=True)
 
-    def publish(self, state: RunState, files: Mapping[str, list[int]]) -> None:
-        """Make `step-N` of what ranks have written and brought to the disk: name -> size and digest of each file."""
+    def publish(self, state: RunState, files: Mapping[str, Entry]) -> None:
+        """Make `step-N` of what ranks have written and brought to the disk: name -> entry of the manifest."""
         staging, final = self.staging(state.step), self.path(state.step)
         write_text(staging / "state.json", json.dumps(asdict(state), indent=1))
-        whole = {**files, "state.json": size_and_digest(staging / "state.json")}
-        write_text(staging / MANIFEST, json.dumps({"files": whole}, indent=1))
+        whole = {**files, "state.json": entry_of(staging / "state.json")}
+        write_text(staging / MANIFEST, Manifest(whole).text)
         # Ranks have brought their own files there.
         for path in [staging / "state.json", staging / MANIFEST, *filter(Path.is_dir, staging.rglob("*")), staging]:
             sync_file(path)
@@ -91,35 +93,56 @@ class Checkpoints:
             shutil.rmtree(self.path(old))
 
     def find(self, resume: str, warn: Callable[[str], None]) -> Path | None:
-        """The checkpoint that `trainer.resume` asks for, if any; raises ValueError where one that it names is damaged."""
+        """The checkpoint that `trainer.resume` asks for, if any.
+
+        Raises ValueError where one that it names is damaged, or checkpoints are there and none is whole; OSError where one
+        cannot be read.
+        """
         if resume == "auto":
             return self.latest(warn)
         if resume == "never":
             return None
         if faults := find_corruption(Path(resume)):
             raise ValueError(f"trainer.resume: checkpoint {resume} cannot be used: {faults}")
+        _say_partial(Path(resume), warn)
         return Path(resume)
 
-    def latest(self, warn: Callable[[str], None]) -> Path | None:
-        """The checkpoint that the file `latest` names, or the newest without that file; each damaged one is named to `warn`
-        and the one before it is taken."""
-        for leftover in self.root.glob(".step-*.partial") if self.root.is_dir() else []:
-            warn(f"{leftover} is a checkpoint that was not finished: ignored")
-        steps = self._steps()
-        named = self._named()
-        if named is not None and steps and steps[-1] > named:
-            newer = [step for step in steps if step > named]
-            warn(
-                f"{self.root / 'latest'} names step {named}: not looked at "
-                f"{'is' if len(newer) == 1 else 'are'} {', '.join(self.path(step).name for step in newer)}"
-            )
+    def latest(self, warn: Callable[[str], None], damaged: Mapping[Path, str] | None = None) -> Path | None:
+        """The checkpoint that the file `latest` names, or the newest where it names none. Each damaged one is named to
+        `warn`, and the one before it is taken. None where there is no checkpoint.
+
+        `damaged`: what was found in checkpoints while their tensors were read. Raises ValueError where none is whole.
+        """
+        names = self._names()
+        for leftover in sorted(name for name in names if re.fullmatch(r"\.step-.*\.partial", name)):
+            warn(f"{self.root / leftover} is a checkpoint that was not finished: ignored")
+        steps, named = self._steps(), self._named(warn)
+        if named == 0 or (named is None and not steps):
+            return None
+        faults: dict[Path, str] = {}
+        if named is not None:
+            if newer := [step for step in steps if step > named]:
+                warn(
+                    f"{self.root / LATEST} names step {named}: not looked at "
+                    f"{'is' if len(newer) == 1 else 'are'} {', '.join(self.path(step).name for step in newer)}"
+                )
             steps = [step for step in steps if step <= named]
+            if named not in steps:
+                faults[self.path(named)] = f"{LATEST} names it, and it is not there"
+                warn(f"checkpoint {self.path(named)} is missing: {LATEST} names it")
         for step in reversed(steps):
-            faults = find_corruption(self.path(step))
-            if not faults:
-                return self.path(step)
-            warn(f"checkpoint {self.path(step)} is damaged and skipped: {faults}")
-        return None
+            path = self.path(step)
+            if not (fault := (damaged or {}).get(path) or find_corruption(path)):
+                _say_partial(path, warn)
+                return path
+            faults[path] = fault
+            warn(f"checkpoint {path} is damaged and skipped: {fault}")
+        listed = "".join(f"\n  {path.name}: {fault}" for path, fault in faults.items())
+        raise ValueError(
+            f"trainer.resume: {self.root} has checkpoints and none can be used:{listed}\n"
+            "put one back from a copy, name another by trainer.resume=DIRECTORY, or start over by trainer.resume: never, "
+            "which moves what is there aside"
+        )
 
     def set_aside(self, step: int, is_pending: bool = False, warn: Callable[[str], None] = print) -> Path | None:
         """Move what a run that begins after `step` would mix with: newer checkpoints, rows of later steps and, from step 0,
@@ -136,11 +159,11 @@ class Checkpoints:
             (aside / "checkpoints").mkdir(parents=True)
             # First the name: whoever is killed in between resumes from where this run begins.
             left = [each for each in self._steps() if each <= step]
-            self._point_to(self.path(left[-1]).name if left else "nothing")
+            self._point_to(self.path(left[-1]).name if left else NONE)
             for each in newer:
                 self.path(each).rename(aside / "checkpoints" / self.path(each).name)
             if not left:
-                (self.root / "latest").unlink()
+                (self.root / LATEST).unlink()
         for name in RECORDS:
             last = step - 1 if step == 0 or (is_pending and name != SAMPLES) else step
             move_rows(run_dir / name, last, aside / name, warn)
@@ -153,56 +176,45 @@ class Checkpoints:
         pointer = self.root / ".latest.partial"
         write_text(pointer, name)
         sync_file(pointer)
-        pointer.replace(self.root / "latest")
+        pointer.replace(self.root / LATEST)
         sync_file(self.root)
 
-    def _named(self) -> int | None:
-        """The step that `latest` names, 0 where it names none; None without that file."""
-        pointer = self.root / "latest"
-        if not pointer.is_file():
+    def _named(self, warn: Callable[[str], None]) -> int | None:
+        """The step that `latest` names, 0 where it says that there is none; None where it does not name one."""
+        pointer = self.root / LATEST
+        if LATEST not in self._names():
             return None
-        return _step_of(pointer.read_text().strip()) or 0
+        try:
+            content = read_part(pointer, 1000)
+        except DamagedFile:
+            content = b""
+        name = content.decode(errors="replace").strip()
+        if name == NONE:
+            return 0
+        if (step := _step_of(name)) is None:
+            warn(f"{pointer} must hold the name of a checkpoint: got {shown(name)}; the newest whole one is taken")
+        return step
+
+    def _names(self) -> list[str]:
+        """The names in the directory of the checkpoints."""
+        try:
+            return repeat_io(lambda: os.listdir(self.root), self.root)
+        except DamagedFile:
+            return []
 
     def _steps(self) -> list[int]:
         """The steps of the checkpoints that are there, in their order."""
-        found = [_step_of(path.name) for path in self.root.glob("step-*") if path.is_dir()] if self.root.is_dir() else []
-        return sorted(step for step in found if step is not None)
+        return sorted(step for name in self._names() if (step := _step_of(name)) is not None)
+
+
+def _say_partial(path: Path, warn: Callable[[str], None]) -> None:
+    if Manifest.read(path).is_partial:
+        warn(f"checkpoint {path} was written before every byte had a sum: of files above 32 MiB only both ends are checked")
 
 
 def _step_of(name: str) -> int | None:
-    found = re.fullmatch(r"step-(\d{6,})", name)
+    found = re.fullmatch(r"step-([0-9]{6,18})", name)
     return int(found[1]) if found else None
-
-
-def find_corruption(directory: Path) -> str:
-    """What is wrong with a checkpoint, or an empty text."""
-    try:
-        expected: dict[str, list[int]] = json.loads((directory / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    for name, (size, crc) in expected.items():
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if digest(path) != crc:
-            return f"{name} has other content than was written"
-    return ""
-
-
-def size_and_digest(path: Path) -> list[int]:
-    """What the manifest says of a file."""
-    return [path.stat().st_size, digest(path)]
-
-
-def digest(path: Path) -> int:
-    """CRC-32 of a file's head and tail: of small files it is all, of large ones what does not take minutes."""
-    with path.open("rb") as file:
-        value = zlib.crc32(file.read(_DIGEST_BYTES))
-        if path.stat().st_size > 2 * _DIGEST_BYTES:
-            file.seek(-_DIGEST_BYTES, os.SEEK_END)
-        return zlib.crc32(file.read(_DIGEST_BYTES), value)
 
 
 def sync_file(path: Path) -> None:

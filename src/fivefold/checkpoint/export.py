@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.checkpoints import Checkpoints, RunState, find_corruption
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import content_of
+from fivefold.checkpoint.manifest import find_corruption
 from fivefold.config import RunConfig, load_config
 from fivefold.config.learners import LearnerConfig
 from fivefold.distributed.ports import free_port

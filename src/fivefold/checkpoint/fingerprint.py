@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fivefold.checkpoint.checkpoints import digest
+from fivefold.checkpoint.manifest import sum_of_ends
 from fivefold.config import RunConfig
 from fivefold.config.identity import FUNCTION, Counts, leaves
 from fivefold.config.schema import ModelConfig
@@ -128,7 +128,7 @@ def content_of(paths: Sequence[Path]) -> list[str | None]:
         if not all(file.is_file() for file in files):
             found.append(None)
             continue
-        parts = [(file.name if path.is_dir() else "", file.stat().st_size, digest(file)) for file in files]
+        parts = [(file.name if path.is_dir() else "", file.stat().st_size, sum_of_ends(file)) for file in files]
         found.append(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12])
     return found
 
@@ -142,7 +142,7 @@ def _with_code(value: Any) -> Any:
     found = FUNCTION.fullmatch(value) if isinstance(value, str) else None
     if found is None or not Path(found[1]).is_file():
         return value
-    return f"{Path(found[1]).name}:{found[2]}@{digest(Path(found[1])):08x}"
+    return f"{Path(found[1]).name}:{found[2]}@{sum_of_ends(Path(found[1])):08x}"
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:

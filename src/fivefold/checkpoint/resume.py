@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import Model
 from fivefold.observability.run_logger import RunLogger
+from fivefold.summed_files import DamagedFile
 
 
 def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
@@ -20,30 +22,42 @@ def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
     return ranks.call_on_main(lambda: checkpoints.find(config.trainer.resume, partial(print, flush=True)))
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """What a run resumes from."""
+
+    path: Path
+    state: RunState
+
+
 def load_run(
     checkpoints: Checkpoints,
     found: Path | None,
+    resume: str,
     fingerprint: Fingerprint,
     models: dict[str, Model],
     ranks: Ranks,
     logger: RunLogger,
-) -> RunState | None:
-    """Load the checkpoint that was found, if any, and make room for what will be written. Collective.
+) -> Resumed | None:
+    """Load the checkpoint that was found, if any, and make room for what will be written; where `resume` is auto and a model
+    of it turns out to be damaged, the checkpoint before. Collective.
 
-    `fingerprint` is the main rank's. Raises ValueError where the checkpoint is of another run.
+    `fingerprint` is the main rank's. Raises ValueError where the checkpoint is of another run, or none is whole.
     """
-    state = None if found is None else RunState.read(found)
-    if found is not None and state is not None:
+    damaged: dict[Path, str] = {}
+    while found is not None:
+        state = RunState.read(found)
         changes = ranks.broadcast_from_main(fingerprint.compare(state.fingerprint) if ranks.is_main else None)
         changes.check(found)
         with logger.stage("load"):
-            for name, model in models.items():
-                if not (found / name).is_dir():
-                    raise ValueError(
-                        f"trainer.resume: checkpoint {found} has no {name}: it was written by another method; "
-                        "name its method, or start over with trainer.resume=never"
-                    )
-                model.load(found / name)
+            fault = _load_models(found, models, ranks)
+        if not fault:
+            break
+        if resume != "auto":
+            raise ValueError(f"trainer.resume: checkpoint {found} cannot be used: {fault}")
+        damaged[found] = fault
+        found = ranks.call_on_main(partial(checkpoints.latest, logger.log, damaged))
+    if found is not None:
         load_rng(found / "rng", ranks)
         logger.log(f"resumed after step {state.step} from {found} (written on {state.layout})")
         for title, keys in (("accepted", changes.accepted), ("without effect on what is learned", changes.harmless)):
@@ -52,8 +66,27 @@ def load_run(
     if ranks.is_main:
         # What stands here next to a checkpoint from elsewhere is of another run.
         is_own = found is not None and found.resolve().parent == checkpoints.root.resolve()
-        step = state.step if state is not None and is_own else 0
-        is_pending = step > 0 and state is not None and state.pending is not None
+        step = state.step if is_own else 0
+        is_pending = step > 0 and state.pending is not None
         if aside := checkpoints.set_aside(step, is_pending, logger.log):
             logger.log(f"what was newer than step {step} in {checkpoints.root.parent} is now in {aside}")
-    return state
+    return None if found is None else Resumed(found, state)
+
+
+def _load_models(path: Path, models: dict[str, Model], ranks: Ranks) -> str:
+    """Load every model from a checkpoint; what is wrong with it, the same on all ranks."""
+    for name, model in models.items():
+        if not (path / name).is_dir():
+            raise ValueError(
+                f"trainer.resume: checkpoint {path} has no {name}: it was written by another method; "
+                "name its method, or start over with trainer.resume=never"
+            )
+        fault = ""
+        try:
+            model.load(path / name)
+        except DamagedFile as error:
+            fault = str(error).replace(f"{path}/", "")
+        # A model may be on some of the ranks only: the next one is loaded by all of its ranks or by none.
+        if faults := [each for each in ranks.gather_objects(fault) if each]:
+            return faults[0]
+    return ""

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from fivefold.checkpoint.checkpoints import Checkpoints, RunState, size_and_digest, sync_file
+from fivefold.checkpoint.checkpoints import Checkpoints, RunState, sync_file
+from fivefold.checkpoint.manifest import Entry, entry_of
 from fivefold.checkpoint.rng import rng_name, rng_states
 from fivefold.distributed.ranks import Ranks
 from fivefold.distributed.threads import in_thread
 from fivefold.files import write_text, writing
 
-Digests = dict[str, list[int]]
+Entries = dict[str, Entry]
 Writer = Callable[[Path], list[Path]]
 """Writes this rank's share into a directory and gives its files."""
 
@@ -42,7 +43,7 @@ class Saving:
         ranks.barrier()
         directory = checkpoints.staging(state.step)
 
-        def write() -> Digests:
+        def write() -> Entries:
             files = [directory / "rng" / rng_name(ranks)]
             with writing(files[0]):
                 save_file(states, files[0])
@@ -53,7 +54,7 @@ class Saving:
                 files += writer(directory / name)
             for file in files:
                 sync_file(file)
-            return {str(file.relative_to(directory)): size_and_digest(file) for file in files}
+            return {str(file.relative_to(directory)): entry_of(file) for file in files}
 
         self._written = in_thread(write, "checkpoint") if in_background else _now(write)
 
@@ -69,13 +70,13 @@ class Saving:
         if faults := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(found) if fault]:
             raise RuntimeError(f"the checkpoint of step {self._state.step} could not be written; {'; '.join(faults)}")
         if self._ranks.is_main:
-            self._checkpoints.publish(self._state, {name: each for digests, _ in found for name, each in digests.items()})
+            self._checkpoints.publish(self._state, {name: each for entries, _ in found for name, each in entries.items()})
         self._ranks.barrier()
         return self._checkpoints.path(self._state.step)
 
 
-def _now(write: Callable[[], Digests]) -> Future[Digests]:
-    future: Future[Digests] = Future()
+def _now(write: Callable[[], Entries]) -> Future[Entries]:
+    future: Future[Entries] = Future()
     try:
         future.set_result(write())
     except OSError as error:

@@ -140,6 +140,10 @@ class DataConfig:
     """Variables of the chat template: `{enable_thinking: false}`."""
     apply_chat_template: bool = True
     """False: prompts are texts as the model reads them, with the tokenizer's own special tokens around them."""
+    special_tokens: Literal["keep", "escape", "refuse"] = "keep"
+    """Special tokens of the tokenizer in a row's texts, which open turns (`<|im_start|>system` in a user's message): keep
+    them, escape them (a space after the first letter makes them text), or refuse the row. In a tool's answer and in a
+    judge's prompt they are always escaped."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
     ground_truth_key: str = "reward_model.ground_truth"

@@ -6,13 +6,16 @@ It encodes as the fast tokenizer of transformers does, and renders chat template
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import first_line, shown
 from fivefold.files import read_json_object, read_text
+from fivefold.special_tokens import special_pattern
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MOST_STEPS, MOST_SIZE = 200_000, 100_000
@@ -57,6 +60,11 @@ class LightTokenizer:
     def with_template(self, text: str, where: str) -> LightTokenizer:
         """The same with another chat template; raises ValueError where it is none."""
         return replace(self, template=_compile(text, where))
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """What finds its special tokens in a text."""
+        return special_pattern(self.backend.get_added_tokens_decoder())
 
     @property
     def eos_token_id(self) -> int | None:

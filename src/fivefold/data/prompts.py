@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fivefold.config.methods import LearnsFrom
+from fivefold.data.guarded_rows import SpecialTokens, guard
 from fivefold.data.rows import (
     USUAL_COLUMNS,
     Columns,
@@ -22,6 +23,7 @@ from fivefold.data.rows import (
     with_system_prompt,
 )
 from fivefold.data.stored_prompts import StoredPrompts
+from fivefold.special_tokens import pattern_of
 from fivefold.types import DatasetResponse, Prompt
 
 
@@ -67,6 +69,8 @@ class Reading:
     learned_turns: Literal["all", "last"] = "all"
     max_total_tokens: int | None = None
     """Of prompt and response to learn from together."""
+    special_tokens: SpecialTokens = "keep"
+    """What becomes of special tokens in the texts of a row."""
 
     def prompt_of(self, row: dict[str, Any], at: Place, tokenizer: Any) -> Prompt | None:
         """None where it is too long; raises ValueError naming the row."""
@@ -74,7 +78,10 @@ class Reading:
         # What apply_chat_template takes by this name comes over the tokenizer's.
         arguments = self.template_kwargs | ({} if self.template is None else {"chat_template": self.template})
         try:
-            found = with_system_prompt(parse_row(row, self.columns, self.learns_from, at.file.stem), self.system_prompt)
+            found = parse_row(row, self.columns, self.learns_from, at.file.stem)
+            if self.apply_chat_template:
+                found = guard(found, self.special_tokens, pattern_of(tokenizer))
+            found = with_system_prompt(found, self.system_prompt)
             if self.need_responses:
                 check_responses(found, self.columns, self.learns_from, list(map(str, row)))
             messages, token_ids, text, responses = (

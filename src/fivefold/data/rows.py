@@ -17,9 +17,11 @@ from typing import Any
 from fivefold.config.methods import LearnsFrom
 from fivefold.config.schema import DataConfig
 from fivefold.errors import shown
-from fivefold.files import read_json_lines
+from fivefold.files import LONGEST_LINE, read_json_lines
 
 Messages = list[dict[str, Any]]
+_LARGEST_ROW, _UNPACKED, _ROWS = LONGEST_LINE, 2**29, 1024
+"""Bytes of a row, bytes of rows of a parquet file that are unpacked together, and the most such rows."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -109,7 +111,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
     elif path.suffix in (".jsonl", ".json"):
-        yield from (row for _, row in read_json_lines(path))
+        yield from (row for _, row in read_json_lines(path, unique=True))
     else:
         raise ValueError(f"{path}: data files end in .parquet or .jsonl")
 
@@ -117,16 +119,52 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
 
+    number = 0
     with _parquet(path) as file:
-        batches = file.iter_batches(batch_size=1024)
-        while True:
-            try:
-                rows = next(batches).to_pylist()
-            except StopIteration:
-                return
-            except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-                raise ValueError(f"{path} cannot be read as parquet, it may be damaged: {error}") from error
-            yield from rows
+        for group in range(file.metadata.num_row_groups):
+            batches = file.iter_batches(_batch_size(file.metadata.row_group(group)), row_groups=[group])
+            while True:
+                try:
+                    if (batch := next(batches, None)) is None:
+                        break
+                    batch = _plain(batch)
+                    _check_sizes(path, batch, number)
+                    rows = batch.to_pylist()
+                except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+                    raise ValueError(f"{path} cannot be read as parquet, it may be damaged: {error}") from error
+                number += len(rows)
+                yield from rows
+
+
+def _batch_size(group: Any) -> int:
+    """Rows of a row group that are unpacked together.
+
+    A value that is stored once, for many rows, is unpacked for each of them: a row may take all that its texts take.
+    """
+    columns = (group.column(place) for place in range(group.num_columns))
+    texts = sum(column.total_uncompressed_size for column in columns if column.physical_type == "BYTE_ARRAY")
+    return max(1, min(_ROWS, _UNPACKED // max(1, int(texts))))
+
+
+def _plain(batch: Any) -> Any:
+    """A batch whose columns have their values, not places in a list of them."""
+    import pyarrow
+
+    is_encoded = pyarrow.types.is_dictionary
+    columns = [column.dictionary_decode() if is_encoded(column.type) else column for column in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _check_sizes(path: Path, batch: Any, first: int) -> None:
+    """Raise ValueError for a row of a batch that is too large; `first` is the number of the first one."""
+    if batch.nbytes <= _LARGEST_ROW:
+        return
+    for place in range(batch.num_rows):
+        if (size := batch.slice(place, 1).nbytes) > _LARGEST_ROW:
+            raise ValueError(
+                f"{path}, row {first + place}: a row must take at most {_LARGEST_ROW // 2**20} MiB: it unpacks to "
+                f"{size / 2**20:,.0f} MiB"
+            )
 
 
 def _parquet(path: Path) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.distributed.balance import balance
 from fivefold.distributed.ranks import Ranks
 from fivefold.interfaces import FrozenModel, Model
+from fivefold.summed_files import DamagedFile
 from fivefold.types import LossFn, StepReport, TokenBatch
 
 T = TypeVar("T")
@@ -145,10 +146,17 @@ class RedealtModel:
         return (lambda path: []) if self._model is None else self._model.snapshot(copies)
 
     def load(self, path: Path) -> None:
-        if self._model is not None:
-            self._model.load(path)
+        fault = None
+        try:
+            if self._model is not None:
+                self._model.load(path)
+        except DamagedFile as error:
+            # The ranks of the model raise it together; the others wait for the version.
+            fault = error
         if not self._own.is_everywhere:
             self._version = self._own.broadcast_from_leader(self.version)
+        if fault is not None:
+            raise fault
 
     def _pass_by(self) -> None:
         """A pass that the ranks of the model count is one on the others too."""

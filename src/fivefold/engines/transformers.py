@@ -15,6 +15,7 @@ from fivefold.engines.sampling import LogitsProcessor, sample_token, uniform
 from fivefold.engines.transformers_routes import BatchRoutes, RouterOutputs
 from fivefold.engines.turns import Turns
 from fivefold.interfaces import EngineReplica
+from fivefold.models.end_tokens import EndTokens
 from fivefold.models.families import load_spec, parameters_of
 from fivefold.models.parameters import OUTPUT
 from fivefold.models.spec import ModelSpec
@@ -258,13 +259,5 @@ def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def stop_token_ids(directory: Path, tokenizer: Any) -> set[int]:
-    """Tokens that end a response: those of the generation configuration, the model's and the tokenizer's."""
-    found: set[int] = set()
-    generation = directory / "generation_config.json"
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    sources = [config.eos_token_id, tokenizer.eos_token_id]
-    if generation.is_file():
-        sources.append(transformers.GenerationConfig.from_pretrained(directory).eos_token_id)
-    for source in sources:
-        found |= set(source) if isinstance(source, (list, tuple)) else {source}
-    return {int(token) for token in found if token is not None}
+    """Tokens that end a response."""
+    return set(EndTokens.of(directory, tokenizer.eos_token_id).used)

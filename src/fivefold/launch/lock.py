@@ -13,20 +13,27 @@ from pathlib import Path
 
 LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NOT_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.EISDIR)
+"""NFS locks files that are open for writing only."""
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[int]:
-    """Hold a directory for this run; its open file, which processes that inherit it hold too. The kernel lets go of it when
-    the last of them ends, in whatever way. Raises ValueError while another run has it."""
+def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
+    """Hold a directory for this run: its lock file, and the directory itself, which a lock file that was removed is no way
+    around.
+
+    Yields the open files, which processes that inherit them hold too: the kernel lets go when the last of them ends, in
+    whatever way. Raises ValueError while another run has the directory.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    # NFS locks files that are open for writing only.
     file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_directory(directory)
         except BlockingIOError:
-            holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another run"
+            holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or f"another run, which made another {LOCK}"
             raise ValueError(
                 f"trainer.run_dir: {run_dir} is in use by {holder}; wait for it, or choose another trainer.run_dir"
             ) from None
@@ -37,6 +44,16 @@ def locked(run_dir: Path) -> Iterator[int]:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-        yield file
+        yield file, directory
     finally:
+        os.close(directory)
         os.close(file)
+
+
+def _lock_directory(directory: int) -> None:
+    """Lock an open directory, where its file system does that."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NOT_OF_DIRECTORIES:
+            raise

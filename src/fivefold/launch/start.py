@@ -32,7 +32,7 @@ def start(arguments: list[str], config: RunConfig) -> int:
         if found is not None:
             Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
         if config.launch.backend != "ray":
-            return _spawn(arguments, config, lock)
+            return _spawn(arguments, config, *lock)
     # The node of rank 0 takes the directory now: it holds it until the last of its processes has ended.
     return _spawn(arguments, config)
 

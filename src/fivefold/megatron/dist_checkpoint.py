@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -28,6 +29,8 @@ from fivefold.megatron.optim.adam import PrecisionAwareAdam
 from fivefold.megatron.optim.updater import Updater
 from fivefold.megatron.replica_check import verify_copies
 from fivefold.megatron.sharded_files import Box, Piece, PieceReader, boxes_of_range, write_pieces
+from fivefold.summed_files import DamagedFile, read_part
+from fivefold.tensors import check_finite
 
 _STATE = "optimizer.json"
 _PREFIX = "model."
@@ -96,20 +99,36 @@ def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> 
 
 
 def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
-    """Read what the ranks of any layout wrote; without an updater the parameters only."""
+    """Read what the ranks of any layout wrote; without an updater the parameters only.
+
+    Raises DamagedFile on all ranks of the model where one of them has read something else than was written. Collective.
+    """
+    fault = ""
+    try:
+        _read(path, chunks, updater, mesh)
+    except DamagedFile as error:
+        fault = str(error)
+    faults = [""] * mesh.ranks.members.size()
+    dist.all_gather_object(faults, fault, group=mesh.ranks.members)
+    if any(faults):
+        raise DamagedFile(next(filter(None, faults)))
+    # Equal copies are not a given after loading.
+    verify_copies(chunks, mesh)
+
+
+def _read(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
     reader = PieceReader(path)
     for chunk in chunks:
         for tensor in _tensors(chunk, mesh):
             tensor.read(reader, tensor.name, 0, tensor.data.numel(), tensor.data)
+            check_finite(tensor.name, tensor.data, str(path))
     if updater is not None:
         _ensure_moments(updater)
-        state = json.loads((path / _STATE).read_text())
+        state = json.loads(read_part(path / _STATE))
         _load_optimizer(reader, chunks, updater, mesh, state["step"])
         updater.schedule.load_state_dict(state["schedule"])
         if updater.loss_scale is not None and "loss_scale" in state:
             updater.loss_scale.load_state(state["loss_scale"])
-    # Equal copies are not a given after loading.
-    verify_copies(chunks, mesh)
 
 
 # --- what a rank holds --------------------------------------------------------------------------------------------------

@@ -1,16 +1,15 @@
 """Tensors in pieces: every rank writes a safetensors file of its own, and any rank reads any part of any tensor.
 
 A piece is a box of a tensor that has the same name and shape on every layout. Files are plain safetensors; which box a piece
-is stands in their metadata.
+is stands in their metadata, with a sum of every block of the data.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fivefold.files import writing
+from fivefold.summed_files import BLOCK, SUM_LETTERS, SUMS, DamagedFile, block_sums, count_blocks, fill, read_header, sum_of
 
 Shape = tuple[int, ...]
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
@@ -38,6 +38,11 @@ class Box:
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)]
         size = tuple(end - begin for begin, end in zip(first, ends, strict=True))
         return Box(first, size) if all(length > 0 for length in size) else None
+
+    @property
+    def corners(self) -> tuple[Shape, Shape]:
+        """The first and the last element."""
+        return self.offset, tuple(place + length - 1 for place, length in zip(self.offset, self.size, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Where this box lies in the data of a box around it."""
@@ -81,45 +86,103 @@ def _within_row(shape: Shape, row: int, begin: int, end: int) -> Iterator[tuple[
 
 
 def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
-    """Write them as a safetensors file; a piece at a time is copied to the host."""
+    """Write them as a safetensors file; a piece at a time is copied to the host, and summed there."""
     # safetensors have no gaps: the wider types first, and every number lies where its type wants it.
     chosen = sorted(pieces, key=lambda piece: -piece.values.element_size())
-    header: dict[str, object] = {
-        "__metadata__": {"pieces": json.dumps([[piece.name, piece.box.offset, piece.box.size] for piece in chosen])}
-    }
+    sums = ["0" * SUM_LETTERS * count_blocks(piece.values.nbytes) for piece in chosen]
+    with writing(path), path.open("wb") as file:
+        # Sums have a fixed length, so the header that has them takes the place of one with zeros.
+        file.write(_header(chosen, sums))
+        for number, piece in enumerate(chosen):
+            data = piece.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            sums[number] = block_sums(data)
+            file.write(data)
+        file.seek(0)
+        file.write(_header(chosen, sums))
+
+
+def _header(pieces: Sequence[Piece], sums: Sequence[str]) -> bytes:
+    """The bytes before the data of a safetensors file."""
+    listed = json.dumps([[piece.name, piece.box.offset, piece.box.size] for piece in pieces])
+    header: dict[str, object] = {"__metadata__": {"pieces": listed, SUMS: "".join(sums)}}
     end = 0
-    for number, piece in enumerate(chosen):
+    for number, piece in enumerate(pieces):
         begin, end = end, end + piece.values.nbytes
         header[str(number)] = {"dtype": _CODES[piece.values.dtype], "shape": piece.box.size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with writing(path), path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for piece in chosen:
-            file.write(piece.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A piece in a file."""
+
+    path: Path
+    box: Box
+    dtype: torch.dtype
+    begin: int
+    """Place of its first byte in the file."""
+    sums: str | None
+    """Those of its blocks; None in a file from before there were any."""
+
+    def parts(self, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The values of a box within this one, block by block, each in the same memory; raises DamagedFile where a block's
+        bytes are not those that were written."""
+        own = Box(tuple(a - b for a, b in zip(box.offset, self.box.offset, strict=True)), box.size)
+        width, count = self.dtype.itemsize, math.prod(self.box.size)
+        first, last = (_place(self.box.size, corner) for corner in own.corners)
+        for number in range(first * width // BLOCK, last * width // BLOCK + 1):
+            begin, end = number * BLOCK // width, min((number + 1) * BLOCK // width, count)
+            inside = [(part, there) for part, there in boxes_of_range(self.box.size, begin, end) if part & own]
+            if not inside:
+                continue
+            values = self._read(number, memory[: (end - begin) * width]).view(self.dtype)
+            for part, there in inside:
+                shared = part & own
+                assert shared is not None
+                data = values[there - begin : there - begin + math.prod(part.size)].view(part.size)
+                offset = tuple(a + b for a, b in zip(shared.offset, self.box.offset, strict=True))
+                yield Box(offset, shared.size), data[shared.within(part)]
+
+    def _read(self, block: int, memory: Tensor) -> Tensor:
+        data, place = memory.numpy().data, self.begin + block * BLOCK
+        fill(self.path, place, data)
+        if self.sums is not None and sum_of(data) != self.sums[block * SUM_LETTERS : (block + 1) * SUM_LETTERS]:
+            raise DamagedFile(f"{self.path} has other content than was written, in the {len(data)} bytes from {place} on")
+        return memory
+
+
+def _place(shape: Shape, corner: Shape) -> int:
+    """Number of an element in the order in which a tensor's numbers lie."""
+    place = 0
+    for length, index in zip(shape, corner, strict=True):
+        place = place * length + index
+    return place
 
 
 class PieceReader:
     """The pieces of all files of a directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ValueError where a file is not one of pieces."""
-        self._directory = directory
-        self._found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+        """Raises DamagedFile where a file is not one of pieces."""
+        self._directory, self._memory = directory, torch.empty(BLOCK, dtype=torch.uint8)
+        self._stored: dict[str, list[_Stored]] = defaultdict(list)
         for path in sorted(directory.glob("*.safetensors")):
-            for piece in _pieces_of(path):
-                self._found[piece.name].append((piece.box, piece.values))
+            for name, stored in _pieces_of(path):
+                self._stored[name].append(stored)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._found
+        return name in self._stored
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Read a box of a tensor into `values`; raises ValueError where files do not hold all of it."""
+        """Read a box of a tensor into `values`; raises DamagedFile where its bytes are others than were written, and
+        ValueError where files do not hold all of it."""
         filled = 0
-        for there, data in self._found.get(name, ()):
-            if shared := box & there:
-                values[shared.within(box)].copy_(data[shared.within(there)])
+        for stored in self._stored.get(name, ()):
+            if shared := box & stored.box:
+                for part, data in stored.parts(shared, self._memory):
+                    values[part.within(box)].copy_(data)
                 filled += math.prod(shared.size)
         if filled != math.prod(box.size):
             raise ValueError(
@@ -128,18 +191,19 @@ class PieceReader:
             )
 
 
-def _pieces_of(path: Path) -> Iterator[Piece]:
-    """Mapped, not read: only what is asked for comes from the disk."""
-    with path.open("rb") as file:
-        # Private: a page that somebody writes to is a copy.
-        data = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+def _pieces_of(path: Path) -> Iterator[tuple[str, _Stored]]:
+    """Name and place of each piece of a file."""
+    header = read_header(path)
+    sums, place = header.metadata.get(SUMS), 0
     try:
-        begin = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:begin])
-        for number, (name, offset, size) in enumerate(json.loads(header["__metadata__"]["pieces"])):
-            entry = header[str(number)]
+        for number, (name, offset, size) in enumerate(json.loads(header.metadata["pieces"])):
+            entry = header.entries[str(number)]
             kind, (first, last) = _TYPES[entry["dtype"]], entry["data_offsets"]
-            values = torch.frombuffer(data, dtype=torch.uint8, count=last - first, offset=begin + first).view(kind)
-            yield Piece(name, Box(tuple(offset), tuple(size)), values.view(size))
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} holds no pieces of tensors: {error}") from error
+            if last - first != math.prod(size) * kind.itemsize or len(offset) != len(size):
+                raise ValueError(f"{name} of {size} has {last - first} bytes")
+            end = place + count_blocks(last - first) * SUM_LETTERS
+            own = None if sums is None else sums[place:end]
+            yield name, _Stored(path, Box(tuple(offset), tuple(size)), kind, header.size + first, own)
+            place = end
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedFile(f"{path} holds no pieces of tensors: {error}") from error

@@ -127,6 +127,8 @@ def read_decoder(
     rope_types: Sequence[str] = ("default", "linear", "llama3"),
     rotary_fraction: float | None = None,
     head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 10000.0,
 ) -> ModelSpec:
     """A decoder without experts, biases, windows or norms of queries and keys; a family replaces what it has besides.
 
@@ -136,6 +138,8 @@ def read_decoder(
         rope_types: RoPE variants of the family.
         rotary_fraction: usual share of a head that RoPE turns; None where it is always the whole head.
         head_dim: size of a head where `head_dim` is absent; None for hidden size / heads.
+        norm_eps: epsilon of norms where `rms_norm_eps` is absent.
+        rope_theta: base of RoPE where `rope_theta` is absent.
     """
     family = config["model_type"]
     if config.get("hidden_act", "silu") != "silu":
@@ -145,7 +149,7 @@ def read_decoder(
             raise ValueError(f"{key}: true is not supported for {family} (the models of the family do not use it)")
     if absent := [key for key in (*SIZES, *required) if config.get(key) is None]:
         raise ValueError(f"config.json of a {family} model must have {', '.join(absent)}")
-    rope = read_rope(config, rope_types, rotary_fraction)
+    rope = read_rope(config, rope_types, rotary_fraction, rope_theta)
     hidden, heads = read_whole(config, "hidden_size"), read_whole(config, "num_attention_heads")
     kv_heads = read_whole(config, "num_key_value_heads", heads)
     size = read_whole(config, "head_dim", head_dim or hidden // heads)
@@ -166,7 +170,7 @@ def read_decoder(
         head_dim=size,
         vocab=read_whole(config, "vocab_size"),
         max_positions=read_whole(config, "max_position_embeddings"),
-        norm_eps=read_number(config, "rms_norm_eps", 1e-6, high=1),
+        norm_eps=read_number(config, "rms_norm_eps", norm_eps, high=1),
         rope_theta=rope.theta,
         rope_linear_factor=rope.linear_factor,
         rope_llama3_factor=rope.llama3_factor,
@@ -191,11 +195,11 @@ class Rope:
     yarn: YarnSpec | None = None
 
 
-def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: float | None) -> Rope:
+def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: float | None, usual_theta: float) -> Rope:
     """RoPE in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`)."""
     family = config["model_type"]
-    rope = {**read_mapping(config, "rope_scaling"), **read_mapping(config, "rope_parameters")}
-    theta = read_number(rope, "rope_theta") if "rope_theta" in rope else read_number(config, "rope_theta", 10000.0)
+    rope = _read_rope_keys(config)
+    theta = read_number(rope, "rope_theta") if "rope_theta" in rope else read_number(config, "rope_theta", usual_theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     fraction = read_number(rope, "partial_rotary_factor", None, high=1) or read_number(
         config, "partial_rotary_factor", usual_fraction or 1.0, high=1
@@ -214,6 +218,24 @@ def read_rope(config: dict[str, Any], types: Sequence[str], usual_fraction: floa
     if kind == "yarn":
         return Rope(theta, fraction, yarn=_read_yarn(rope, config))
     return Rope(theta, fraction)
+
+
+def _read_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of RoPE; raises ValueError where two mappings differ, of which transformers takes the older one."""
+    older, newer = read_mapping(config, "rope_scaling"), read_mapping(config, "rope_parameters")
+    for name, rope in (("rope_scaling", older), ("rope_parameters", newer)):
+        if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+            raise ValueError(f"{name} in config.json must be the same for all layers: got {shown(nested)} in it")
+    usual = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+    both = [{**usual, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))} for rope in (older, newer)]
+    for rope in both:
+        rope.pop("type", None)
+    if older and newer and both[0] != both[1]:
+        raise ValueError(
+            "rope_scaling and rope_parameters in config.json must say the same, transformers takes the first of them: got "
+            f"{shown(older)} and {shown(newer)}; remove one of them"
+        )
+    return older or newer
 
 
 def _read_yarn(rope: dict[str, Any], config: dict[str, Any]) -> YarnSpec:

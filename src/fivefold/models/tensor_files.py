@@ -16,7 +16,7 @@ from typing import Any
 from fivefold.errors import shown
 from fivefold.files import read_json_object
 from fivefold.models.families import is_of_mtp, mtp_parameters_of, parameters_of
-from fivefold.models.parameters import OUTPUT, VALUE_HEAD
+from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD
 from fivefold.models.shapes import Shape, file_shapes
 from fivefold.models.spec import ModelSpec
 
@@ -24,6 +24,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Of a number, by the dtypes that parameters are read in."""
 _LONGEST_HEADER = 100_000_000
+_COMPARED = 2**22
+"""Bytes of two tensors that are compared together."""
 _NOT_PARAMETERS = ("rotary_emb.inv_freq",)
 
 
@@ -34,6 +36,10 @@ class TensorHeader:
     file: str
     dtype: str
     shape: Shape
+    begin: int
+    """Place of its first byte in the file."""
+    size: int
+    """Bytes."""
 
 
 def tensor_places(directory: Path) -> dict[str, str]:
@@ -78,7 +84,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     if not isinstance(entries, dict):
         raise ValueError(f"{path} is no safetensors file: its header is {shown(entries)}")
     entries.pop("__metadata__", None)
-    found = {name: _header(path, name, entry) for name, entry in entries.items()}
+    found = {name: _header(path, name, entry, 8 + length) for name, entry in entries.items()}
     end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if end != size - 8 - length:
         raise ValueError(
@@ -87,7 +93,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     return found
 
 
-def _header(path: Path, name: str, entry: Any) -> TensorHeader:
+def _header(path: Path, name: str, entry: Any, data: int) -> TensorHeader:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         good = isinstance(dtype, str) and all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end))
@@ -97,7 +103,7 @@ def _header(path: Path, name: str, entry: Any) -> TensorHeader:
         good = False
     if not good:
         raise ValueError(f"{path}: the header of tensor {name} is damaged: {shown(entry)}")
-    return TensorHeader(path.name, dtype, tuple(shape))
+    return TensorHeader(path.name, dtype, tuple(shape), data + begin, end - begin)
 
 
 def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) -> None:
@@ -126,6 +132,37 @@ def check_tensor_files(directory: Path, spec: ModelSpec, has_mtp: bool = False) 
             raise ValueError(
                 f"{directory / found.file}: {name} must have the shape {shape} that config.json asks for: got {found.shape}"
             )
+    if spec.tied and not spec.value_head:
+        _check_tied(directory, headers)
+
+
+def _check_tied(directory: Path, headers: dict[str, TensorHeader]) -> None:
+    """Raise ValueError where files hold another head than the embedding, with which config.json says that it is shared."""
+    head, embedding = (headers.get(row.hf[0]) for row in (OUTPUT, EMBEDDING))
+    if head is None or embedding is None:
+        return
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if not same or not _are_equal(directory, head, embedding):
+        held = "other numbers" if same else f"{head.dtype} of {head.shape} instead of {embedding.dtype} of {embedding.shape}"
+        raise ValueError(
+            f"{directory / head.file}: tie_word_embeddings in config.json is true, so {OUTPUT.hf[0]} must be left out or be "
+            f"equal to {EMBEDDING.hf[0]}: it holds {held}; transformers computes with both, so set tie_word_embeddings to "
+            "false, or remove the head"
+        )
+
+
+def _are_equal(directory: Path, one: TensorHeader, other: TensorHeader) -> bool:
+    """Whether two tensors of one dtype and shape have the same bytes."""
+    with (directory / one.file).open("rb") as first, (directory / other.file).open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        left = one.size
+        while left:
+            count = min(left, _COMPARED)
+            if first.read(count) != second.read(count):
+                return False
+            left -= count
+    return True
 
 
 def _check_names(directory: Path, placed: set[str], there: set[str], wanted: Collection[str], spec: ModelSpec) -> None:

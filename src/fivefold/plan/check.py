@@ -20,7 +20,7 @@ from fivefold.errors import shown
 from fivefold.hub import MODELSCOPE
 from fivefold.models.adapters import adapters_of, check_adapter_files
 from fivefold.models.config_json import read_config
-from fivefold.models.families import load_spec
+from fivefold.models.families import load_spec, unread_keys
 from fivefold.models.parameters import VALUE_HEAD
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import check_tensor_files, tensor_places
@@ -107,6 +107,8 @@ def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[
             if checkpoint is not None and not has_config(findings, config, part.key, part.path, part.settings.megatron):
                 return
             specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
+            if unread := unread_keys(config.described_by(part.path)):
+                findings.note(f"{part.key}: not read, here and by transformers: {', '.join(unread)} in config.json")
             _check_layout(findings, config, part, spec)
             if part.settings.mtp.train:
                 spec.check_mtp(part.settings.layout)

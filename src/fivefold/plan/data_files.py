@@ -15,6 +15,7 @@ from fivefold.config.findings import Findings
 from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
 from fivefold.config.ranges import suggest
+from fivefold.data.guarded_rows import guard, special_in
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
     TEMPLATE_NAMES,
@@ -48,6 +49,8 @@ class _Seen:
     """data_source -> rows that were looked at and would become prompts."""
     responses: int = 0
     """Rows with something to learn from."""
+    special: list[str] = field(default_factory=list)
+    """Where special tokens are in the texts of a row, and which."""
 
 
 def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer | None, vocab: int | None) -> None:
@@ -67,6 +70,8 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         except ValueError as error:
             findings.error("data.chat_template", f": {error}")
             return
+    if data.special_tokens != "keep" and not data.apply_chat_template:
+        findings.ignore("data.special_tokens", "data.apply_chat_template is false: special tokens are read as such")
     if data.chat_template_kwargs and not data.apply_chat_template:
         findings.ignore("data.chat_template_kwargs", "data.apply_chat_template is false")
     elif data.chat_template_kwargs and tokenizer is not None and tokenizer.template is None:
@@ -79,6 +84,8 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
         training = reader.read(data.train, learns=config.algorithm.offline, scored=not config.algorithm.offline)
         _check_count(findings, config, training)
         _check_domains(findings, config, training)
+        if training.special:
+            findings.note(_describe_special(training.special, data.special_tokens))
         scored = [] if config.algorithm.offline else [training]
         if data.val:
             scored.append(_check_validation(findings, config, reader))
@@ -108,6 +115,13 @@ def unused_sources(config: RunConfig, sources: Collection[str]) -> dict[str, str
         for source in by_source
         if source not in sources
     }
+
+
+def _describe_special(places: Sequence[str], mode: str) -> str:
+    """The rows of training that hold special tokens, and what becomes of them."""
+    what = "open turns there; data.special_tokens: escape makes text of them" if mode == "keep" else "are escaped there"
+    rows = f"{len(places)} row{'s' if len(places) > 1 else ''}"
+    return f"data.train: {rows} hold{'' if len(places) > 1 else 's'} special tokens, which {what} (the first: {places[0]})"
 
 
 def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None:
@@ -179,7 +193,8 @@ class _Reader:
             for place, row in self._rows(path, seen, first):
                 where = f"{name}, row {place}"
                 try:
-                    found = with_system_prompt(parse_row(row, columns, kind, path.stem), data.system_prompt)
+                    found = self._guard(parse_row(row, columns, kind, path.stem), seen, where)
+                    found = with_system_prompt(found, data.system_prompt)
                     if learns:
                         check_responses(found, columns, kind, list(map(str, row)))
                     fits = self._encode(found)
@@ -191,6 +206,16 @@ class _Reader:
                 seen.sources[found.source] += fits
                 seen.responses += bool(found.responses) or found.is_conversation
         return seen
+
+    def _guard(self, row: Row, seen: _Seen, where: str) -> Row:
+        """The row as `data.special_tokens` has it; `seen` counts those that hold special tokens."""
+        data = self.config.data
+        if self.tokenizer is None or not data.apply_chat_template:
+            return row
+        pattern = self.tokenizer.special_pattern
+        if (token := special_in(row, pattern)) is not None:
+            seen.special.append(f"{token} in {where}")
+        return guard(row, data.special_tokens, pattern)
 
     def _rows(self, path: Path, seen: _Seen, first: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
         limit = ROWS if first is None else min(first, ROWS)

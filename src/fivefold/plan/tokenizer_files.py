@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
 from fivefold.data.light_tokenizer import OTHER_FILES, LightTokenizer
-from fivefold.errors import shown
-from fivefold.files import read_json_object
+from fivefold.models.end_tokens import EndTokens
 from fivefold.models.spec import ModelSpec
 
 
@@ -58,8 +56,10 @@ def is_hub_id(path: str) -> bool:
 
 
 def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: LightTokenizer, spec: ModelSpec | None) -> None:
-    ends = {tokenizer.eos_token_id} | _model_ends(Path(config.described_by(config.model.path)))
-    ends.discard(None)
+    tokens = EndTokens.of(Path(config.described_by(config.model.path)), tokenizer.eos_token_id)
+    ends = tokens.used
+    if tokens.contradiction and not config.engine.sampling.ignore_eos:
+        findings.note(f"{key}: {tokens.contradiction}")
     drawn = config.engine.sampling
     if config.algorithm.offline and tokenizer.eos_token_id is None:
         findings.error(
@@ -72,20 +72,6 @@ def _check_ends(findings: Findings, key: str, config: RunConfig, tokenizer: Ligh
             ": neither the tokenizer nor the model has an end token, so no response would ever end: name eos_token in "
             "tokenizer_config.json, or engine.sampling.stop_token_ids",
         )
-    outside = sorted(token for token in ends if token is not None and spec is not None and not 0 <= token < spec.vocab)
+    outside = sorted(token for token in ends if spec is not None and not 0 <= token < spec.vocab)
     if outside and spec is not None:
         findings.error(key, f": the end token {outside[0]} is not in the model's vocabulary of {spec.vocab}")
-
-
-def _model_ends(directory: Path) -> set[int | None]:
-    """End tokens in the model's own files; raises ValueError where they are none."""
-    found: set[int | None] = set()
-    for name in ("config.json", "generation_config.json"):
-        if not (directory / name).is_file():
-            continue
-        given: Any = read_json_object(directory / name).get("eos_token_id")
-        ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            raise ValueError(f"{directory / name}: eos_token_id must be a token or a list of tokens: got {shown(given)}")
-        found |= set(ids)
-    return found

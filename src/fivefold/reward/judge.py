@@ -19,6 +19,7 @@ import httpx2 as httpx
 
 from fivefold.config.scoring import JudgeConfig
 from fivefold.reward.texts import after_thinking
+from fivefold.special_tokens import USUAL, escape
 
 if TYPE_CHECKING:
     from fivefold.types import Prompt
@@ -93,7 +94,8 @@ class Judge:
     def _question(self, prompt: Prompt, response: str) -> str:
         asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
         texts = {"prompt": asked[-1] if asked else prompt.text, "response": response, "ground_truth": prompt.ground_truth}
-        return _PLACEHOLDER.sub(lambda found: texts[found[1]], self._config.prompt)
+        # A response that closes its turn and opens another one would give the judge its verdict.
+        return _PLACEHOLDER.sub(lambda found: escape(texts[found[1]], USUAL), self._config.prompt)
 
     async def _ask(self, messages: list[dict[str, str]]) -> str:
         config = self._config

@@ -138,18 +138,20 @@ class Trainer:
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        state = load_run(self.checkpoints, self.resume_from, self.fingerprint, self.models.learners, self.ranks, self.logger)
-        if state is not None:
+        models, resume = self.models.learners, self.config.resume
+        found = load_run(self.checkpoints, self.resume_from, resume, self.fingerprint, models, self.ranks, self.logger)
+        if found is not None:
+            path, state = found.path, found.state
             assert self.models.policy.version == state.version, "the checkpoint's optimizer steps and its schedule differ"
             self.step = self._saved = state.step
             self.rollouts.load_state_dict(state.rollouts)
-            if isinstance(self.rollouts, BufferedSource) and self.resume_from is not None:
-                self.rollouts.load(self.resume_from / "rollouts")
+            if isinstance(self.rollouts, BufferedSource):
+                self.rollouts.load(path / "rollouts")
             if state.pending is not None:
                 self._is_pending, self._saved = True, -1
                 self.logger.record(state.pending)
-            if self.resume_from is not None and (self.resume_from / WORK).is_dir():
-                self.work = read_work(self.resume_from / WORK, self.ranks, self.plan)
+            if (path / WORK).is_dir():
+                self.work = read_work(path / WORK, self.ranks, self.plan)
                 self.logger.record(self.work.metrics)
                 self.logger.log(f"step {self.step + 1} goes on after {self.work.updates} of its optimizer steps")
             if self.objective.kl_target is not None:

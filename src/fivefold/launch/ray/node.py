@@ -80,7 +80,7 @@ class NodeRanks:
         cannot be had, or nothing."""
         try:
             if run_dir is not None:
-                self._lock = (self._held.enter_context(locked(Path(self._directory) / run_dir)),)
+                self._lock = self._held.enter_context(locked(Path(self._directory) / run_dir))
         except ValueError as error:
             return str(error)
         clear(self._log_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +20,7 @@ from fivefold.models.parameters import EMBEDDING, OUTPUT, VALUE_HEAD, MappedPara
 from fivefold.models.shapes import Shape
 from fivefold.models.spec import ModelSpec
 from fivefold.models.tensor_files import read_headers, tensor_places
+from fivefold.tensors import check_finite
 
 
 class Source(Protocol):
@@ -111,7 +112,7 @@ def load_parameters(
     if spec.tied and (copy := parameters.get(OUTPUT.mcore)) is not None:
         # The last stage of a pipeline keeps its own copy of the tied embedding.
         full = [source[name] for name in EMBEDDING.hf]
-        _fill(copy, SHARDERS[EMBEDDING.sharding].shard(full, place.tp, layout.tp, spec), OUTPUT.mcore)
+        _fill(copy, SHARDERS[EMBEDDING.sharding].shard(full, place.tp, layout.tp, spec), OUTPUT.mcore, EMBEDDING.hf)
         filled.add(OUTPUT.mcore)
     left = sorted(set(parameters) - filled)
     assert not left, f"parameters that no row of the table fills: {left}"
@@ -136,12 +137,14 @@ def fill_parameters(
         else:
             rank, size = (place.tp, layout.tp) if item.expert is None else (place.etp, layout.etp)
             full = [source[name] for name in item.hf]
-            _fill(parameter, SHARDERS[item.sharding].shard(full, rank, size, spec), item.mcore)
+            _fill(parameter, SHARDERS[item.sharding].shard(full, rank, size, spec), item.mcore, item.hf)
         filled.add(item.mcore)
     return filled
 
 
-def _fill(parameter: Tensor, value: Tensor, name: str) -> None:
+def _fill(parameter: Tensor, value: Tensor, name: str, names: Sequence[str]) -> None:
+    """Copy what the tensors `names` of the files hold into the parameter `name`."""
     if parameter.shape != value.shape:
         raise ValueError(f"{name} must have the shape {tuple(parameter.shape)}: got {tuple(value.shape)} in the file")
+    check_finite(", ".join(names), value, "the model's files")
     parameter.copy_(value)

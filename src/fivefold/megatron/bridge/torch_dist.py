@@ -17,7 +17,7 @@ from fivefold.errors import first_line
 from fivefold.megatron.bridge.sharding import SHARDERS, Sliceable
 from fivefold.megatron.sharded_files import Box
 from fivefold.models.families import mtp_parameters_of, parameters_of
-from fivefold.models.parameters import MappedParameter, Sharding
+from fivefold.models.parameters import EMBEDDING, OUTPUT, MappedParameter, Sharding
 from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import LATEST, Chunk, Stored, TorchDistNames, has_value_head, stored_name
 
@@ -34,6 +34,8 @@ class TorchDistSource:
         self._items = {name: item for item in parameters_of(spec) + mtp_parameters_of(spec) for name in item.hf}
         self._read = lru_cache(_KEPT_CHUNKS)(self._read_chunk)
         self._whole = lru_cache(1)(self._merge)
+        if spec.tied and self._names.has_output:
+            self._check_tied()
 
     @property
     def has_value_head(self) -> bool:
@@ -49,6 +51,16 @@ class TorchDistSource:
     def __getitem__(self, name: str) -> Sliceable:
         item = self._items[name]
         return self._whole(item)[item.hf.index(name)]
+
+    def _check_tied(self) -> None:
+        """Raise ValueError where the checkpoint holds another head than the embedding, with which it is shared."""
+        head, embedding = (Stored(self._names.tensors[row.mcore], ()) for row in (OUTPUT, EMBEDDING))
+        one, other = (self._tensor(each)[: self._spec.vocab] for each in (head, embedding))
+        if not torch.equal(one, other):
+            raise ValueError(
+                f"{self._directory}: tie_word_embeddings in config.json is true, so {OUTPUT.mcore} must be left out or be "
+                f"equal to {EMBEDDING.mcore}: it holds other numbers; set tie_word_embeddings to false"
+            )
 
     def _merge(self, item: MappedParameter) -> list[Tensor]:
         """The Hugging Face tensors of a parameter."""

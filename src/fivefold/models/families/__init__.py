@@ -13,6 +13,7 @@ from typing import Any
 
 from fivefold.errors import shown
 from fivefold.models.config_json import check_types, read_config
+from fivefold.models.config_keys import RecordedKeys, check_keys, unknown_keys
 from fivefold.models.family import Family
 from fivefold.models.parameters import MappedParameter, expand, expand_mtp
 from fivefold.models.spec import ModelSpec
@@ -44,7 +45,20 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
             f"unknown model family {shown(family)} (model_type in config.json); supported: {', '.join(FAMILIES)}"
         )
     check_types(config)
-    return FAMILIES[family].read(config)
+    return _read(family, config)[0]
+
+
+def unread_keys(directory: str | Path) -> list[str]:
+    """Keys of the `config.json` of a model that change nothing, and have no known reason for that."""
+    config = read_config(Path(directory))
+    return sorted(unknown_keys(_read(config["model_type"], config)[1]))
+
+
+def _read(family: str, config: dict[str, Any]) -> tuple[ModelSpec, RecordedKeys]:
+    keys = RecordedKeys(config)
+    spec = FAMILIES[family].read(keys)
+    check_keys(config, spec)
+    return spec, keys
 
 
 def parameters_of(spec: ModelSpec) -> list[MappedParameter]:

@@ -17,6 +17,7 @@ def _read(config: dict[str, Any]) -> ModelSpec:
         required=("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"),
         refused=("mlp_bias",),
         rotary_fraction=0.5,
+        norm_eps=1e-5,
     )
     return replace(
         spec,

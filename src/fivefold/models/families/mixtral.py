@@ -12,7 +12,7 @@ from fivefold.models.spec import ModelSpec, MoESpec
 
 
 def _read(config: dict[str, Any]) -> ModelSpec:
-    spec = read_decoder(config, required=("num_key_value_heads", "num_experts_per_tok"))
+    spec = read_decoder(config, required=("num_key_value_heads", "num_experts_per_tok"), norm_eps=1e-5, rope_theta=1e6)
     count, top_k = read_expert_counts(config)
     if config.get("router_jitter_noise"):
         raise ValueError(f"router_jitter_noise must be 0: log-probs would be random; got {config['router_jitter_noise']}")

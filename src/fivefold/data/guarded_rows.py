@@ -1,0 +1,45 @@
+"""Rows whose texts hold special tokens: kept, escaped or refused, as `data.special_tokens` has it. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from fivefold.data.rows import Row
+from fivefold.special_tokens import escape
+
+SpecialTokens = Literal["keep", "escape", "refuse"]
+
+
+def special_in(row: Row, pattern: re.Pattern[str] | None) -> str | None:
+    """The first special token in the texts of a row."""
+    found = (pattern.search(text) for text in _texts(row)) if pattern is not None else ()
+    return next((each[0] for each in found if each is not None), None)
+
+
+def guard(row: Row, mode: SpecialTokens, pattern: re.Pattern[str] | None) -> Row:
+    """The row as `data.special_tokens` has it: what a tool has answered never holds a special token.
+
+    Raises ValueError where they are refused.
+    """
+    if (token := special_in(row, pattern)) is None:
+        return row
+    if mode == "refuse":
+        raise ValueError(
+            f"a text holds the special token {token}, which data.special_tokens refuses: set it to escape, or remove it"
+        )
+    messages = [
+        {**message, "content": escape(message["content"], pattern)}
+        if mode == "escape" or message["role"] == "tool"
+        else message
+        for message in row.messages
+    ]
+    responses = [escape(text, pattern) for text in row.responses] if mode == "escape" else row.responses
+    return replace(row, messages=messages, responses=responses)
+
+
+def _texts(row: Row) -> Iterable[str]:
+    yield from (message["content"] for message in row.messages)
+    yield from row.responses

@@ -1,0 +1,21 @@
+"""What is looked at in tensors that come from files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def check_finite(name: str, values: Tensor, where: str) -> None:
+    """Raise ValueError where a tensor that was read holds a number that is not finite."""
+    if not values.is_floating_point() or not values.numel():
+        return
+    # Two passes over the numbers and no copy of them: NaN and infinities are what is smallest and largest.
+    if all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):
+        return
+    nan, infinite = int(values.isnan().sum()), int(values.isinf().sum())
+    raise ValueError(
+        f"{where}: every weight must be a finite number: {name} holds {nan} NaN and {infinite} infinite ones of "
+        f"{values.numel()}; take the model from before it diverged, or download it again"
+    )

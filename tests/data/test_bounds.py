@@ -1,0 +1,73 @@
+"""Data files that would take the memory of a machine are refused by file and row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fivefold.data.rows import read_rows
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import pyarrow, pyarrow.parquet
+from fivefold.data.rows import read_rows
+
+resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30))
+try:
+    for row in read_rows(Path(sys.argv[1])):
+        pass
+except ValueError as error:
+    print(error)
+"""
+
+
+def read_with_3_gib(path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused_by_row(tmp_path):
+    path = tmp_path / "bomb.parquet"
+    large = pa.DictionaryArray.from_arrays(pa.array([0, 0] + [1] * 40, pa.int32()), pa.array(["a", "b" * 50_000_000]))
+    pq.write_table(pa.table({"prompt": large}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 10_000
+    assert read_with_3_gib(path) == f"{path}, row 2: a row must take at most 16 MiB: it unpacks to 48 MiB"
+
+
+def test_a_line_of_a_gigabyte_is_refused_by_its_number(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
+    with path.open("r+b") as file:
+        file.seek(2**30)
+        file.write(b"\n")
+    assert read_with_3_gib(path) == f"{path}, line 2 must have at most 16 MiB: it is longer"
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "a", "prompt": "b"}', '{"prompt": "a", "extra_info": {"x": 1, "y": 2, "x": 1}}']
+)
+def test_a_row_that_has_a_key_twice_is_refused_by_its_number(tmp_path, line):
+    path = tmp_path / "twice.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"twice.jsonl, line 2 is not JSON: the key '(prompt|x)' is there twice"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_rows_of_parquet_come_in_their_order_whatever_their_groups(tmp_path, size):
+    path = tmp_path / "rows.parquet"
+    rows = [
+        {"prompt": [{"role": "user", "content": "x" * 5000 + str(n)}], "reward_model": {"ground_truth": str(n)}}
+        for n in range(2500)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=size)
+    assert list(read_rows(path)) == rows
