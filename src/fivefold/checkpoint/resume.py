@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
-from fivefold.checkpoint.fingerprint import Fingerprint
+from fivefold.checkpoint.fingerprint import Changes, Fingerprint
 from fivefold.checkpoint.rng import load_rng
 from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
@@ -17,7 +18,13 @@ from fivefold.observability.run_logger import RunLogger
 def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
     """The checkpoint that the run resumes from, if any; raises ValueError where one that is named is damaged. Collective."""
     checkpoints = Checkpoints(config.run_dir, config.trainer.keep)
-    return ranks.call_on_main(lambda: checkpoints.find(config.trainer.resume, partial(print, flush=True)))
+
+    def find() -> str | None:
+        found = checkpoints.find(config.trainer.resume, partial(print, flush=True))
+        return None if found is None else str(found)
+
+    place = ranks.call_on_main(find)
+    return None if place is None else Path(place)
 
 
 def load_run(
@@ -34,7 +41,8 @@ def load_run(
     """
     state = None if found is None else RunState.read(found)
     if found is not None and state is not None:
-        changes = ranks.broadcast_from_main(fingerprint.compare(state.fingerprint) if ranks.is_main else None)
+        own = asdict(fingerprint.compare(state.fingerprint)) if ranks.is_main else None
+        changes = Changes(**ranks.broadcast_from_main(own))
         changes.check(found)
         with logger.stage("load"):
             for name, model in models.items():

@@ -295,6 +295,10 @@ class LaunchConfig:
     """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
     timeout_minutes: Annotated[float, within("(0, 43200]")] = 30.0
     """Longest wait for another rank, or for a server that takes weights, in one collective operation."""
+    silent_seconds: Annotated[float, within("[5, 43200]")] = 60.0
+    """A rank that gives no sign of life for so long, or that stands still while the others wait for it, is named and the run
+    ends; so do ranks that hear of no other rank, or of no driver, for as long. Loading, compiling, sampling, rewards and
+    saving have limits of their own. Raise it to hold a rank in a debugger."""
     threads: Annotated[int, within("[1, 4096]")] | None = None
     """CPU threads of each rank; the cores shared evenly when left out."""
 

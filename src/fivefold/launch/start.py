@@ -44,7 +44,8 @@ def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
         from fivefold.launch.ray import driver
 
         return driver.spawn([module, *arguments], config)
-    return local.spawn([module, *arguments], config.world_size, config.run_dir / "logs", config.launch.threads, inherited)
+    log_dir, reaches_others = config.run_dir / "logs", bool(config.engine.url)
+    return local.spawn([module, *arguments], config.world_size, log_dir, config.launch, inherited, reaches_others)
 
 
 def train(config: RunConfig) -> Path:

@@ -64,6 +64,8 @@ class RunLogger:
         self._curves: dict[str, list[tuple[float, float]]] = {}
         self._inner: list[float] = []
         """Seconds of the stages within each open stage."""
+        self._open: list[str] = []
+        self._ended: set[str] = set()
         if not is_main:
             return
         (run_dir / "trace").mkdir(parents=True, exist_ok=True)
@@ -103,17 +105,24 @@ class RunLogger:
             self._progress.update(self._stage_task, description=name, total=None, completed=0)
         begin = time.perf_counter()
         self._inner.append(0.0)
+        self._open.append(name)
         try:
             yield
             self._settle()
         finally:
             seconds = time.perf_counter() - begin
             inner = self._inner.pop()
+            self._ended.add(self._open.pop())
             if self._inner:
                 self._inner[-1] += seconds
             own = seconds if name == "step" else seconds - inner
             self._times[name] = self._times.get(name, 0.0) + own
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
+
+    def doing(self) -> tuple[str, bool]:
+        """The innermost stage that is open, and whether one of its name has ended before; other threads ask."""
+        stage = self._open[-1] if self._open else "between steps"
+        return stage, stage in self._ended
 
     @property
     def times(self) -> dict[str, float]:
