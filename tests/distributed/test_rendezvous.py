@@ -110,7 +110,7 @@ def test_small_objects_arrive_as_they_were_sent(cluster):
 def test_values_that_json_would_change_are_refused(value):
     from fivefold.distributed.objects import _encoded
 
-    with pytest.raises(TypeError, match="what ranks exchange|ranks exchange None"):
+    with pytest.raises(TypeError, match=r"what ranks exchange|ranks exchange None"):
         _encoded(value)
 
 

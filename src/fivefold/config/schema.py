@@ -32,6 +32,7 @@ from fivefold.config.scoring import VARIABLE, RewardConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.torch_dist import config_beside, is_torch_dist
 
+UMASK = re.compile(r"0?[0-7]{3}")
 RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 
 
@@ -214,6 +215,9 @@ class TrainerConfig:
     """Of the order of prompts and of every random draw."""
     device: Annotated[Literal["auto", "cpu", "cuda"], HARMLESS] = "auto"
     """`auto` takes GPUs where there are any."""
+    umask: Annotated[str, Matches(UMASK, "three octal digits in quotes, as '077' or '027'"), HARMLESS] = "077"
+    """Permissions that files and directories of the run lack: with '077' only their owner reads them, with '027' the group
+    too."""
     save_every: Annotated[int, at_least(0), HARMLESS] = 0
     """Steps between checkpoints; 0 saves only at the end."""
     async_save: Annotated[bool, HARMLESS] = False

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fivefold.files import open_file
+
 LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -21,7 +23,7 @@ def locked(run_dir: Path) -> Iterator[int]:
     the last of them ends, in whatever way. Raises ValueError while another run has it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     # NFS locks files that are open for writing only.
-    file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = open_file(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,11 +19,14 @@ from fivefold.distributed.processes import descendants, kill
 from fivefold.distributed.pulse import Pulse
 from fivefold.distributed.scratch import remove_scratch
 from fivefold.errors import describe_error
+from fivefold.files import use_umask
 from fivefold.launch import environment, last_words
 from fivefold.launch.deaths import is_loss
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import end_with_launcher, has_launcher
+from fivefold.launch.run_directory import check_run_directory
 from fivefold.launch.watch import FAILED, PAUSE
+from fivefold.terminal import plain_output
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +81,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     end_with_launcher()
     requests, pulse = Requests(), Pulse()
     pulse.start()
+    plain = contextlib.ExitStack()
+    plain.enter_context(plain_output())
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments), requests, pulse)
     except BaseException as error:
@@ -130,6 +135,7 @@ def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
     command, path, *rest = arguments
     checkpoint = rest.pop(0) if command == "eval" else None
     config = load_config(path, rest)
+    use_umask(config.trainer.umask)
     device = choose_device(config.trainer.device)
     if config.trainer.deterministic:
         # Read when the libraries start: cuBLAS must keep its workspaces apart, NCCL must always sum in the same order.
@@ -187,7 +193,7 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
 
     with contextlib.ExitStack() as held:
         if not has_launcher():
-            ranks.call_on_main(lambda: held.enter_context(locked(config.run_dir)))
+            ranks.call_on_main(lambda: _hold(config.run_dir, held))
         run = build_run(config, ranks, device, find_checkpoint(config, ranks))
         try:
             if isinstance(run.rollouts, AsyncRollouts):
@@ -202,6 +208,11 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
             raise
         finally:
             run.close()
+
+
+def _hold(run_dir: Path, held: contextlib.ExitStack) -> None:
+    check_run_directory(run_dir)
+    held.enter_context(locked(run_dir))
 
 
 def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from fivefold.files import write_whole
 from fivefold.observability.curve import read_metrics
 from fivefold.observability.metrics import find
 from fivefold.observability.run_view import RunView
@@ -74,7 +75,7 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
     for run_dir in run_dirs:
         read_metrics(run_dir)
     out = run_dirs[0] / "report.html"
-    out.write_text(page(views, most_samples=_MOST_IN_A_FILE), encoding="utf-8")
+    write_whole(out, page(views, most_samples=_MOST_IN_A_FILE))
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fivefold.files import write_whole
 from fivefold.observability.trackers.trackers import Trackers
+from fivefold.terminal import plain, raw
 
 if TYPE_CHECKING:
     from fivefold.types import Group
@@ -53,7 +55,7 @@ class RunLogger:
         self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
-        self._console = Console(quiet=not (is_main and "console" in loggers), highlight=False)
+        self._console = Console(file=raw(sys.stdout), quiet=not (is_main and "console" in loggers), highlight=False)
         self._tracker_names = [name for name in loggers if name != "console"]
         self._trackers: Trackers | None = None
         self._tracker_seconds, self._has_begun = tracker_seconds, False
@@ -93,7 +95,7 @@ class RunLogger:
 
     def log(self, text: str) -> None:
         """A line for the user."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(plain(text), markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

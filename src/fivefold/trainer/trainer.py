@@ -20,6 +20,7 @@ from fivefold.checkpoint.rng import rng_states, set_rng_states
 from fivefold.checkpoint.saving import Saving, Writer
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
+from fivefold.files import write_whole
 from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.observability.peak_memory import peak_memory
 from fivefold.observability.profiler import profiled
@@ -142,7 +143,7 @@ class Trainer:
             if self.objective.kl_target is not None:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
-            (self.run_dir / "run.yaml").write_text(self.resolved_config)
+            write_whole(self.run_dir / "run.yaml", self.resolved_config)
         self.logger.begin()
 
     # --- after a step ------------------------------------------------------------------------------------------------

@@ -146,7 +146,8 @@ class RemoteRanks:
     def start(self, arguments: Sequence[str], config: RunConfig) -> None:
         """Start the ranks. Raises ValueError where another run has the directory."""
         first = self.hosts[0]
-        held = self._ask_all("hold", str(config.run_dir) if arguments[1] == "train" else None, among=[first])
+        run_dir = str(config.run_dir) if arguments[1] == "train" else None
+        held = self._ask_all("hold", run_dir, config.trainer.umask, among=[first])
         if fault := held[0][1]:
             raise ValueError(fault)
         assert first.report is not None

@@ -19,6 +19,7 @@ from fivefold import __version__
 from fivefold.config.schema import LaunchConfig
 from fivefold.distributed.ports import free_port
 from fivefold.distributed.pulse import Silence
+from fivefold.files import use_umask
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import RankProcesses, clear
 from fivefold.launch.watch import Cause
@@ -83,9 +84,10 @@ class NodeRanks:
         node = ray.get_runtime_context().get_node_id()
         return Report(__version__, node, ray.util.get_node_ip_address(), _port(), self._gpus, missing)
 
-    def hold(self, run_dir: str | None) -> str:
+    def hold(self, run_dir: str | None, umask: str) -> str:
         """Take the run's directory for its ranks, if there is one to take, and clear what ranks of a run before left; why it
         cannot be had, or nothing."""
+        use_umask(umask)
         try:
             if run_dir is not None:
                 self._lock = (self._held.enter_context(locked(Path(self._directory) / run_dir)),)
