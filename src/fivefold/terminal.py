@@ -1,4 +1,4 @@
-"""What this package prints: text of others (rewards' errors, models, servers, names) steers no terminal, shows no password."""
+"""What this package prints: text of others (errors of rewards, models, servers) steers no terminal and shows no password."""
 
 from __future__ import annotations
 
