@@ -19,7 +19,7 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
-.PHONY: setup check test test-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus test-layouts demo docs demo-curve \
+.PHONY: setup check test test-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus test-layouts test-attacks demo docs demo-curve \
 	gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
@@ -102,6 +102,11 @@ test-layouts: $(READY) $(VLLM_READY)
 	$(BIN)/python -m tests.megatron.layout_table
 	$(BIN)/python -m pytest -m "slow and not vllm and not ray" --timeout=1800
 	$(VLLM)/bin/python -m pytest -m "slow and (vllm or ray)" --timeout=1800
+
+# Mutated configurations, damaged files and kills, six minutes of them; SEED takes other ones. All of them, for hours:
+# python -m benchmarks.attacks --seconds 14400
+test-attacks: $(READY)
+	FIVEFOLD_ATTACK_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -m attacks -s
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh
