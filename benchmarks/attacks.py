@@ -221,9 +221,8 @@ def _limited_memory() -> Iterator[None]:
 
 def _left(before: set[str], scratch: Path) -> list[str]:
     """Processes, shared memory and temporary directories that attacks have left."""
-    own = {zygote._process.pid} if zygote._process is not None else set()
-    family = [one for one in psutil.Process().children() if one.pid not in own]
-    processes = [f"process {one.pid}: {' '.join(one.cmdline())[:200]}" for one in family if one.status() != "zombie"]
+    family = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+    processes = [f"process {one.pid}: {' '.join(one.cmdline())[:200]}" for one in family]
     memory = sorted({path.name for path in _SHARED_MEMORY.iterdir()} - before)
     kept = sorted(path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_"))
     return [*processes, *(f"/dev/shm/{name}" for name in memory), *(f"temporary {name}" for name in kept)]
@@ -249,6 +248,8 @@ def attack(name: str, seconds: float, first: int, most: int | None = None) -> li
                     f"{name} {number}: {fault}\n  again: python -m benchmarks.attacks {name} --first {number} --most 1"
                 )
                 print(f"FAULT {faults[-1]}", flush=True)
+        # It keeps the directory for temporary files of its start.
+        zygote.close()
         if left := _left(shared, scratch):
             faults.append(f"{name}: left behind from {first} on: {'; '.join(left)}")
             print(f"FAULT {faults[-1]}", flush=True)
@@ -286,7 +287,6 @@ def main(arguments: list[str] | None = None) -> int:
     shares, faults = sum(part.share for part in chosen.values()), []
     for name, part in chosen.items():
         faults += attack(name, options.seconds * part.share / shares, first, options.most)
-    zygote.close()
     print(f"{len(faults)} faults in all", flush=True)
     return int(bool(faults))
 
