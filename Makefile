@@ -23,7 +23,7 @@ TRACKERS_READY := $(TRACKERS)/.ready
 PART ?= 1/1
 
 .PHONY: setup check test test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus \
-	test-layouts test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel clean
+	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
 
@@ -119,6 +119,11 @@ test-by-turns: $(READY)
 
 test-all: test
 	$(BIN)/python -m tests.support.turns --minutes 0
+
+# Mutated configurations, damaged files and kills, six minutes of them; SEED takes other ones. All of them, for hours:
+# python -m benchmarks.attacks --seconds 14400
+test-attacks: $(READY)
+	FIVEFOLD_ATTACK_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -m attacks -s
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo/demo.sh

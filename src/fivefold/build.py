@@ -86,8 +86,12 @@ def fetch_models(config: RunConfig, ranks: Ranks, commits: Mapping[str, str]) ->
             continue
         wanted = (*(_MODEL_FILES if weights else _TOKENIZER_FILES), *(code if name == config.tokenizer else ()))
         commit = ranks.call_on_main(partial(_newest_commit, name, wanted, commits.get(name)))
-        directories[name] = ranks.call_once_a_machine(partial(model_snapshot, name, wanted, commit))
+        directories[name] = Path(ranks.call_once_a_machine(partial(_snapshot, name, wanted, commit)))
     return directories
+
+
+def _snapshot(name: str, wanted: Sequence[str], commit: str) -> str:
+    return str(model_snapshot(name, wanted, commit))
 
 
 def _newest_commit(name: str, wanted: Sequence[str], commit: str | None) -> str:
@@ -128,6 +132,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     logger = RunLogger(
         config.run_dir, list(config.trainer.loggers), ranks.is_main, steps, settle, config.tracking.wait_seconds
     )
+    ranks.heartbeat.doing = logger.doing
     objective = Objective.of(config.algorithm.resolved)
     validation = 0 if evaluation_set is None else len(evaluation_set.prompts)
     sizes = {"prompts": len(training.prompts), "dropped": training.dropped, "validation": validation}
@@ -565,10 +570,10 @@ def _prompts(
     cache = Path(data.cache_dir).expanduser()
     trusted = config.model.trust_remote_code
 
-    def store() -> Path:
-        return store_prompts(files, (directory, trusted), reading, cache, print)
+    def store() -> str:
+        return str(store_prompts(files, (directory, trusted), reading, cache, print))
 
-    return open_prompts(ranks.call_once_a_machine(store))
+    return open_prompts(Path(ranks.call_once_a_machine(store)))
 
 
 def _evaluation_set(config: RunConfig, validation: PromptSet) -> EvaluationSet:

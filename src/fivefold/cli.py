@@ -17,6 +17,7 @@ from fivefold import __version__
 from fivefold.commands import flags
 from fivefold.errors import sentence_of
 from fivefold.files import write_whole
+from fivefold.terminal import plain, plain_output
 
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             " with --from"
         )
     try:
-        return int(options.call(options) or 0)
+        with plain_output():
+            return int(options.call(options) or 0)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if (sentence := sentence_of(error)) is None:
             raise
-        print(f"fivefold: {sentence}", file=sys.stderr)
+        print(f"fivefold: {plain(sentence)}", file=sys.stderr)
         return 2
 
 

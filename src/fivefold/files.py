@@ -1,9 +1,10 @@
 """Files that people and other programs wrote: path -> text, JSON, lines; a ValueError names the file that cannot be read.
 
-And one way to write a file that others may be reading."""
+And the ways to write a file in a run's directory: never through a symbolic link, and whole where others may be reading."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -66,11 +67,24 @@ def read_json_lines(path: Path, growing: bool = False, unique: bool = False) -> 
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def open_file(path: Path, flags: int) -> int:
+    """Open a file with these flags of `os.open`, unless it is a symbolic link: a ValueError names it. Programs that are
+    started do not inherit it."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a symbolic link: a run writes through none; remove it") from error
+        raise
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of which no reader sees a part."""
+    """Write a file of which no reader sees a part; where a symbolic link stands, the file takes its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    write_text(beside, text)
+    beside.unlink(missing_ok=True)
+    with writing(beside), os.fdopen(open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
+        file.write(text)
     beside.replace(path)
 
 
@@ -98,6 +112,29 @@ def writing(path: Path) -> Iterator[None]:
             raise
         code = int(number[1] or number[2])
         raise OSError(code, os.strerror(code), str(path)) from error
+
+
+_UMASK = "FIVEFOLD_USERS_UMASK"
+"""Variable of the environment: the umask before `use_umask`, also in processes that are started then."""
+
+
+def use_umask(text: str) -> None:
+    """Let new files of this process, and of those that it starts, lack these permissions: three octal digits."""
+    before = os.umask(int(text, 8))
+    os.environ.setdefault(_UMASK, f"{before:o}")
+
+
+@contextmanager
+def users_umask() -> Iterator[None]:
+    """Within this block, new files have the permissions that the user's other programs give: caches are shared."""
+    if (users := os.environ.get(_UMASK)) is None:
+        yield
+        return
+    before = os.umask(int(users, 8))
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def _decode(content: bytes, where: str) -> str:

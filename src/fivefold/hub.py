@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fivefold.errors import first_line
+from fivefold.files import users_umask
 
 _CONNECT_SECONDS = 5.0
 MODELSCOPE = "modelscope:"
@@ -74,7 +75,8 @@ def _take(what: str, download: Callable[[bool], str], endpoint: str | None = Non
     """What `download(only from the cache)` gives; `what` begins the sentence where it fails. `endpoint` is another hub's."""
     reachable = _answers(endpoint)
     try:
-        return Path(download(not reachable))
+        with users_umask():
+            return Path(download(not reachable))
     except Exception as error:
         # Whatever the hub's client raises (no such model, no network, no access), the user has one thing to look at.
         reason = first_line(error) if reachable else "it does not answer, and its cache on this machine does not have it"

@@ -14,9 +14,9 @@ ROUNDS = 12
 def interrupted_rounds(mesh, seed: int):
     """Where each of many programs ended on this rank: (collectives and passes begun, items done of each pass)."""
     from fivefold.distributed import heartbeat as module
-    from fivefold.distributed.heartbeat import Heartbeat, Interrupted
+    from fivefold.distributed.heartbeat import Ends, Heartbeat, Interrupted
 
-    module._SECONDS = 0.01
+    module.SECONDS = 0.01
     ranks, ends = mesh.ranks, []
     group, shared = ranks.whole_group(), random.Random(seed)
     for number in range(ROUNDS):
@@ -27,9 +27,8 @@ def interrupted_rounds(mesh, seed: int):
         begin = time.monotonic()
         asks = ranks.rank in whom
         beat.has_begun = True
-        beat.start(
-            group, lambda: signal.SIGTERM if asks and time.monotonic() > begin + after else 0, lambda number: None, print  # noqa: B023
-        )  # fmt: skip
+        requested = lambda: signal.SIGTERM if asks and time.monotonic() > begin + after else 0  # noqa: B023, E731
+        beat.start(group, Ends(requested, lambda number: None, print, print))
         try:
             for kind, size in zip(program, sizes, strict=True):
                 if kind == "pass":
@@ -69,12 +68,13 @@ def test_ranks_that_are_asked_to_end_at_random_moments_end_in_the_same_place(clu
 def alone(mesh):
     """A rank that works alone after the others have begun nothing further ends at once; the others wait nowhere."""
     from fivefold.distributed import heartbeat as module
-    from fivefold.distributed.heartbeat import Heartbeat, Interrupted
+    from fivefold.distributed.heartbeat import Ends, Heartbeat, Interrupted
 
-    module._SECONDS = 0.01
+    module.SECONDS = 0.01
     beat, group = Heartbeat(), mesh.ranks.whole_group()
     beat.has_begun = True
-    beat.start(group, lambda: signal.SIGINT if mesh.ranks.rank == 0 else 0, lambda number: None, print)
+    requested = lambda: signal.SIGINT if mesh.ranks.rank == 0 else 0  # noqa: E731
+    beat.start(group, Ends(requested, lambda number: None, print, print))
     beat.begin()
     try:
         while True:

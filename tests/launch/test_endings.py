@@ -306,10 +306,11 @@ time.sleep(100)
 LIMITED = """
 import os, sys
 from pathlib import Path
+from fivefold.config.schema import LaunchConfig
 from fivefold.launch.local import spawn
 
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-sys.exit(spawn(["hungry"], 2, Path(sys.argv[2]), 1))
+sys.exit(spawn(["hungry"], 2, Path(sys.argv[2]), LaunchConfig(threads=1)))
 """
 
 

@@ -309,6 +309,27 @@ def test_a_worker_process_of_rays_that_is_killed_takes_its_ranks_along_and_is_na
     assert said.startswith("ranks 2-3 on ") and "Ray's worker process that started them has ended" in said
 
 
+def test_a_rank_that_is_stopped_on_another_node_ends_the_run_and_is_named(two_nodes):
+    driver = Driver("wait", "launch.silent_seconds=5", address=two_nodes.address)
+    ranks = driver.wait_for_ranks()
+    os.kill(ranks[3]["pid"], signal.SIGSTOP)
+    said = ends(driver, ranks, seconds=LONGEST)
+    assert said.startswith("rank 3 on ") and "has given no sign of life for " in said and "stopped by a signal" in said
+
+
+def test_ranks_end_when_their_driver_is_not_heard_of(two_nodes):
+    """A driver that is stopped is not heard of, as one beyond a network that is cut; a rank may be stopped too."""
+    driver = Driver("wait", "launch.silent_seconds=5", address=two_nodes.address)
+    ranks = driver.wait_for_ranks()
+    os.kill(ranks[1]["pid"], signal.SIGSTOP)
+    driver.process.send_signal(signal.SIGSTOP)
+    try:
+        wait_for(lambda: gone(pids(ranks)))
+    finally:
+        driver.process.kill()
+        driver.process.wait()
+
+
 def test_sigterm_at_the_driver_reaches_all_ranks(two_nodes):
     driver = Driver("wait", address=two_nodes.address)
     ranks = driver.wait_for_ranks()

@@ -32,7 +32,7 @@ def served(tmp_path):
 
 def ask(server: ReportServer, path: str, **headers: str) -> tuple[int, str, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
-    connection.request("GET", path, headers=headers)
+    connection.request("GET", f"/{server.token}{path}", headers=headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode(), dict(answer.headers)
 
@@ -66,6 +66,15 @@ def test_no_file_can_be_reached(served, path):
     status, content, _ = ask(served, path)
     assert "not for you" not in content and "root:" not in content
     assert status == (200 if path.startswith("/?") else 404)
+
+
+@pytest.mark.parametrize("path", ["/", "/data", "/x/", "/x/data", "//data"])
+def test_nothing_is_served_without_the_token_of_the_address(served, path):
+    connection = http.client.HTTPConnection("127.0.0.1", served.server_address[1], timeout=10)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert answer.status == 404 and EVIL not in (text := answer.read().decode()) and served.token not in text
+    assert served.url.endswith(f"/{served.token}/") and len(served.token) >= 32
 
 
 def test_a_page_from_elsewhere_cannot_read_through_a_name_of_its_own(served):

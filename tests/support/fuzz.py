@@ -1,7 +1,6 @@
 """Random damage to what a user writes: configurations, a model's config.json, data files. Every case follows from its number.
 
-`python -m tests.support.fuzz` checks 10,000 configurations, 2,000 config.json and 1,000 data files, trains a step of what was
-accepted of the first 500 configurations, and prints the result.
+`benchmarks/attacks.py` takes as many of them as it has time for.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import os
 import random
 import shutil
 import signal
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -314,27 +311,3 @@ def fuzz_training(inputs: Inputs, numbers: range) -> tuple[Counter[str], list[st
         os.chdir(before)
     inputs.file.write_text(yaml.safe_dump(inputs.tree))
     return counts, broken
-
-
-def main() -> int:
-    scale = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
-    root = Path(tempfile.mkdtemp())
-    wrong = 0
-    try:
-        inputs = Inputs(root)
-        assert verdict(inputs.check) == ("accepted", "")
-        for what, fuzz, count in (
-            ("configurations", fuzz_configs, 10_000), ("config.json", fuzz_models, 2_000), ("data files", fuzz_data, 1_000),
-            ("accepted configurations", fuzz_training, 500),
-        ):  # fmt: skip
-            counts, broken = fuzz(inputs, range(int(count * scale)))
-            print(f"{what}: " + ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())), flush=True)
-            print("\n".join(broken[:20]))
-            wrong += len(broken)
-    finally:
-        shutil.rmtree(root)
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,21 +1,18 @@
-"""Runs that are harmed at random moments, resumed on other layouts and harmed again, against the run that nobody touched.
+"""Runs that are harmed at random moments, resumed on other layouts and harmed again, against the run that nothing touched.
 
-`python -m tests.support.kills [COUNT [SEED]]` does so often (100 times when left out) and prints what became of it. Each
-run's directory is a small file system of its own, which can be filled: that takes `unshare` and user namespaces.
+`benchmarks/attacks.py` does so as often as it has time for. Each run's directory is a small file system of its own, which can be
+filled: that takes mounts of its own, of `unshare`.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from tests.support.commands import Command, children_of, gone, is_free, wait_for
-from tests.support.whole_runs import REWARD, assert_same, make_model, metrics
-from tests.support.zygote import THREADS, zygote
+from tests.support.whole_runs import REWARD, make_model, metrics
+from tests.support.zygote import THREADS
 
 STEPS = 8
 RUN = """
@@ -34,7 +31,7 @@ data: {{train: [{root}/data/train.parquet], val: [{root}/data/test.parquet], pro
 reward: {{functions: {{"{root}/reward.py:digits": 1.0}}, workers: 1}}
 eval: {{max_prompts: 6}}
 trainer: {{run_dir: {root}/runs/base, steps: {steps}, eval_every: 3, save_every: 2, loggers: [console], device: cpu}}
-launch: {{threads: {threads}}}
+launch: {{threads: {threads}, silent_seconds: 10}}
 """
 METHODS = {
     "GRPO": "algorithm={name: grpo, group_size: 2, updates_per_step: 2, kl: {coef: 0.1}}",
@@ -89,18 +86,24 @@ def _launcher(process: Command, _: Path) -> bool:
     return True
 
 
+def _ranks(process: Command) -> list[psutil.Process]:
+    """Those that have begun, wherever they are below the launcher; rank processes were forked here, and know who they are."""
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    return [one for one in everyone if "fivefold.launch.rank" in one.cmdline()] or psutil.Process(process.pid).children()
+
+
 def _rank(process: Command, _: Path) -> bool:
-    return _kill_one(psutil.Process(process.pid).children())
+    return _signal_one(_ranks(process))
 
 
 def _reward_process(process: Command, _: Path) -> bool:
     everyone = psutil.Process(process.pid).children(recursive=True)
-    return _kill_one([one for one in everyone if "fivefold.reward.process" in one.cmdline()])
+    return _signal_one([one for one in everyone if "fivefold.reward.process" in one.cmdline()])
 
 
-def _kill_one(processes: list[psutil.Process]) -> bool:
+def _signal_one(processes: list[psutil.Process], number: int = signal.SIGKILL) -> bool:
     if processes:
-        random.choice(processes).kill()
+        random.choice(processes).send_signal(number)
     return bool(processes)
 
 
@@ -121,7 +124,17 @@ def _fill(_: Command, run: Path) -> bool:
     return True
 
 
+def _stopped_rank(process: Command, _: Path) -> bool:
+    return _signal_one(_ranks(process), signal.SIGSTOP)
+
+
+def _launcher_of_a_stopped_rank(process: Command, _: Path) -> bool:
+    return _signal_one(_ranks(process), signal.SIGSTOP) and _launcher(process, _)
+
+
 FAULTS = {
+    "rank stopped": Fault(_stopped_rank, _at_any_moment),
+    "rank stopped and launcher killed": Fault(_launcher_of_a_stopped_rank, _at_any_moment),
     "launcher killed": Fault(_launcher, _at_any_moment),
     "launcher killed while it starts or resumes": Fault(_launcher, _while_it_starts),
     "launcher killed while it saves": Fault(_launcher, _while_it_saves),
@@ -148,44 +161,26 @@ def flip_a_byte(run: Path, draw: random.Random) -> bool:
     return True
 
 
-def main() -> None:
-    count, seed = int(sys.argv[1]) if len(sys.argv) > 1 else 100, int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    random.seed(seed)
-    draw, done, kept, runs = random.Random(seed), Counter[str](), Counter[str](), Counter[str]()
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        make_model(root)
-        (root / "reward.py").write_text(REWARD)
-        (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS, steps=STEPS))
-        bases = {method: _whole(root, f"base-{method}", choice) for method, choice in METHODS.items()}
-        while sum(done.values()) < count:
-            method = draw.choice(sorted(METHODS))
-            name = f"{method}-{sum(runs.values())}"
-            with _file_system(root / "runs" / name):
-                _abused(root, name, METHODS[method], draw, done, kept, count)
-                assert_same(metrics(root, name), bases[method])
-            runs[method] += 1
-            print(f"{sum(done.values())} faults, {name}: as the run that nobody touched", flush=True)
-    for fault, times in sorted(done.items()):
-        print(f"{times:4} x {fault}")
-    print(f"{sum(runs.values())} runs finished: {', '.join(f'{times} {each}' for each, times in sorted(runs.items()))};")
-    print(f"{sum(kept.values())} steps went on between their optimizer steps;")
-    print("all have the metrics of the run that nobody touched")
-    zygote.close()
-
-
-def _whole(root: Path, name: str, choice: str) -> list[dict[str, float]]:
+def whole_run(root: Path, name: str, choice: str) -> list[dict[str, float]]:
+    """The metrics of a run that nothing touches."""
     done = Command("train", root / "run.yaml", f"trainer.run_dir={root}/runs/{name}", choice).finish()
     assert done.returncode == 0, done.stderr
     return metrics(root, name)
 
 
-def _abused(
-    root: Path, name: str, choice: str, draw: random.Random, done: Counter[str], kept: Counter[str], count: int
-) -> None:
-    """A run until it has finished, with faults as long as there are some left; `kept` counts steps that went on in their
-    middle."""
-    run = root / "runs" / name
+def prepare(root: Path) -> None:
+    """A model, data, a reward and the configuration of every run."""
+    make_model(root)
+    (root / "reward.py").write_text(REWARD)
+    (root / "run.yaml").write_text(RUN.format(root=root, threads=THREADS, steps=STEPS))
+
+
+def harmed_run(
+    root: Path, name: str, choice: str, draw: random.Random, most: int, launchers: Sequence[str] = ("auto",)
+) -> Counter[str]:
+    """A run until it has finished, with at most so many faults; how often each was done, and how many steps went on in their
+    middle. Raises AssertionError where a fault was not answered as it should be."""
+    run, done = root / "runs" / name, Counter[str]()
     while True:
         policy, in_background = draw.choice(LAYOUTS), draw.choice(["true", "false"])
         alike = [layout for layout in LAYOUTS if layout[1:] == policy[1:]]
@@ -195,9 +190,10 @@ def _abused(
             choice,
             *(f"{role}.backend=megatron:{own}" for role, own in layouts.items()),
             f"trainer.async_save={in_background}",
+            f"launch.backend={draw.choice(launchers)}",
         ]
         process = Command("train", root / "run.yaml", *overrides)
-        what = draw.choice(sorted(FAULTS)) if sum(done.values()) < count else ""
+        what = draw.choice(sorted(FAULTS)) if sum(done.values()) < most else ""
         is_harmed = bool(what) and _harm(process, run, FAULTS[what], draw)
         if is_harmed:
             done[what] += 1
@@ -207,11 +203,12 @@ def _abused(
         wait_for(lambda: is_free(run))
         said = ended.stdout + ended.stderr
         assert "Traceback" not in said, (what, overrides, said)
-        kept[name] += BETWEEN in said
+        done[BETWEEN] += BETWEEN in said
         if ended.returncode == 0:
-            return
+            return done
         assert is_harmed and FAULTS[what].ends_it, (what, overrides, said)
         assert not what.startswith("disk full") or FULL in said, (overrides, said)
+        assert "stopped" not in what or "launcher" in what or "no sign of life" in said, (what, overrides, said)
         if draw.random() < 0.2 and flip_a_byte(run, draw):
             done["a byte of the newest checkpoint flipped"] += 1
 
@@ -235,7 +232,7 @@ def _harm(process: Command, run: Path, fault: Fault, draw: random.Random) -> boo
 
 
 @contextmanager
-def _file_system(path: Path) -> Iterator[None]:
+def file_system(path: Path) -> Iterator[None]:
     """Of its own, and small, in a new directory."""
     path.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", path], check=True)
@@ -243,12 +240,3 @@ def _file_system(path: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", path], check=True)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if os.environ.get("MOUNTS") != "own":
-        # Mounts of its own, which end with it.
-        program = [sys.executable, "-m", "tests.support.kills", *sys.argv[1:]]
-        os.execvpe("unshare", ["unshare", "--user", "--map-root-user", "--mount", *program], os.environ | {"MOUNTS": "own"})
-    main()

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fivefold.calibration.kernels import Clock
 from fivefold.config.learners import PolicyConfig
-from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
 from fivefold.megatron.layers.moe import GroupedExperts
@@ -67,7 +66,7 @@ _FEW = 1024
 
 def layers(clock: Clock, rates: Callable[[], Efficiencies], tell: Callable[[str], None]) -> Iterator[Found]:
     """Rates of layers on one device, of models that train; `tell` is given what cannot be measured, and why."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     init_process_group(clock.device, _MINUTES)
     try:
         mesh = build_mesh(Ranks(_ONE, _MINUTES), clock.device, seed=0, timeout_minutes=_MINUTES)

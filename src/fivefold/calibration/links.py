@@ -7,7 +7,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from fivefold.calibration.kernels import Clock
-from fivefold.distributed.ports import free_port
+from fivefold.distributed.ports import on_one_machine
+from fivefold.distributed.rendezvous import join
 
 
 def links(clock: Clock) -> Iterator[tuple[str, float, float]]:
@@ -27,17 +27,16 @@ def links(clock: Clock) -> Iterator[tuple[str, float, float]]:
         return
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "rates.json"
-        spawn(_rank, (world, free_port(), clock.device.type, clock.deadline, str(out)), nprocs=world)
+        spawn(_rank, (world, clock.device.type, clock.deadline, str(out)), nprocs=world)
         yield from json.loads(out.read_text())
 
 
-def _rank(rank: int, world: int, port: int, kind: str, deadline: float, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(rank: int, world: int, kind: str, deadline: float, out: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), **on_one_machine(Path(out).parent))
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world, timeout=left)
+    join("nccl" if kind == "cuda" else "gloo", max(1.0, deadline - time.monotonic()) / 60)
     # Every rank measures as often as every other, whatever its clock says.
     sizes = (10**6, 10**7, 10**8, 10**9) if kind == "cuda" else (10**5, 10**6, 10**7)
     clock, found = Clock(device, deadline), []

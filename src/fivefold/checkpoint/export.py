@@ -19,7 +19,6 @@ from fivefold.checkpoint.fingerprint import content_of
 from fivefold.checkpoint.manifest import find_corruption
 from fivefold.config import RunConfig, load_config
 from fivefold.config.learners import LearnerConfig
-from fivefold.distributed.ports import free_port
 from fivefold.distributed.ranks import Ranks
 from fivefold.files import write_text, writing
 from fivefold.hub import model_snapshot
@@ -71,7 +70,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         wanted = _COPIED if lora is None else (*_COPIED, "*.safetensors")
         directory = model_snapshot(path, wanted, state.commits.get(path))
     base = None if lora is None else _base_weights(part, config, directory, state)
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    os.environ.update(RANK="0", WORLD_SIZE="1")
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
     try:

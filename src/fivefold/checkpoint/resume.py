@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
-from fivefold.checkpoint.fingerprint import Fingerprint
+from fivefold.checkpoint.fingerprint import Changes, Fingerprint
 from fivefold.checkpoint.rng import load_rng
 from fivefold.config import RunConfig
 from fivefold.distributed.ranks import Ranks
@@ -19,7 +20,18 @@ from fivefold.summed_files import DamagedFile
 def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
     """The checkpoint that the run resumes from, if any; raises ValueError where one that is named is damaged. Collective."""
     checkpoints = Checkpoints(config.run_dir, config.trainer.keep)
-    return ranks.call_on_main(lambda: checkpoints.find(config.trainer.resume, partial(print, flush=True)))
+    return _on_main(ranks, partial(checkpoints.find, config.trainer.resume, partial(print, flush=True)))
+
+
+def _on_main(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
+    """The checkpoint that rank 0 finds, on every rank."""
+
+    def name() -> str | None:
+        path = find()
+        return None if path is None else str(path)
+
+    place = ranks.call_on_main(name)
+    return None if place is None else Path(place)
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,8 @@ def load_run(
     damaged: dict[Path, str] = {}
     while found is not None:
         state = RunState.read(found)
-        changes = ranks.broadcast_from_main(fingerprint.compare(state.fingerprint) if ranks.is_main else None)
+        own = asdict(fingerprint.compare(state.fingerprint)) if ranks.is_main else None
+        changes = Changes(**ranks.broadcast_from_main(own))
         changes.check(found)
         with logger.stage("load"):
             fault = _load_models(found, models, ranks)
@@ -56,7 +69,7 @@ def load_run(
         if resume != "auto":
             raise ValueError(f"trainer.resume: checkpoint {found} cannot be used: {fault}")
         damaged[found] = fault
-        found = ranks.call_on_main(partial(checkpoints.latest, logger.log, damaged))
+        found = _on_main(ranks, partial(checkpoints.latest, logger.log, damaged))
     if found is not None:
         load_rng(found / "rng", ranks)
         logger.log(f"resumed after step {state.step} from {found} (written on {state.layout})")

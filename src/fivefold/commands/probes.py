@@ -27,6 +27,8 @@ _REDUCED = {"cuda": 1024 * _MIB, "cpu": 8 * _MIB}
 """Bytes of an all-reduce that is timed."""
 _WRITTEN = 64 * _MIB
 _ROUNDS = 8
+_MINUTES = 5.0
+"""Longest wait of a rank of `collective` for another one."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -152,12 +154,15 @@ def disk(directory: str) -> Answer:
 
 def collective(device: str, count: str) -> Answer:
     """An all-reduce between `count` processes, one a device; bus bandwidth as NCCL's tests count it."""
-    from fivefold.distributed.ports import free_port
+    world = int(count)
+    with tempfile.TemporaryDirectory() as directory:
+        return _collective(device, world, directory)
 
-    world, port = int(count), free_port()
+
+def _collective(device: str, world: int, directory: str) -> Answer:
     own = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
     ranks = [
-        subprocess.Popen([*own, "rank", device, str(rank), count, str(port)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*own, "rank", device, str(rank), str(world), directory], stdout=subprocess.PIPE, text=True)
         for rank in range(world)
     ]
     answers: list[Answer] = [{}] * world
@@ -175,10 +180,13 @@ def collective(device: str, count: str) -> Answer:
     return {"backend": answers[0]["backend"], "ranks": world, "mib": _REDUCED[device] // _MIB, "bus_gb_s": speed}
 
 
-def rank(device: str, number: str, count: str, port: str) -> Answer:
+def rank(device: str, number: str, count: str, directory: str) -> Answer:
     """One process of `collective`."""
     import torch
     import torch.distributed as dist
+
+    from fivefold.distributed.ports import on_one_machine
+    from fivefold.distributed.rendezvous import join
 
     index, world = int(number), int(count)
     where = torch.device(device, index) if device == "cuda" else torch.device("cpu")
@@ -189,7 +197,8 @@ def rank(device: str, number: str, count: str, port: str) -> Answer:
         torch.cuda.set_device(where)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world)
+    os.environ.update(RANK=number, WORLD_SIZE=count, **on_one_machine(Path(directory)))
+    join(backend, _MINUTES)
     values = torch.full((_REDUCED[device] // 4,), float(index + 1), device=where)
     dist.all_reduce(values)
     total, found = world * (world + 1) / 2, (values.min().item(), values.max().item())

@@ -32,6 +32,7 @@ from fivefold.config.scoring import VARIABLE, RewardConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.torch_dist import config_beside, is_torch_dist
 
+UMASK = re.compile(r"0?[0-7]{3}")
 RAY_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 
 
@@ -221,6 +222,9 @@ class TrainerConfig:
     """Of the order of prompts and of every random draw."""
     device: Annotated[Literal["auto", "cpu", "cuda"], HARMLESS] = "auto"
     """`auto` takes GPUs where there are any."""
+    umask: Annotated[str, Matches(UMASK, "three octal digits in quotes, as '077' or '027'"), HARMLESS] = "077"
+    """Permissions that files and directories of the run lack: with '077' only their owner reads them, with '027' the group
+    too."""
     save_every: Annotated[int, at_least(0), HARMLESS] = 0
     """Steps between checkpoints; 0 saves only at the end."""
     async_save: Annotated[bool, HARMLESS] = False
@@ -304,6 +308,10 @@ class LaunchConfig:
     """The GPU, by its name, whose memory `check` compares the run with; that of this machine when left out."""
     timeout_minutes: Annotated[float, within("[0.01, 43200]")] = 30.0
     """Longest wait for another rank, or for a server that takes weights, in one collective operation."""
+    silent_seconds: Annotated[float, within("[5, 43200]")] = 60.0
+    """A rank that gives no sign of life for so long, or that stands still while the others wait for it, is named and the run
+    ends; so do ranks that hear of no other rank, or of no driver, for as long. Loading, compiling, sampling, rewards and
+    saving have limits of their own. Raise it to hold a rank in a debugger."""
     threads: Annotated[int, within("[1, 4096]")] | None = None
     """CPU threads of each rank; the cores shared evenly when left out."""
 

@@ -18,6 +18,7 @@ from fivefold.data.prompts import Place, PromptSet, Reading, not_empty, numbered
 from fivefold.data.rows import count_rows, part_of
 from fivefold.data.stored_prompts import DROPPED, SCHEMA, StoredPrompts, to_batch
 from fivefold.data.tokenizer import load_tokenizer
+from fivefold.files import users_umask
 
 IN_MEMORY = 20_000
 """Rows up to which every rank reads and tokenizes by itself: a second or two."""
@@ -46,7 +47,19 @@ def store_prompts(
     if path.is_file():
         log(f"prompts tokenized before are in {path}")
         return path
-    cache.mkdir(parents=True, exist_ok=True)
+    with users_umask():
+        return _made(path, files, tokenizer, reading, workers, log)
+
+
+def _made(
+    path: Path,
+    files: Sequence[str],
+    tokenizer: tuple[Path, bool],
+    reading: Reading,
+    workers: int | None,
+    log: Log,
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     workers = workers or len(os.sched_getaffinity(0))
     log(f"tokenizing {', '.join(files)} on {workers} cores, once: {path} keeps the prompts")

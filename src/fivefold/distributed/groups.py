@@ -47,7 +47,7 @@ def own_groups_only() -> Iterator[None]:
 def as_world(members: dist.ProcessGroup) -> Iterator[None]:
     """Whoever asks for all ranks, and for their objects, gets those of a group meanwhile: Megatron-Core counts its groups
     from the number of all ranks, and lets all of them agree on an optimizer's parameters."""
-    count, gather = dist.get_world_size, dist.all_gather_object
+    count, gather = dist.get_world_size, dist.all_gather_object  # noqa: TID251 - Megatron-Core's
 
     def size(group: dist.ProcessGroup | None = None) -> int:
         return count(group or members)

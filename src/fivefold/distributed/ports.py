@@ -1,10 +1,17 @@
-"""Ports for the rendezvous of ranks."""
+"""Where processes of a run meet: a free port, or on one machine a directory."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
+from pathlib import Path
+
+DIRECTORY = "FIVEFOLD_RENDEZVOUS"
+"""Variable of the environment: the directory in which the ranks of one machine meet."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = "lo"
 
 
 def free_port() -> int:
@@ -18,3 +25,12 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise RuntimeError("no port between 15000 and 32000 is free on this machine")
+
+
+def on_one_machine(directory: Path, reaches_others: bool = False) -> dict[str, str]:
+    """The environment in which ranks of this machine meet in a directory. Gloo and NCCL listen on the loopback interface,
+    unless a variable of theirs names another one, or the ranks also send weights to other machines (`reaches_others`)."""
+    variables = {DIRECTORY: str(directory)}
+    if not reaches_others and (Path("/sys/class/net") / _LOOPBACK).exists():
+        variables |= {name: _LOOPBACK for name in _INTERFACES if name not in os.environ}
+    return variables

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fivefold.distributed.groups import own_groups_only
 from fivefold.distributed.heartbeat import Heartbeat
+from fivefold.distributed.objects import all_gather_json, all_gather_rows, broadcast_json
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import NOWHERE
 
@@ -146,11 +147,11 @@ class Ranks:
     def all_gather_world(self, rows_NF: Tensor) -> list[Tensor]:
         """Every rank's rows, whose number may differ, in order of ranks."""
         self.heartbeat.begin()
-        return _all_gather(rows_NF, self.world)
+        return all_gather_rows(rows_NF, self.world)
 
     def all_gather_replicas(self, rows_NF: Tensor) -> list[Tensor]:
         """Every replica's rows, whose number may differ, in order of replicas."""
-        rows = _all_gather(rows_NF, self.dp)
+        rows = all_gather_rows(rows_NF, self.dp)
         if self._told is None:
             return rows
         counts = self._tell(torch.tensor([len(each) for each in rows]) if self.holds else torch.zeros(self.layout.dp).long())
@@ -159,7 +160,7 @@ class Ranks:
 
     def all_gather_within_replica(self, rows_NF: Tensor) -> list[Tensor]:
         """The rows of every rank of this replica, whose number may differ, in order of ranks."""
-        return _all_gather(rows_NF, self.replica)
+        return all_gather_rows(rows_NF, self.replica)
 
     def all_to_all_replicas(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
         """The rows that other replicas sent here, in order of replicas: `expected[i]` of them from replica i.
@@ -179,7 +180,7 @@ class Ranks:
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """Every rank's bytes in order of ranks, on the main rank; nothing on the others. They travel to that rank alone."""
         self.heartbeat.begin()
-        sizes = torch.cat(_all_gather(torch.tensor([len(own)]), self.world)).tolist()
+        sizes = torch.cat(all_gather_rows(torch.tensor([len(own)]), self.world)).tolist()
         if not self.is_main:
             if own:
                 dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), 0, group=self.world)
@@ -195,11 +196,9 @@ class Ranks:
     # --- small objects -----------------------------------------------------------------------------------------------
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, on every rank: names and messages, never tokens."""
+        """Every rank's value, on every rank: names and messages, never tokens. They travel as JSON: tuples become lists."""
         self.heartbeat.begin()
-        values: list[Any] = [None] * self.world.size()
-        dist.all_gather_object(values, value, group=self.world)
-        return values
+        return all_gather_json(value, self.world)
 
     def broadcast_from_main(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
@@ -211,9 +210,7 @@ class Ranks:
 
     def _broadcast(self, value: T | None, source: int) -> T:
         self.heartbeat.begin()
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, source, group=self.world)
-        return box[0]  # type: ignore[no-any-return]
+        return broadcast_json(value, source, self.world)
 
     def call_once_a_machine(self, function: Callable[[], T]) -> T:
         """What the function gives on the first rank of this rank's machine; its ValueError is raised on all ranks.
@@ -283,19 +280,3 @@ def _all_to_all(rows_NF: Tensor, counts: list[int], expected: list[int], group: 
     received = rows_NF.new_empty(sum(expected), *rows_NF.shape[1:])
     dist.all_to_all_single(received, rows_NF.contiguous(), expected, counts, group=group)
     return received
-
-
-def _all_gather(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Tensors of different first sizes: two collectives, the second padded to the longest."""
-    size = group.size()
-    if size == 1:
-        return [rows_NF]
-    counts = torch.zeros(size, dtype=torch.long)
-    dist.all_gather_into_tensor(counts, torch.tensor([len(rows_NF)]), group=group)
-    longest = int(counts.max())
-    padded = rows_NF.new_zeros(longest, *rows_NF.shape[1:])
-    padded[: len(rows_NF)] = rows_NF
-    everyone = rows_NF.new_empty(size * longest, *rows_NF.shape[1:])
-    dist.all_gather_into_tensor(everyone, padded, group=group)
-    each = everyone.split(longest) if longest else [padded] * size
-    return [rows[:count] for rows, count in zip(each, counts.tolist(), strict=True)]

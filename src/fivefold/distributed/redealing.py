@@ -7,7 +7,7 @@ tokens; the others have none, and an empty batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -118,7 +118,8 @@ class RedealtModel:
         def result() -> StepReport:
             report = found.pop()
             if report is None or not self._own.is_everywhere:
-                report = self._own.broadcast_from_leader(report)
+                own: dict[str, Any] | None = asdict(report) if report is not None else None
+                report = StepReport(**self._own.broadcast_from_leader(own))
                 self._version += not report.skipped
             return report
 

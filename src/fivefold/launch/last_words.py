@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.terminal import plain
+
 VARIABLE = "FIVEFOLD_LAST_WORDS"
 _LONGEST = 12_000
 """Characters, from the end: a pipe takes their bytes before anybody reads."""
@@ -30,7 +32,7 @@ def leave(text: str, kind: str) -> bool:
     file = os.environ.get(VARIABLE)
     if file is None:
         return False
-    said = json.dumps([kind, time.time_ns(), text[-_LONGEST:]], ensure_ascii=False).encode(errors="replace")
+    said = json.dumps([kind, time.time_ns(), plain(text)[-_LONGEST:]], ensure_ascii=False).encode(errors="replace")
     with contextlib.suppress(OSError):
         os.write(int(file), said + b"\n")
     return True

@@ -6,15 +6,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from fivefold.config.schema import LaunchConfig
 from fivefold.distributed.ports import free_port
 from fivefold.launch.processes import RankProcesses, clear
 from fivefold.launch.watch import Signals, watch
 
 
 def spawn(
-    arguments: Sequence[str], world_size: int, log_dir: Path, threads: int | None, inherited: Sequence[int] = ()
+    arguments: Sequence[str],
+    world_size: int,
+    log_dir: Path,
+    settings: LaunchConfig,
+    inherited: Sequence[int] = (),
+    reaches_others: bool = False,
 ) -> int:
-    """Run `python -m ARGUMENTS` once a rank, with these files; the exit code of the run.
+    """Run `python -m ARGUMENTS` once a rank, with these files; the exit code of the run. `reaches_others`: the ranks also
+    send weights to other machines.
 
     Rank 0 speaks on this terminal, the others into `log_dir`. When one rank fails, its traceback is shown and the
     others are ended. SIGINT and SIGTERM are handed on, so that the ranks save and end; a second Ctrl-C, after a pause,
@@ -26,9 +33,9 @@ def spawn(
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // world_size)),
+        "OMP_NUM_THREADS": str(settings.threads or max(1, (os.cpu_count() or 1) // world_size)),
     }
-    ranks = RankProcesses(range(world_size), log_dir)
+    ranks = RankProcesses(range(world_size), log_dir, settings.silent_seconds, reaches_others)
     with Signals() as signals:
         try:
             ranks.start(arguments, environment, inherited)

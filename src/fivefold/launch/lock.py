@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fivefold.files import open_file
+
 LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NOT_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.EISDIR)
@@ -26,7 +28,7 @@ def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
     whatever way. Raises ValueError while another run has the directory.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = open_file(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

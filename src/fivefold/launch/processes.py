@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from fivefold.distributed.scratch import remove_scratch
+from fivefold.distributed.ports import on_one_machine
+from fivefold.distributed.pulse import VARIABLE as PULSE
+from fivefold.distributed.pulse import SignBoard, Silence
+from fivefold.distributed.scratch import remove_scratch, scratch_directory
 from fivefold.launch.deaths import MemoryWatch, describe
 from fivefold.launch.last_words import VARIABLE, LastWords, Words
 from fivefold.launch.watch import Cause, Kind
 
 _LAST_LINES = 20
+_LOOK_SECONDS = 1.0
+"""Between two looks for signs of life."""
+_LONGEST_END = 30.0
+"""Seconds for a process that was killed to end."""
+_PIPE, _LAUNCHER = "FIVEFOLD_LAUNCHER_PIPE", "FIVEFOLD_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+_STATES = {
+    "T": "it is stopped by a signal", "D": "it waits in the kernel for a disk, a network file system or a device",
+}  # fmt: skip
 
 
 def start_rank(
@@ -52,10 +67,16 @@ def clear(log_dir: Path) -> None:
 class RankProcesses:
     """Consecutive ranks of a run, on this machine."""
 
-    def __init__(self, ranks: range, log_dir: Path) -> None:
-        """`log_dir`: where they leave why they ended, and all but rank 0 what they say."""
+    def __init__(self, ranks: range, log_dir: Path, silent_seconds: float, reaches_others: bool = False) -> None:
+        """`log_dir`: where they leave why they ended, and all but rank 0 what they say; `silent_seconds`: without a sign of
+        life, after which a rank is taken to have stopped; `reaches_others`: they also send weights to other machines."""
         self.ranks, self._log_dir = ranks, log_dir
         self._memory = MemoryWatch()
+        self._reaches_others, self._limit = reaches_others, silent_seconds
+        self._board = SignBoard(len(ranks))
+        self._silences = [Silence() for _ in ranks]
+        self._looked = 0.0
+        self._meeting: Path | None = None
         self._words = {rank: LastWords(log_dir / f"rank-{rank}") for rank in ranks}
         self._processes: list[subprocess.Popen[bytes]] = []
         # The ranks hold the reading end: it closes when this process ends in whatever way, and then they end too.
@@ -70,20 +91,27 @@ class RankProcesses:
     ) -> None:
         """Start `python -m ARGUMENTS` once a rank, with these files. `terminal` gets what rank 0 says; this process's own
         where it is left out."""
+        together: dict[str, str] = {}
+        if environment["WORLD_SIZE"] == str(len(self.ranks)):
+            self._meeting = scratch_directory()
+            together = on_one_machine(self._meeting, self._reaches_others)
         for local_rank, (rank, words) in enumerate(self._words.items()):
             own = {
                 **environment,
+                **together,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(len(self.ranks)),
-                "FIVEFOLD_LAUNCHER_PIPE": str(self._alive),
+                _PIPE: str(self._alive),
+                _LAUNCHER: str(os.getpid()),
+                PULSE: f"{self._board.file}:{local_rank}",
                 VARIABLE: str(words.file),
             }
             with contextlib.ExitStack() as opened:
                 output, errors = terminal
                 if rank:
                     output, errors = opened.enter_context((self._log_dir / f"rank-{rank}.log").open("wb")), None
-                files = (self._alive, words.file, *inherited)
+                files = (self._alive, words.file, self._board.file, *inherited)
                 self._processes.append(start_rank(arguments, own, output, files, errors))
             os.close(words.file)
         os.close(self._alive)
@@ -97,6 +125,29 @@ class RankProcesses:
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
+
+    def silent(self) -> list[Cause]:
+        """Ranks that run and have given no sign of life for too long."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_SECONDS:
+            return []
+        self._looked = now
+        found = []
+        for slot, (rank, process, silence) in enumerate(zip(self.ranks, self._processes, self._silences, strict=True)):
+            sign, (state, cpu) = self._board.read(slot), _state(process.pid)
+            # A thread that holds Python's lock keeps the others from giving signs, and computes; before a rank has joined it
+            # may also read libraries from a slow disk. A debugger may hold it as long as it likes.
+            is_watched = state == "T" or (state != "t" and sign is not None and sign.has_joined)
+            seconds = silence.look((sign and sign.number, cpu) if is_watched else now, now)
+            if seconds > self._limit and process.poll() is None:
+                doing = _STATES.get(state, "it runs, and does nothing")
+                place = f", last seen {sign.place}" if sign is not None else ""
+                said = (
+                    f"rank {rank} on {socket.gethostname()} has given no sign of life for {seconds:.0f} s "
+                    f"(launch.silent_seconds: {self._limit:g}); process {process.pid}: {doing}{place}"
+                )
+                found.append(Cause(Kind.KILLED, rank, said, self._tail(rank)))
+        return found
 
     def causes(self) -> list[Cause]:
         """Why ranks ended, as far as it is seen; nothing as long as all that is seen are ranks that lost another one."""
@@ -144,30 +195,49 @@ class RankProcesses:
             # The rank's session: what it started goes with it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            deadline = time.monotonic() + _LONGEST_END
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if process.poll() is None:
+                print(f"note     process {process.pid} does not end: the kernel waits for a disk or a device", flush=True)
             remove_scratch(process.pid)
         for words in self._words.values():
             words.close()
+        self._board.close()
         os.close(self._hold)
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
 
 
 def has_launcher() -> bool:
     """This rank is one of `RankProcesses`."""
-    return "FIVEFOLD_LAUNCHER_PIPE" in os.environ
+    return _PIPE in os.environ
 
 
 def end_with_launcher() -> None:
-    """End this rank when the process that started it ends, even by SIGKILL."""
-    pipe = os.environ.get("FIVEFOLD_LAUNCHER_PIPE")
-    if pipe is None:
+    """End this rank when the process that started it ends, even by SIGKILL, and even where this rank is stopped."""
+    if not has_launcher():
         return
+    pipe, launcher = int(os.environ[_PIPE]), int(os.environ[_LAUNCHER])
 
     def wait() -> None:
-        os.read(int(pipe), 1)
+        os.read(pipe, 1)
         try:
-            remove_scratch(os.getpid())
+            for pid in (os.getpid(), launcher):
+                remove_scratch(pid)
         finally:
             # Everything that this rank started is in its session.
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
+    # The thread ends this rank and all that it started, which SIGKILL from the kernel would leave. A stopped process runs no
+    # thread: the kernel makes it go on.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Letter of the kernel's state of a process, and the processor time that it has used."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return fields[0], int(fields[11]) + int(fields[12])
+    return "", 0

@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 
 from fivefold.distributed.processes import descendants, kill
+from fivefold.distributed.pulse import Pulse
 from fivefold.distributed.scratch import remove_scratch
 from fivefold.errors import describe_error
+from fivefold.files import use_umask
 from fivefold.launch import environment, last_words
 from fivefold.launch.deaths import is_loss
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import end_with_launcher, has_launcher
+from fivefold.launch.run_directory import check_run_directory
 from fivefold.launch.watch import FAILED, PAUSE
+from fivefold.terminal import plain_output
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 _LOSS_SECONDS = 2.0
 """Time that a rank gets to fail by itself when another one is gone."""
+_LATER = 3
+"""Ranks that a launcher watches wait so many times as long before they end by themselves."""
 
 
 class Requests:
@@ -73,9 +79,12 @@ class Requests:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """`train CONFIG [OVERRIDE ...]` or `eval CONFIG CHECKPOINT [OVERRIDE ...]` on this rank, then end."""
     end_with_launcher()
-    requests = Requests()
+    requests, pulse = Requests(), Pulse()
+    pulse.start()
+    plain = contextlib.ExitStack()
+    plain.enter_context(plain_output())
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments), requests)
+        code = _run(list(sys.argv[1:] if arguments is None else arguments), requests, pulse)
     except BaseException as error:
         _leave_error(describe_error(error), "lost" if is_loss(error) else "error")
         end_process(FAILED)
@@ -100,19 +109,25 @@ def _leave_error(text: str, kind: str) -> None:
         print(f"rank {os.environ.get('RANK')} on {socket.gethostname()} {did}:\n{text}", file=sys.stderr, flush=True)
 
 
-def _end_after_loss(error: Exception) -> None:
+def _end_after_loss(text: str) -> None:
     """Another rank is gone. This one's own error says more, if it has one too."""
     time.sleep(_LOSS_SECONDS)
-    _leave_error(str(error), "lost")
+    _leave_error(text, "lost")
     end_process(FAILED)
 
 
-def _run(arguments: list[str], requests: Requests) -> int:
+def _end_hung(text: str) -> None:
+    """This rank's main thread does nothing any more, and others wait for it."""
+    _leave_error(f"on {socket.gethostname()}: {text}", "error")
+    end_process(FAILED)
+
+
+def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
     """The exit code."""
     import torch
 
     from fivefold.config import load_config
-    from fivefold.distributed.heartbeat import Interrupted
+    from fivefold.distributed.heartbeat import Ends, Interrupted
     from fivefold.distributed.ranks import Ranks
     from fivefold.megatron import mesh
 
@@ -120,6 +135,7 @@ def _run(arguments: list[str], requests: Requests) -> int:
     command, path, *rest = arguments
     checkpoint = rest.pop(0) if command == "eval" else None
     config = load_config(path, rest)
+    use_umask(config.trainer.umask)
     device = choose_device(config.trainer.device)
     if config.trainer.deterministic:
         # Read when the libraries start: cuBLAS must keep its workspaces apart, NCCL must always sum in the same order.
@@ -132,7 +148,12 @@ def _run(arguments: list[str], requests: Requests) -> int:
     mesh.init_process_group(device, config.launch.timeout_minutes)
     ranks = Ranks(config.layout, config.launch.timeout_minutes, config.world_size)
     end_now = lambda number: end_process(128 + number)  # noqa: E731
-    ranks.heartbeat.start(ranks.whole_group(), requests.first, end_now, _end_after_loss)
+    silent = config.launch.silent_seconds
+    # A launcher sees by itself which rank is silent, and names it.
+    unheard = _LATER * silent if has_launcher() else silent
+    ends = Ends(requests.first, end_now, _end_after_loss, _end_hung, silent, unheard)
+    ranks.heartbeat.start(ranks.whole_group(), ends, device.type == "cpu")
+    pulse.describe, pulse.tick = lambda: (True, ranks.heartbeat.place), ranks.heartbeat.tick
     requests.is_watched = True
     code = 0
     try:
@@ -172,7 +193,7 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
 
     with contextlib.ExitStack() as held:
         if not has_launcher():
-            ranks.call_on_main(lambda: held.enter_context(locked(config.run_dir)))
+            ranks.call_on_main(lambda: _hold(config.run_dir, held))
         run = build_run(config, ranks, device, find_checkpoint(config, ranks))
         try:
             if isinstance(run.rollouts, AsyncRollouts):
@@ -187,6 +208,11 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
             raise
         finally:
             run.close()
+
+
+def _hold(run_dir: Path, held: contextlib.ExitStack) -> None:
+    check_run_directory(run_dir)
+    held.enter_context(locked(run_dir))
 
 
 def evaluate(config: RunConfig, checkpoint: Path, ranks: Ranks, device: torch.device) -> None:

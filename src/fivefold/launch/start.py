@@ -10,8 +10,10 @@ from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import ConfigError, RunConfig, dump_yaml
 from fivefold.distributed.scratch import scratch_directory
+from fivefold.files import use_umask
 from fivefold.launch import environment, local
 from fivefold.launch.lock import locked
+from fivefold.launch.run_directory import check_run_directory
 from fivefold.plan.check import check
 
 
@@ -24,8 +26,10 @@ def start(arguments: list[str], config: RunConfig) -> int:
         from fivefold.launch.rank import main as rank_main
 
         rank_main(arguments)
+    use_umask(config.trainer.umask)
     if arguments[0] != "train":
         return _spawn(arguments, config)
+    check_run_directory(config.run_dir)
     with locked(config.run_dir) as lock:
         # The ranks look again, with the content of the hub's models; starting them to be refused would cost minutes.
         found = Checkpoints(config.run_dir, config.trainer.keep).find(config.trainer.resume, lambda text: None)
@@ -44,7 +48,8 @@ def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
         from fivefold.launch.ray import driver
 
         return driver.spawn([module, *arguments], config)
-    return local.spawn([module, *arguments], config.world_size, config.run_dir / "logs", config.launch.threads, inherited)
+    log_dir, reaches_others = config.run_dir / "logs", bool(config.engine.url)
+    return local.spawn([module, *arguments], config.world_size, log_dir, config.launch, inherited, reaches_others)
 
 
 def train(config: RunConfig) -> Path:
@@ -60,6 +65,8 @@ def train(config: RunConfig) -> Path:
     # Several starts may meet here before one of them has the directory; other nodes see nothing else of this machine.
     on_ray = config.launch.backend == "ray"
     if on_ray:
+        use_umask(config.trainer.umask)
+        check_run_directory(config.run_dir)
         config.run_dir.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="fivefold-", dir=config.run_dir)) if on_ray else scratch_directory()
     try:

@@ -27,7 +27,7 @@ class Kind(IntEnum):
     """Of a cause; where there are several, the smallest is the headline."""
 
     KILLED = 0
-    """By a signal, or with its machine: the others only follow."""
+    """By a signal, or with its machine, or it has stopped: the others only follow."""
     RAISED = 1
     SILENT = 2
     """It ended with an error and said nothing."""
@@ -56,6 +56,10 @@ class Ranks(Protocol):
 
     def send(self, number: int) -> None:
         """Send a signal to those that run."""
+        ...
+
+    def silent(self) -> list[Cause]:
+        """Ranks that run and have given no sign of life for too long."""
         ...
 
     def causes(self) -> list[Cause]:
@@ -123,14 +127,21 @@ def watch(ranks: Ranks, signals: Signals) -> int:
             deadline = time.monotonic() + _REASON_SECONDS
             while not (found := ranks.causes()) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            print(f"\n{_told(found or ranks.losses())}", file=sys.stderr, flush=True)
-            _end(ranks)
-            return FAILED
+            return _fail(ranks, found or ranks.losses())
+        if (silent := ranks.silent()) and len(signals.taken) < 2:
+            return _fail(ranks, silent)
         # Ranks end together. One that ended before they were joined leaves others in a wait that no signal's handler breaks.
         is_late = first_end is not None and time.monotonic() > first_end + _LATE_SECONDS
         if is_late or all(code is not None for code in codes):
             return signals.code or max(code or 0 for code in codes)
         time.sleep(0.1)
+
+
+def _fail(ranks: Ranks, causes: list[Cause]) -> int:
+    """Show why the run ends, and let the ranks end; the exit code."""
+    print(f"\n{_told(causes)}", file=sys.stderr, flush=True)
+    _end(ranks)
+    return FAILED
 
 
 def _told(causes: list[Cause]) -> str:

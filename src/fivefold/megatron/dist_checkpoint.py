@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from fivefold.distributed.objects import all_gather_json
 from fivefold.distributed.threads import in_thread
 from fivefold.files import write_text
 from fivefold.megatron.host_memory import HostMemory, size_of
@@ -108,8 +108,7 @@ def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: M
         _read(path, chunks, updater, mesh)
     except DamagedFile as error:
         fault = str(error)
-    faults = [""] * mesh.ranks.members.size()
-    dist.all_gather_object(faults, fault, group=mesh.ranks.members)
+    faults = all_gather_json(fault, mesh.ranks.members)
     if any(faults):
         raise DamagedFile(next(filter(None, faults)))
     # Equal copies are not a given after loading.

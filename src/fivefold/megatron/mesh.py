@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
 
+from fivefold.distributed import rendezvous
 from fivefold.distributed.groups import as_world, own_groups_only
 from fivefold.distributed.ranks import Ranks
 from fivefold.layout import ParallelLayout
@@ -199,9 +199,8 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
 
 
 def init_process_group(device: torch.device, timeout_minutes: float) -> None:
-    """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    """Join the ranks of this run, over Gloo on hosts and over NCCL on GPUs."""
+    rendezvous.join("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout_minutes)
 
 
 def destroy() -> None:

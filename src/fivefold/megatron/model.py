@@ -17,6 +17,7 @@ from torch import Tensor
 from fivefold.config.learners import PolicyConfig
 from fivefold.distributed.groups import as_world
 from fivefold.distributed.heartbeat import Interrupted
+from fivefold.distributed.objects import all_gather_json, broadcast_json
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import first_line, sentence_of
 from fivefold.megatron import dist_checkpoint, step
@@ -285,8 +286,7 @@ class MegatronModel:
                 if replayed:
                     found[f"moe/router_agreement/layer_{layer:02d}"] = same / replayed
         if self._mesh.layout.pp > 1:
-            everyone: list[dict[str, float]] = [{}] * self._mesh.layout.pp
-            dist.all_gather_object(everyone, found, group=self._mesh.ranks.pp)
+            everyone = all_gather_json(found, self._mesh.ranks.pp)
             found = {name: value for stage in everyone for name, value in stage.items()}
         by_name = {
             kind: {name: value for name, value in sorted(found.items()) if name.startswith(f"moe/{kind}/")}
@@ -417,12 +417,11 @@ def _moe_layers(spec: ModelSpec, own: Sequence[int]) -> MoELayers | None:
 
 def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:
     """Raise ValueError on all ranks of the model where the first one finds the tensor files unusable. Collective."""
-    fault: list[str | None] = [None]
+    fault: str | None = None
     if ranks.leads:
         try:
             check(spec)
         except (ValueError, OSError) as error:
-            fault = [sentence_of(error) or first_line(error)]
-    dist.broadcast_object_list(fault, ranks.first, group=ranks.members)
-    if fault[0]:
-        raise ValueError(fault[0])
+            fault = sentence_of(error) or first_line(error)
+    if fault := broadcast_json(fault, ranks.first, ranks.members):
+        raise ValueError(fault)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.distributed.objects import all_gather_json
 from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 
@@ -55,13 +56,11 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
     if mesh.layout.pp > 1:
         # Every rank of the pipeline takes part; those that hold neither end say nothing.
         own = [digest(chunk.shared_embedding_or_output_weight()).tolist() for chunk in ends]
-        everyone: list[list[list[int]]] = [[]] * mesh.layout.pp
-        dist.all_gather_object(everyone, own, group=mesh.ranks.pp)
+        everyone = all_gather_json(own, mesh.ranks.pp)
         held = {rank: values for rank, values in zip(mesh.stage_ranks, everyone, strict=True) if values}
         if len({str(value) for values in held.values() for value in values}) > 1:
             faults.append(f"the tied embedding differs between the pipeline's ends, ranks {sorted(held)}")
-    failed: list[str] = [""] * mesh.layout.world_size
-    dist.all_gather_object(failed, "; ".join(faults), group=mesh.ranks.members)
+    failed = all_gather_json("; ".join(faults), mesh.ranks.members)
     if any(failed):
         found = sorted({text for text in failed if text})
         raise ReplicaError(

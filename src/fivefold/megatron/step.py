@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 from fivefold.distributed.balance import micro_batches_needed, plan_micro_batches
+from fivefold.distributed.objects import broadcast_json
 from fivefold.megatron.layers.attention import Packing, chunk_multiple, local_positions, make_packing
 from fivefold.megatron.layers.moe import Router
 from fivefold.megatron.layers.mtp import Ahead
@@ -424,10 +425,9 @@ def forward_backward(
 
 def loss_and_metrics(gradients: Gradients, mesh: Mesh) -> tuple[float, dict[str, float]]:
     """Of the whole update, on every rank; waits for the device."""
-    report: list[Any] = [None]
-    if gradients.totals is not None:
-        report = [gradients.totals.reduce(mesh.ranks.dp)]
+    report = None if gradients.totals is None else gradients.totals.reduce(mesh.ranks.dp)
     if mesh.layout.pp > 1:
-        dist.broadcast_object_list(report, mesh.stage_ranks[-1], group=mesh.ranks.pp)
-    loss, metrics = report[0]
+        report = broadcast_json(report, mesh.stage_ranks[-1], mesh.ranks.pp)
+    assert report is not None
+    loss, metrics = report
     return loss, metrics

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from fivefold.files import write_text
+from fivefold.files import write_whole
 from fivefold.observability.curve import read_metrics
 from fivefold.observability.metrics import find
 from fivefold.observability.run_view import RunView
@@ -80,7 +80,7 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
     for run_dir in run_dirs:
         read_metrics(run_dir)
     out = run_dirs[0] / "report.html"
-    write_text(out, page(views, most_samples=_MOST_IN_A_FILE))
+    write_whole(out, page(views, most_samples=_MOST_IN_A_FILE))
     return out
 
 

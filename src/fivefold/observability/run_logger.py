@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fivefold.files import write_whole, writing
 from fivefold.observability.trackers.trackers import Trackers
+from fivefold.terminal import plain, raw
 
 LINE = {
     "reward/mean": "reward",
@@ -51,7 +53,7 @@ class RunLogger:
         self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
-        self._console = Console(quiet=not (is_main and "console" in loggers), highlight=False)
+        self._console = Console(file=raw(sys.stdout), quiet=not (is_main and "console" in loggers), highlight=False)
         self._tracker_names = [name for name in loggers if name != "console"]
         self._trackers: Trackers | None = None
         self._tracker_seconds, self._has_begun = tracker_seconds, False
@@ -62,6 +64,8 @@ class RunLogger:
         self._curves: dict[str, list[tuple[float, float]]] = {}
         self._inner: list[float] = []
         """Seconds of the stages within each open stage."""
+        self._open: list[str] = []
+        self._ended: set[str] = set()
         if not is_main:
             return
         (run_dir / "trace").mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,7 @@ class RunLogger:
 
     def log(self, text: str) -> None:
         """A line for the user."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(plain(text), markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -101,17 +105,24 @@ class RunLogger:
             self._progress.update(self._stage_task, description=name, total=None, completed=0)
         begin = time.perf_counter()
         self._inner.append(0.0)
+        self._open.append(name)
         try:
             yield
             self._settle()
         finally:
             seconds = time.perf_counter() - begin
             inner = self._inner.pop()
+            self._ended.add(self._open.pop())
             if self._inner:
                 self._inner[-1] += seconds
             own = seconds if name == "step" else seconds - inner
             self._times[name] = self._times.get(name, 0.0) + own
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
+
+    def doing(self) -> tuple[str, bool]:
+        """The innermost stage that is open, and whether one of its name has ended before; other threads ask."""
+        stage = self._open[-1] if self._open else "between steps"
+        return stage, stage in self._ended
 
     @property
     def times(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -30,6 +31,8 @@ class ReportServer(ThreadingHTTPServer):
         self.views = [RunView(run_dir) for run_dir in run_dirs]
         self.reading = threading.Lock()
         self.is_own = _is_own(host)
+        self.token = secrets.token_urlsafe(24)
+        """In the page's address: only a program that was given it reads what runs here."""
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -37,7 +40,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/{self.token}/"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -46,20 +49,23 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """The page at /, news at /data; whatever else is asked for is not there."""
+        """The page at /TOKEN/, news at /TOKEN/data; whatever else is asked for is not there."""
         if self.server.is_own and not self._asks_this_machine():
             # A page from elsewhere can give a name of its own the address of this machine, and would read what runs here.
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to localhost and 127.0.0.1")
             return
         asked = urlsplit(self.path)
-        if asked.path == "/":
+        given, _, page_name = asked.path.removeprefix("/").partition("/")
+        if not secrets.compare_digest(given.encode(), self.server.token.encode()):
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "the address is http://HOST:PORT/TOKEN/, as it was printed")
+        elif page_name == "":
             self._answer("text/html", lambda: page(self.server.views, is_live=True))
-        elif asked.path == "/data":
+        elif page_name == "data":
             text = parse_qs(asked.query).get("have", [""])[0]
             have = [_have(part) for part in text.split(",")] if _HAVE.fullmatch(text) else []
             self._answer("application/json", lambda: json.dumps(news(self.server.views, have), ensure_ascii=False))
         else:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here but / and /data")
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here but the page and its data")
 
     def _asks_this_machine(self) -> bool:
         host = self.headers.get("Host", "")

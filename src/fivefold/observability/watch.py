@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from fivefold.observability.curve import braille
 from fivefold.observability.run_view import RunView
+from fivefold.terminal import raw
 
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
@@ -43,7 +45,7 @@ def watch(run_dirs: Sequence[Path], *, once: bool = False, seconds: float = 2.0,
 
     One frame alone with `once`, and where nobody sees it change: stdout is no terminal.
     """
-    views, console = [RunView(run_dir) for run_dir in run_dirs], console or Console(highlight=False)
+    views, console = [RunView(run_dir) for run_dir in run_dirs], console or Console(file=raw(sys.stdout), highlight=False)
     if not once and console.is_terminal and any(view.state == "running" for view in views):
         with Live(frame(views, console.width, console.height), console=console, screen=True, auto_refresh=False) as live:
             while any(view.state == "running" for view in views):

@@ -22,7 +22,7 @@ from fivefold.config.ranges import suggest
 from fivefold.config.schema import TrainerConfig
 from fivefold.distributed.ranks import Ranks
 from fivefold.errors import shown
-from fivefold.files import write_text
+from fivefold.files import write_whole
 from fivefold.interfaces import BufferedSource, RolloutSource
 from fivefold.observability.peak_memory import peak_memory
 from fivefold.observability.profiler import profiled
@@ -157,7 +157,7 @@ class Trainer:
             if self.objective.kl_target is not None:
                 self.objective.kl_coef = state.kl_coef
         if self.ranks.is_main:
-            write_text(self.run_dir / "run.yaml", self.resolved_config)
+            write_whole(self.run_dir / "run.yaml", self.resolved_config)
         self.logger.begin()
 
     # --- after a step ------------------------------------------------------------------------------------------------

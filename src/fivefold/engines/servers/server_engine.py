@@ -104,8 +104,9 @@ class ServerEngine:
             if each:
                 raise RuntimeError(each)
         started: dict[int, str] = {}
-        for found in self._ranks.gather_objects({number: process.address for number, process in self._processes.items()}):
-            started |= found
+        own = [(number, process.address) for number, process in self._processes.items()]
+        for found in self._ranks.gather_objects(own):
+            started |= dict(found)
         addresses = self._given or [started[number] for number in sorted(started)]
         before = {server.address: server for server in self._servers}
         self._servers = [before[address] if address in before else self._connect(address) for address in addresses]

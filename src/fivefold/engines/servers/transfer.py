@@ -9,17 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fivefold.distributed import rendezvous
 
 
-def open_store(address: str, port: int | None, seconds: float) -> TCPStore:
-    """Where the members of groups find each other; without a port this process holds it. A partner who does not answer for
-    so many seconds is an error, and so it is in groups that are joined there."""
-    is_host = port is None
-    return TCPStore(address, port or 0, None, is_host, timedelta(seconds=seconds), wait_for_workers=False)
+def open_store(address: str, port: int | None, seconds: float) -> Store:
+    """The store in which the members of groups find each other; without a port this process holds it, and listens on this
+    address only. A partner that does not answer for so many seconds is an error, also in groups that are joined there."""
+    return rendezvous.open_store(address, port or 0, timedelta(seconds=seconds), is_held=port is None)
 
 
-def join_groups(store: TCPStore, names: Sequence[str], rank: int, size: int, device: torch.device) -> list[Any]:
+def join_groups(store: Store, names: Sequence[str], rank: int, size: int, device: torch.device) -> list[Any]:
     """This process's part of groups apart from every other: NCCL on GPUs, Gloo on hosts.
 
     Rank 0 sends, and is in one of the groups; the others are in all of them, which they join in the same order.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.distributed.objects import all_gather_json
 from fivefold.distributed.ranks import Ranks
 from fivefold.engines.servers.buckets import Bucket, BucketWriter, DeviceMemory, HostMemory, Memory
 from fivefold.engines.servers.server import Server, ServerLostError
@@ -93,9 +94,7 @@ class WeightSender:
             torch.cuda.current_stream().synchronize()
         if self._group is None:
             return [bucket.memory.handle]
-        handles: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(handles, bucket.memory.handle, group=self._group)
-        return handles
+        return all_gather_json(bucket.memory.handle, self._group)
 
     def _meet(self) -> None:
         """Wait until the first of the ranks that a server's weights come from knows what has been read."""

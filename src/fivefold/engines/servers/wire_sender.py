@@ -182,8 +182,8 @@ class WireSender:
             self._open_store(addresses)
         self._joins += 1
         counts: dict[int, int] = {}
-        for found in self._ranks.gather_objects(self._workers()):
-            counts |= found
+        for found in self._ranks.gather_objects(list(self._workers().items())):
+            counts |= dict(found)
         if len(counts) < len(addresses):
             self._is_cut = True
             return
@@ -214,9 +214,10 @@ class WireSender:
         if self._ranks.is_main:
             far = next((each for each in addresses if not each.startswith("unix:")), addresses[0])
             seconds = self._ranks.timeout.total_seconds()
-            self._store = open_store("0.0.0.0", None, seconds)  # noqa: S104
+            self._store = open_store(own_address(far), None, seconds)
             self._where = own_address(far), self._store.port, seconds
-        self._where = self._ranks.broadcast_from_main(self._where)
+        address, port, seconds = self._ranks.broadcast_from_main(self._where)
+        self._where = address, port, seconds
         if not self._ranks.is_main:
             self._store = open_store(*self._where)
 

@@ -8,17 +8,16 @@ import json
 import pickle
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import httpx2 as httpx
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import blocking_client, own_address, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where
+from fivefold.engines.servers.transfer import open_store
 from fivefold.engines.sglang.arguments import LOADER
 from fivefold.engines.sglang.parameters import is_cut, sampling_arguments
 from fivefold.engines.sglang.probe import answers
@@ -164,9 +163,9 @@ class SGLangServer:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _answers(self) -> TCPStore:
+    def _answers(self) -> Any:
         """Where the schedulers leave their answers: SGLang's own call gives none back."""
-        return TCPStore("0.0.0.0", 0, is_master=True, timeout=timedelta(seconds=_ANSWER_SECONDS), wait_for_workers=False)  # noqa: S104
+        return open_store(own_address(self.address), None, _ANSWER_SECONDS)
 
     def _call(self, method: str, *arguments: Any, version: str | None = None) -> list[Any]:
         """The answers of all schedulers; raises RuntimeError with what went wrong in one."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fivefold.engines.servers.buckets import BucketReader, Entry
 from fivefold.engines.servers.server import Where
@@ -47,8 +46,8 @@ def _receiver_of(model: nn.Module) -> WeightReceiver:
 
 
 @cache
-def _store(host: str, port: int) -> TCPStore:
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ANSWER_SECONDS))
+def _store(host: str, port: int) -> Store:
+    return open_store(host, port, _ANSWER_SECONDS)
 
 
 class WeightReceiver:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.distributed.objects import broadcast_json
 from fivefold.distributed.processes import unname_shared_memory
 from fivefold.distributed.scratch import scratch_directory
 from fivefold.engines.transformers import stop_token_ids
@@ -232,13 +233,12 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
     """
     from vllm.distributed import parallel_state
 
-    name = [f"fivefold-{os.getpid()}"]
-    dist.broadcast_object_list(name, 0)
+    name = broadcast_json(f"fivefold-{os.getpid()}", 0, None)
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Blocks
 
         original = Blocks.make_group_name
-        Blocks.make_group_name = staticmethod(lambda communicator: f"{name[0]}{original(communicator).rpartition('/')[2]}")
+        Blocks.make_group_name = staticmethod(lambda communicator: f"{name}{original(communicator).rpartition('/')[2]}")
     try:
         yield
         dist.barrier()

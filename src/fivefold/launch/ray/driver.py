@@ -32,8 +32,6 @@ from fivefold.launch.ray.node import ERRORS, News, NodeRanks, Report
 from fivefold.launch.ray.placement import Amount, Bundle, Node, listed, rank_role
 from fivefold.launch.watch import FAILED, Cause, Kind, Signals, watch
 
-_SILENT_SECONDS = 60.0
-"""Without an answer: a node whose network or power is gone says nothing."""
 _UNAVAILABLE_SECONDS = 3.0
 """That a connection may be broken."""
 _REACH_SECONDS = 2.0
@@ -79,6 +77,8 @@ class Host:
     report: Report | None = None
     codes: list[int | None] = field(default_factory=list)
     is_speaking: bool = False
+    silent: list[Cause] = field(default_factory=list)
+    """Its ranks that run and have given no sign of life for too long."""
     lost: Cause | None = None
     """Why it is not asked any more."""
     broken_since: float | None = None
@@ -103,9 +103,11 @@ class Host:
 class RemoteRanks:
     """All ranks, through the actors of their nodes."""
 
-    def __init__(self, hosts: list[Host]) -> None:
+    def __init__(self, hosts: list[Host], silent_seconds: float) -> None:
+        """`silent_seconds`: without an answer, after which a node is lost: its network or power may be gone."""
         self.hosts = hosts
         """In the order of ranks."""
+        self._silent_seconds = silent_seconds
 
     # --- before they start -------------------------------------------------------------------------------------------
 
@@ -144,7 +146,8 @@ class RemoteRanks:
     def start(self, arguments: Sequence[str], config: RunConfig) -> None:
         """Start the ranks. Raises ValueError where another run has the directory."""
         first = self.hosts[0]
-        held = self._ask_all("hold", str(config.run_dir) if arguments[1] == "train" else None, among=[first])
+        run_dir = str(config.run_dir) if arguments[1] == "train" else None
+        held = self._ask_all("hold", run_dir, config.trainer.umask, among=[first])
         if fault := held[0][1]:
             raise ValueError(fault)
         assert first.report is not None
@@ -154,7 +157,7 @@ class RemoteRanks:
             "MASTER_ADDR": first.report.address,
             "MASTER_PORT": str(first.report.port),
         }
-        self._ask_all("start", list(arguments), variables, config.launch.threads)
+        self._ask_all("start", list(arguments), variables, config.launch)
 
     # --- while they run ----------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class RemoteRanks:
         """Exit codes, None of those that run; shows what rank 0 has said."""
         news: News
         for host, news in self._ask("poll"):
-            host.codes, host.is_speaking = news.codes, news.is_speaking
+            host.codes, host.is_speaking, host.silent = news.codes, news.is_speaking, news.silent
             for stream, piece in news.said:
                 out = sys.stderr if stream == ERRORS else sys.stdout
                 out.buffer.write(piece)
@@ -171,6 +174,9 @@ class RemoteRanks:
 
     def send(self, number: int) -> None:
         self._ask("send", number)
+
+    def silent(self) -> list[Cause]:
+        return [cause for host in self.hosts for cause in host.silent]
 
     def causes(self) -> list[Cause]:
         found = [cause for _, causes in self._ask("causes") for cause in causes]
@@ -205,7 +211,7 @@ class RemoteRanks:
         """What the actors that are there answer; one that is gone is marked as lost."""
         hosts = [host for host in (self.hosts if among is None else among) if host.lost is None]
         asked = [(host, getattr(host.actor, method).remote(*arguments)) for host in hosts]
-        deadline, answers = time.monotonic() + _SILENT_SECONDS, []
+        deadline, answers = time.monotonic() + self._silent_seconds, []
         for host, reference in asked:
             try:
                 answers.append((host, ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))))
@@ -215,7 +221,7 @@ class RemoteRanks:
                 if time.monotonic() > host.broken_since + _UNAVAILABLE_SECONDS:
                     host.lose(_why(host, error))
             except GetTimeoutError:
-                host.lose(f"it has not answered for {_SILENT_SECONDS:.0f} s: the node, or the way to it, is gone")
+                host.lose(f"it has not answered for {self._silent_seconds:g} s: the node, or the way to it, is gone")
             except RayActorError as error:
                 host.lose(_why(host, error))
         return answers
@@ -253,7 +259,7 @@ def _actors(bundles: list[Bundle], group: PlacementGroup, config: RunConfig) -> 
         options = {"num_cpus": bundle.amount.cpus, "num_gpus": bundle.amount.gpus, "scheduling_strategy": place}
         made = actor.options(**options).remote(bundle.members, os.getcwd(), str(_log_dir(config)))
         hosts.append(Host(bundle, made))
-    ranks = RemoteRanks(hosts)
+    ranks = RemoteRanks(hosts, config.launch.silent_seconds)
     try:
         yield ranks
     finally:

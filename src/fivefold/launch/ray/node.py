@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,18 @@ from typing import IO
 import ray
 
 from fivefold import __version__
+from fivefold.config.schema import LaunchConfig
 from fivefold.distributed.ports import free_port
+from fivefold.distributed.pulse import Silence
+from fivefold.files import use_umask
 from fivefold.launch.lock import locked
 from fivefold.launch.processes import RankProcesses, clear
 from fivefold.launch.watch import Cause
 
 OUTPUT, ERRORS = 1, 2
 _AT_ONCE = 1 << 16
+_SLACK = 5.0
+"""Seconds that the driver has to end the run itself, where another node does not answer it."""
 _LAST_WORKER_PORT = 19999
 """As `ray start` has it when nobody says otherwise."""
 
@@ -52,6 +58,8 @@ class News:
     """Pieces of what rank 0 wrote, and whether to OUTPUT or to ERRORS."""
     is_speaking: bool
     """More may come."""
+    silent: list[Cause]
+    """Ranks that run and have given no sign of life for too long."""
 
 
 class NodeRanks:
@@ -63,6 +71,7 @@ class NodeRanks:
         self._processes: RankProcesses | None = None
         self._terminal: _Terminal | None = None
         self._held = contextlib.ExitStack()
+        self._polls = 0
         self._lock: tuple[int, ...] = ()
         self._gpus: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
 
@@ -75,9 +84,10 @@ class NodeRanks:
         node = ray.get_runtime_context().get_node_id()
         return Report(__version__, node, ray.util.get_node_ip_address(), _port(), self._gpus, missing)
 
-    def hold(self, run_dir: str | None) -> str:
+    def hold(self, run_dir: str | None, umask: str) -> str:
         """Take the run's directory for its ranks, if there is one to take, and clear what ranks of a run before left; why it
         cannot be had, or nothing."""
+        use_umask(umask)
         try:
             if run_dir is not None:
                 self._lock = self._held.enter_context(locked(Path(self._directory) / run_dir))
@@ -86,13 +96,13 @@ class NodeRanks:
         clear(self._log_dir)
         return ""
 
-    def start(self, arguments: Sequence[str], variables: Mapping[str, str], threads: int | None) -> None:
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], settings: LaunchConfig) -> None:
         """Start `python -m ARGUMENTS` once a rank. `variables`: what the driver adds to this node's environment."""
         os.chdir(self._directory)
         environment = {
             **os.environ,
             **variables,
-            "OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // len(self._ranks))),
+            "OMP_NUM_THREADS": str(settings.threads or max(1, (os.cpu_count() or 1) // len(self._ranks))),
         }
         if self._gpus:
             # Ray leaves it as it is where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
@@ -100,7 +110,8 @@ class NodeRanks:
         paths = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         if any(paths):
             environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(":".join(filter(None, paths)).split(":")))
-        self._processes = RankProcesses(self._ranks, self._log_dir)
+        self._processes = RankProcesses(self._ranks, self._log_dir, settings.silent_seconds)
+        threading.Thread(target=self._end_unheard, args=(settings.silent_seconds,), daemon=True).start()
         # Ray blocks Ctrl-C for its workers, and who is started inherits that.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
@@ -114,8 +125,16 @@ class NodeRanks:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> News:
+        self._polls += 1
         said, is_speaking = ([], False) if self._terminal is None else self._terminal.take()
-        return News(self._running.codes(), said, is_speaking)
+        return News(self._running.codes(), said, is_speaking, self._running.silent())
+
+    def _end_unheard(self, limit: float) -> None:
+        """End this process, and with it the ranks, once the driver has not asked for so long: the network may be cut."""
+        silence = Silence()
+        while silence.look(self._polls, time.monotonic()) < limit + _SLACK:
+            time.sleep(1.0)
+        os._exit(1)
 
     def send(self, number: int) -> None:
         self._running.send(number)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.distributed.objects import all_gather_json
 from fivefold.megatron.bridge.sharding import SHARDERS
 from fivefold.megatron.mesh import Mesh
 from fivefold.models.families import parameters_of
@@ -41,10 +42,12 @@ class WeightStream:
         """`parameters` are what `named` has of the whole model: its weights when left out."""
         self._named, self._spec, self._mesh = named, spec, mesh
         layout = mesh.layout
-        own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named().items()}
-        everywhere: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * layout.pp
-        dist.all_gather_object(everywhere, own, group=mesh.ranks.pp)
-        held = {name: (stage, *kind) for stage, names in enumerate(everywhere) for name, kind in reversed(names.items())}
+        own = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in named().items()}
+        held = {
+            name: (stage, tuple(sizes), getattr(torch, dtype))
+            for stage, names in enumerate(all_gather_json(own, mesh.ranks.pp))
+            for name, (sizes, dtype) in reversed(names.items())
+        }
         pieces: list[_Piece] = []
         experts: dict[str, list[MappedParameter]] = {}
         per_rank = spec.moe.num_experts // layout.ep if spec.moe is not None else 0

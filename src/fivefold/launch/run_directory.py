@@ -1,0 +1,45 @@
+"""A run's directory before the run writes into it: what stands there is a run's, and no link leads elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from fivefold.launch.lock import LOCK
+
+_MARKS = (LOCK, "metrics.jsonl")
+"""One of them is in every directory in which a run has begun."""
+_MAY_STAND = re.compile(
+    r"\..*|lost\+found|run\.yaml|logs|checkpoints|tensorboard|trace|trackers|fivefold-.*|.*\.(out|err|log|ya?ml|sbatch|sh)"
+)
+"""What may be there before a run begins: hidden files, its configuration and job script, and where a scheduler writes."""
+_SHOWN = 3
+
+
+def check_run_directory(run_dir: Path) -> None:
+    """Raises ValueError where the directory holds other files than a run's, or symbolic links. That the directory itself is
+    reached by a link does not matter."""
+    if not run_dir.exists():
+        return
+    if not run_dir.is_dir():
+        raise ValueError(f"trainer.run_dir must be a directory: {run_dir} is a file; choose another one")
+    names = sorted(os.listdir(run_dir))
+    foreign = [name for name in names if not _MAY_STAND.fullmatch(name)]
+    if foreign and not any(mark in names for mark in _MARKS):
+        listed = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
+        raise ValueError(
+            f"trainer.run_dir must be a new directory or a run's: {run_dir} holds files that are not a run's, {listed}; "
+            "choose another trainer.run_dir"
+        )
+    if link := next(_links(run_dir), None):
+        raise ValueError(
+            f"trainer.run_dir: {link} is a symbolic link, and a run writes through none: remove it, or let trainer.run_dir "
+            "itself be the link"
+        )
+
+
+def _links(directory: Path) -> Iterator[Path]:
+    for root, directories, files in os.walk(directory):
+        yield from (path for name in (*directories, *files) if (path := Path(root, name)).is_symlink())

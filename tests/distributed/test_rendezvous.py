@@ -1,0 +1,125 @@
+"""Where ranks meet, who can reach it, and what they take from each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import Command, children_of, gone, wait_for
+from tests.support.whole_runs import make_model, write_run
+
+RUN = """
+policy: {backend: "megatron:d2", tokens_per_micro_batch: 24}
+algorithm: {name: grpo, group_size: 4}
+data: {prompts_per_step: 4, max_response_tokens: 8}
+trainer: {steps: 100000, save_every: 1, loggers: [console]}
+"""
+
+
+def _listening(pids: list[int]) -> list[tuple[str, int]]:
+    found = []
+    for pid in pids:
+        connections = psutil.Process(pid).net_connections("tcp")
+        found += [tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN]
+    return found
+
+
+def test_ranks_of_one_machine_listen_on_its_loopback_interface_only(tmp_path):
+    make_model(tmp_path, rows=16)
+    write_run(tmp_path, RUN)
+    process = Command("train", tmp_path / "run.yaml")
+    try:
+        wait_for((tmp_path / "runs/base/checkpoints/step-000001").exists, process)
+        everyone = children_of(process.pid)
+        ranks = [child.pid for child in psutil.Process(process.pid).children()]
+        found = _listening([process.pid, *everyone])
+        ports = {int(psutil.Process(pid).environ().get("MASTER_PORT", 0)) for pid in ranks}
+    finally:
+        process.kill()
+        process.wait()
+    assert found, "Gloo listens"
+    assert {host for host, _ in found} == {"127.0.0.1"}
+    assert not ports.intersection(port for _, port in found), "ranks meet in a directory"
+    wait_for(lambda: gone(everyone))
+
+
+def test_a_store_listens_on_one_address():
+    from fivefold.distributed.rendezvous import open_store
+
+    store = open_store("127.0.0.1", 0, timedelta(seconds=20), is_held=True)
+    assert ("127.0.0.1", store.port) in _listening([os.getpid()])
+    assert not [host for host, port in _listening([os.getpid()]) if port == store.port and host != "127.0.0.1"]
+    other = open_store("127.0.0.1", store.port, timedelta(seconds=20), is_held=False)
+    store.set("key", "value")
+    assert other.get("key") == b"value"
+
+
+def test_a_name_that_means_this_machine_only_is_said_where_others_must_reach_it(capfd):
+    from fivefold.distributed.rendezvous import open_store
+
+    store = open_store("localhost", 0, timedelta(seconds=20), is_held=True, is_spread=True)
+    assert "listens on all of its addresses" in capfd.readouterr().out
+    assert store.port
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+def exchange_pickles(mesh, mark):
+    """What becomes of plain values, and of an object that runs code where it is unpickled."""
+    import torch.distributed as dist
+
+    plain: list = [None, None]
+    dist.all_gather_object(plain, ((("lr", 1.0), ("wd", None)), mesh.ranks.rank), group=mesh.ranks.world)  # noqa: TID251
+    try:
+        dist.all_gather_object([None, None], Evil(mark), group=mesh.ranks.world)  # noqa: TID251
+    except Exception as error:
+        return plain, f"{type(error).__name__}: {error}"
+    return plain, "taken"
+
+
+def test_nothing_that_a_peer_sends_is_unpickled(cluster, tmp_path):
+    plain, said = cluster.run(exchange_pickles, "megatron:d2", tmp_path / "mark")[0]
+    assert plain == [((("lr", 1.0), ("wd", None)), rank) for rank in range(2)]
+    assert said.startswith("UnpicklingError: ranks exchange plain values only") and "mkdir" in said
+    assert not (tmp_path / "mark").exists()
+
+
+def exchange_json(mesh):
+    value = {"rank": mesh.ranks.rank, "names": ["é", None], "nan": float("inf"), "big": 2**70, "third": 1 / 3}
+    return mesh.ranks.gather_objects(value), mesh.ranks.broadcast_from_main(value if mesh.ranks.is_main else None)
+
+
+def test_small_objects_arrive_as_they_were_sent(cluster):
+    for gathered, told in cluster.run(exchange_json, "megatron:d2"):
+        assert [each["rank"] for each in gathered] == [0, 1] and told == gathered[0]
+        assert gathered[1] == {"rank": 1, "names": ["é", None], "nan": float("inf"), "big": 2**70, "third": 1 / 3}
+
+
+@pytest.mark.parametrize("value", [{1: 2}, Path("a"), [{"a": {2.5: ""}}], {"a": {3}}, b"bytes"])
+def test_values_that_json_would_change_are_refused(value):
+    from fivefold.distributed.objects import _encoded
+
+    with pytest.raises(TypeError, match=r"what ranks exchange|ranks exchange None"):
+        _encoded(value)
+
+
+def test_the_stores_of_weights_and_of_servers_listen_where_servers_are():
+    from fivefold.engines.servers.http import own_address
+    from fivefold.engines.servers.transfer import open_store
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = own_address(f"http://127.0.0.1:{server.getsockname()[1]}")
+    store = open_store(address, None, 20.0)
+    assert {host for host, port in _listening([os.getpid()]) if port == store.port} == {"127.0.0.1"}
