@@ -142,6 +142,12 @@ class DataConfig:
     """False: prompts are texts as the model reads them, with the tokenizer's own special tokens around them."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
+    query_key: str | None = None
+    """Column with a second part of the prompt, which follows the first on a line of its own; a row may leave it empty."""
+    system_key: str | None = None
+    """Column with a row's own system message, which comes before `system_prompt`; a row may have none, or begin with one."""
+    tools_key: str | None = None
+    """Column with the functions that a row's chat template is passed as `tools`: a list, or JSON; a row may have none."""
     ground_truth_key: str = "reward_model.ground_truth"
     """What a response is compared with; elsewhere, of a solution that ends in `#### answer`, it is the answer."""
     ground_truth_by_source: dict[str, str] = field(default_factory=dict)
