@@ -23,7 +23,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     out = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer("char", ["0123456789+= abcdefghijklmnopqrstuvwxyz\n#<>;:{}[]\"_"], out)
+    train_tokenizer("char", ['0123456789+= abcdefghijklmnopqrstuvwxyz\n#<>;:{}[]"_'], out)
     return out
 
 

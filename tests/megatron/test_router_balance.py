@@ -33,7 +33,9 @@ def test_the_balance_loss_of_config_json_is_the_same_step_as_its_coefficient_wri
     assert reports[0].metrics["moe/aux_loss"] > 0
 
 
-@pytest.mark.parametrize(("given", "coef"), [({"router_aux_loss_coef": 0.02}, 0.02), ({"router_aux_loss_coef": 0}, 0), ({}, 0.001)])
+@pytest.mark.parametrize(
+    ("given", "coef"), [({"router_aux_loss_coef": 0.02}, 0.02), ({"router_aux_loss_coef": 0}, 0), ({}, 0.001)]
+)
 def test_a_balance_coefficient_may_be_0_and_is_transformers_own_when_left_out(given, coef):
     assert read_balance_coef({"model_type": "qwen3_moe", **given}) == coef
 
