@@ -56,7 +56,7 @@ def test_a_query_follows_the_prompt_on_a_line_of_its_own(directory, tmp_path):
 
 def test_a_query_column_that_is_not_there_is_refused_before_the_run(directory, tmp_path):
     row = {"prompt": "add", "response": "2"}
-    with pytest.raises(ValueError, match="no column 'more'; it has prompt, response; set data.query_key"):
+    with pytest.raises(ValueError, match=r"no column 'more'; it has prompt, response; set data\.query_key"):
         prompts_of(directory, tmp_path, row, query="more")
     assert "set data.query_key" in checked(directory, tmp_path, row, query_key="more")[0]
 

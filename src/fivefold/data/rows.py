@@ -50,9 +50,7 @@ USUAL_COLUMNS = Columns()
 TEMPLATE_NAMES = ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
                   "continue_final_message")  # fmt: skip
 """Arguments of a chat template that are ours to say."""
-TOOLS_NEED_TEMPLATE = (
-    "functions of data.tools_key are written by a chat template: set data.chat_template, or leave the key out"
-)
+TOOLS_NEED_TEMPLATE = "functions of data.tools_key are written by a chat template: set data.chat_template"
 
 
 @dataclass(frozen=True)

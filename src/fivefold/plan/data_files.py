@@ -16,8 +16,8 @@ from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
-    TOOLS_NEED_TEMPLATE,
     TEMPLATE_NAMES,
+    TOOLS_NEED_TEMPLATE,
     Columns,
     Row,
     check_responses,

@@ -94,7 +94,7 @@ VERSIONS: dict[str, dict[str, Any]] = {
         **{f"{name}.training_args.warmup_ratio": 0.03 for name in ("actor_train", "critic", "sft_train")},
     }
 }
-"""Month of an older release -> defaults that were others then (8eb27cc2's history: until 2025-08-28, and until 2025-06-30)."""
+"""Month of an older release -> defaults that were others then: until 2025-08-28, and until 2025-06-30."""
 VERSIONS["2025-05"] = {**VERSIONS["2025-08"], "loss_agg_mode": "token-mean"}
 
 
