@@ -552,7 +552,8 @@ ASKED: dict[str, tuple[RunConfig | list, Asked]] = {
     ),
     "trinity ppo on megatron": (
         ["trinity", PPO_TRINITY],
-        Asked(96, 384, 1, 16384, 0.45e-5, ("loss", "k2", 0.001), (0.2, 0.2, 3.0), "token-mean", "megatron:d2t2p1", "vllm:d4t1"),
+        # The warm-up rises from 0.01 of the rate: 0.05e-6 + 0.9 of the rest.
+        Asked(96, 384, 1, 16384, 0.4555e-5, ("loss", "k2", 0.001), (0.2, 0.2, 3.0), "token-mean", "megatron:d2t2p1", "vllm:d4t1"),
     ),
 }  # fmt: skip
 

@@ -225,7 +225,7 @@ class CriticConfig(LearnerConfig):
     path: Annotated[str | None, CONTENT] = None
     """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    value_clip: Annotated[float, above(0)] | None = 0.5
+    value_clip: Annotated[float, at_least(0)] | None = 0.5
     """A value may move by so much from what it was before the step; null: no bound."""
     warmup_steps: Annotated[int, at_least(0)] = 0
     """Steps in which the critic learns and the policy stays as it is."""
