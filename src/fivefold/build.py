@@ -187,6 +187,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             config.trainer,
             config.run_dir,
             steps,
+            loader.steps_per_epoch,
             ranks,
             logger,
             models,

@@ -220,8 +220,8 @@ class TrainerConfig:
     """Of the order of prompts and of every random draw."""
     device: Annotated[Literal["auto", "cpu", "cuda"], HARMLESS] = "auto"
     """`auto` takes GPUs where there are any."""
-    save_every: Annotated[int, at_least(0), HARMLESS] = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    save_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
+    """Steps between checkpoints; 0 saves only at the end, `epoch` after as many steps as one pass over the data takes."""
     async_save: Annotated[bool, HARMLESS] = False
     """Copy a checkpoint to the host and go on while it is written; takes as much host memory as a rank's share of it."""
     keep: Annotated[int, above(0), HARMLESS] = 3
@@ -231,8 +231,9 @@ class TrainerConfig:
     accept_changes: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Keys or sections that may differ from those of the checkpoint that is resumed, although what is learned changes with
     them; a change that is not named here is refused."""
-    eval_every: Annotated[int, at_least(0), HARMLESS] = 0
-    """Steps between evaluations; 0: only before the first step and at the end."""
+    eval_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
+    """Steps between evaluations; 0: only before the first step and at the end, `epoch`: after as many steps as one pass over
+    the data takes."""
     eval_before_train: Annotated[bool, HARMLESS] = True
     """Evaluate before the first step, when there is validation data."""
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)

@@ -503,7 +503,7 @@ def _check_evaluation(findings: Findings, config: RunConfig) -> None:
         "needs validation files: name them in data.val or set eval_every to 0",
     )
     findings.require(
-        not trainer.stop_at or (files and trainer.eval_every > 0),
+        not trainer.stop_at or (files and trainer.eval_every != 0),
         "trainer.stop_at",
         "looks at evaluations: set trainer.eval_every and data.val",
     )
