@@ -117,6 +117,10 @@ def model(source: Source) -> dict[str, Any]:
         found |= shared.replayed("R3")
     if role.flag("megatron.use_deterministic_algorithms"):
         found["trainer.deterministic"] = True
+    if role.flag("offload") or role.flag("fsdp.offload_params"):
+        found |= {"policy.offload.parameters": True, "policy.offload.optimizer": True}
+    elif role.flag("optimizer.offload"):
+        found["policy.offload.optimizer"] = True
     if role.text("megatron.bridge_type") == "megatron-bridge":
         role.fixed("megatron.bridge_type", "weights are read by our own tables: the same numbers")
     return found

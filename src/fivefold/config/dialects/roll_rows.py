@@ -5,7 +5,7 @@ from __future__ import annotations
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.roll_roles import kind
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
-from fivefold.config.dialects.table import Section, fixed, lacks, to, used
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
 
 
 def _of(roles: str, names: str) -> str:
@@ -21,6 +21,82 @@ _STRATEGY = "".join(
     )
 )
 """Of strategies other than Megatron's."""
+_WORKER = (
+    "apply_loss_scale backend_timeout data_args generating_args infer_batch_size logits_in_fp32 max_concurrency "
+    "max_tokens_per_microbatch_in_infer max_tokens_per_microbatch_in_train model_args model_update_frequency "
+    "mtp_training_mode name opd_kl_coef pg_variant router_replay router_replay.mode "
+    "sequence_length_round_in_infer sequence_length_round_in_train sequence_packing_args sequence_packing_args.algorithm "
+    "sequence_packing_args.max_packed_sequence_length_forward sequence_packing_args.max_packed_sequence_length_train "
+    "sequence_packing_args.min_num_micro_batches_forward sequence_packing_args.min_num_micro_batches_train strategy_args "
+    "system_envs tag_included topr_negative_weight topr_positive_weight training_args use_dynamic_batching_in_infer "
+    "use_dynamic_batching_in_train use_sequence_packing worker_cls world_size use_remove_padding"
+)
+"""Fields of WorkerConfig that say how a worker is run, or what only a policy's or a reward's reads."""
+_MODEL = (
+    "adapter_name_or_path additional_target attn_implementation device_map "
+    "disable_gradient_checkpointing freeze_module_prefix "
+    "gradient_checkpointing_use_reentrant model_type num_labels ulysses_size flash_attn"
+)
+_OF_TRANSFORMERS = (
+    "bf16 data_seed dataloader_num_workers fp16 max_steps output_dir save_hf_model seed tf32 num_train_epochs "
+)
+_LEARNING = (
+    "adam_beta1 adam_beta2 gradient_accumulation_steps learning_rate lr_scheduler_type per_device_train_batch_size "
+    "warmup_ratio warmup_steps weight_decay"
+)
+_DRAWN = (
+    "do_sample include_stop_str_in_output length_penalty logprobs max_length max_new_tokens num_beams num_return_sequences "
+    "repetition_penalty stop_strings temperature top_k top_p"
+)
+_MCORE = (
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split accumulate_allreduce_grads_in_fp32 "
+    "additional_configs apply_rope_fusion beta bias_activation_fusion "
+    "calculate_per_token_loss check_for_nan_in_loss_and_grad "
+    "ckpt_d2h_non_blocking ckpt_format compile_warmup context_parallel_size cross_entropy_loss_fusion cuda_graph_impl "
+    "cuda_graph_scope ddp_average_in_collective ddp_bucket_size delay_grad_reduce distrib_optim_fully_reshardable "
+    "distrib_optim_fully_reshardable_mem_efficient expert_model_parallel_size expert_tensor_parallel_size hf_config_json "
+    "hf_model_type label_smoothing max_sequence_length moe_enable_routing_replay moe_grouped_gemm moe_layer_recompute "
+    "moe_parallel_folding moe_token_dispatcher_type moe_token_drop_policy moe_use_shared_expert_gate mtp_num_layers "
+    "multi_latent_attention name_or_path optimizer padded_vocab_size pipeline_model_parallel_layout "
+    "pipeline_model_parallel_size position_embedding_type pref_loss recompute_granularity "
+    "recompute_method recompute_modules "
+    "recompute_num_layers rope_parameters rotary_base rotary_percent rotary_scaling rotary_scaling_factor save_hf_model "
+    "save_merged_model sequence_packing sequence_parallel squared_relu swiglu tensor_model_parallel_size "
+    "tie_embeddings_and_output_weights transformer_impl use_distributed_optimizer variable_seq_lengths "
+    "virtual_pipeline_model_parallel_size yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_mscale "
+    "yarn_mscale_all_dim yarn_original_max_position_embeddings yarn_rotary_scaling_factor"
+)
+"""Options of Megatron-Core in the section of another model than the policy: how it is laid out, or what config.json says."""
+_OTHER = "*.strategy_args.strategy_config."
+_SAID_OF_OTHERS = (
+    *lacks(below(_OTHER, "fp8 fp8_param fp8_recipe"), "computing in 8 bits", [False]),
+    *lacks(
+        below(_OTHER, "moe_expert_capacity_factor moe_pad_expert_input_to_capacity"),
+        "experts that drop tokens: log-probs of the models would differ",
+        [False],
+    ),
+    *lacks(
+        _OTHER + "moe_aux_loss_coeff", "a balance loss of another model than the policy: its megatron.transformer", [0, 0.0]
+    ),
+    *lacks(_OTHER + "moe_router_dtype", "routers that compute in another type: megatron.transformer has it", ["fp32"]),
+    *slower(
+        below(
+            _OTHER,
+            "overlap_grad_reduce overlap_p2p_comm overlap_param_gather moe_shared_expert_overlap optimizer_cpu_offload "
+            "optimizer_offload_fraction",
+        ),
+        "communication that is hidden, an optimizer on the host: the model's own section megatron has them",
+        [False, 0, 1, 0.0, 1.0],
+    ),
+    *lacks("critic.model_args.dtype reference.model_args.dtype", "another type than the policy's", ["bf16", "bfloat16"]),
+    *lacks("actor_infer.model_args.dtype", "an engine in another type: engine.dtype", ["bf16", "bfloat16"]),
+    *fixed("*.model_args.dtype rewards.*.model_args.dtype", "read by no reward that we have"),
+    *fixed(
+        "*.model_args.autocast_adapter_dtype rewards.*.model_args.autocast_adapter_dtype",
+        "adapters are kept in the policy's type, with a float32 copy in the optimizer",
+    ),
+)
+"""What is said of options of critic, reference and engine, or refused."""
 SECTIONS = (
     Section.of(
         "Run",
@@ -121,10 +197,14 @@ SECTIONS = (
         ),
         fixed("model_download_type", "where the model's files come from"),
         fixed(
-            "generate_opt_level max_running_requests is_offload_states "
-            "is_offload_optimizer_states_in_train_step **.strategy_args.strategy_config.forward_prefetch",
-            "how requests are scheduled and where states lie: the same samples are asked for",
+            "generate_opt_level max_running_requests **.strategy_args.strategy_config.forward_prefetch",
+            "how requests are scheduled: the same samples are requested",
             takes_any=True,
+        ),
+        slower(
+            "is_offload_states is_offload_optimizer_states_in_train_step",
+            "state that waits on the host between stages: policy.offload",
+            [False],
         ),
         lacks("generate_redundancy_num", "more responses than are used, of which the first that are done stay", [0]),
         lacks(
@@ -270,7 +350,22 @@ SECTIONS = (
         ),
         lacks("rewards.*.reward_manager_config", "plugins of rewards"),
         lacks("rewards.*.format_pattern rewards.*.code_url", "read by other workers than those that are known"),
-        fixed("rewards.**", "how the worker is run"),
+        lacks("rewards.*.model_args.lora_dropout", "dropout", [0, 0.0]),
+        fixed(
+            (
+                *below(
+                    "rewards.*.",
+                    _WORKER + " query_filter_config response_filter_config llm_proxy strategy_args.strategy_name",
+                ),
+                *below("rewards.*.", "llm_proxy.proxy_config llm_proxy.proxy_type"),
+                *below("rewards.*.model_args.", _MODEL),
+                *below("rewards.*.", "device_mapping num_gpus_per_worker"),
+                *below("rewards.*.training_args.", _OF_TRANSFORMERS + _LEARNING),
+                *below("rewards.*.generating_args.", _DRAWN),
+            ),
+            "how the worker is run",
+        ),
+        fixed("rewards.*.llm_proxy.** rewards.*.system_envs.** rewards.*.*_filter_config.*", "how the worker is run"),
         used("validation.generating_args.*", "eval.samples eval.temperature eval.top_p"),
     ),
     Section.of(
@@ -286,13 +381,10 @@ SECTIONS = (
             "policy.backend policy.megatron.pipeline",
         ),
         used(
-            _of("actor_train", "strategy_args.strategy_config.**"),
+            _of("actor_train sft_train", "strategy_args.strategy_config.**"),
             "policy.megatron policy.recompute policy.sequence_parallel",
         ),
-        fixed(
-            _of("actor_train sft_train", "strategy_args.strategy_config") + " sft_train.strategy_args.strategy_config.**",
-            SPREAD,
-        ),
+        fixed(_of("actor_train sft_train", "strategy_args.strategy_config"), "empty"),
         used(_of("actor_train sft_train", "model_args.disable_gradient_checkpointing"), "policy.recompute"),
         lacks(
             _of("actor_train sft_train", "model_args.dtype"), "training in another type: policy.dtype", ["bf16", "bfloat16"]
@@ -325,8 +417,8 @@ SECTIONS = (
         fixed(
             _of(
                 "**.model_args",
-                "attn_implementation flash_attn dtype disable_gradient_checkpointing model_type model_name_or_path "
-                "gradient_checkpointing_use_reentrant device_map num_labels autocast_adapter_dtype additional_target "
+                "attn_implementation flash_attn disable_gradient_checkpointing model_type model_name_or_path "
+                "gradient_checkpointing_use_reentrant device_map num_labels additional_target "
                 "adapter_name_or_path ulysses_size freeze_module_prefix",
             ),
             KERNELS,
@@ -378,8 +470,24 @@ SECTIONS = (
             "Of Megatron. Ranks of their own where none of their GPUs is the policy's or the engine's, the policy's "
             "otherwise. Its layout where nothing is said, with another strategy, or where the ranks cannot be divided so.",
         ),
-        fixed("critic.**", "it has the policy's settings"),
-        fixed("reference.** reference_configs.**", "the reference has the policy's settings, and only computes"),
+        *_SAID_OF_OTHERS,
+        fixed(
+            below("critic.", _WORKER)
+            + below("critic.model_args.", _MODEL)
+            + below("critic.training_args.", _OF_TRANSFORMERS),
+            "how the worker is run: the critic has the policy's settings",
+        ),
+        fixed(
+            (
+                *below("reference. actor_infer.", _WORKER),
+                "actor_infer.model_args.model_name_or_path",
+                *below("reference.model_args. actor_infer.model_args.", _MODEL),
+                *below("reference.training_args. actor_infer.training_args.", _OF_TRANSFORMERS + _LEARNING),
+                *below("reference.generating_args. critic.generating_args.", _DRAWN),
+            ),
+            "how the worker is run: the model only computes, by the policy's settings",
+        ),
+        fixed("reference_configs.**", "how references of several teachers are run, which only distillation has"),
         used(
             _of(
                 "actor_infer",
@@ -416,7 +524,22 @@ SECTIONS = (
         lacks("actor_infer.generating_args.do_sample", "the most likely tokens: temperature 0", [True]),
         lacks("actor_infer.generating_args.*", "another way of sampling"),
         lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
-        fixed("actor_infer.**", KERNELS),
+        lacks(
+            below("actor_infer.strategy_args.strategy_config.", "quantization kv_cache_dtype quantization_param_path"),
+            "an engine that quantizes weights or its cache: engine.vllm has both",
+            ["auto"],
+        ),
+        lacks("actor_infer.strategy_args.strategy_config.dtype", "an engine in another type", ["auto", "bfloat16", "bf16"]),
+        slower(
+            below("actor_infer.strategy_args.strategy_config.", "cpu_offload_gb swap_space speculative_config"),
+            "memory of the host, speculative decoding: engine.vllm has vLLM's own keys",
+            [0],
+        ),
+        fixed(
+            "actor_infer.strategy_args.strategy_config.*",
+            "how the engine serves: the same distribution is sampled",
+        ),
+        fixed("actor_infer.strategy_args.strategy_config actor_infer.generating_args.max_length", "response_length says it"),
         fixed(
             "**.strategy_args.strategy_config.additional_configs.** **.strategy_args.strategy_config.wrap_policy.* "
             "**.strategy_args.strategy_config.zero_optimization.** **.strategy_args.strategy_config.bf16.* "
@@ -425,6 +548,21 @@ SECTIONS = (
             SPREAD,
             takes_any=True,
         ),
-        fixed(_STRATEGY + "**.strategy_args.strategy_config.** **.strategy_args.** validation.**", SPREAD),
+        fixed(_STRATEGY, "how other strategies shard: the sums are those of data-parallel Megatron-Core"),
+        fixed(
+            (
+                *below("*.strategy_args.strategy_config.", _MCORE),
+                *below("critic. reference. validation. rewards.*.", "strategy_args.strategy_config"),
+                *below("reward. reward_model.", "strategy_args.strategy_name strategy_args.strategy_config"),
+            ),
+            SPREAD,
+        ),
+        fixed(
+            below("validation.", _WORKER + " device_mapping num_gpus_per_worker model_args.model_name_or_path")
+            + below("validation.model_args.", _MODEL)
+            + below("validation.training_args.", _OF_TRANSFORMERS + _LEARNING)
+            + ("validation.strategy_args.strategy_name",),
+            "validation is the policy's and its engine's",
+        ),
     ),
 )

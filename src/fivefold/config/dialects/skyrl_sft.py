@@ -12,6 +12,7 @@ from typing import Any
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
+from fivefold.config.dialects.skyrl_rows import SAID
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
 
@@ -191,6 +192,7 @@ def run(source: Source) -> dict[str, Any]:
 
 tracked = shared.tracked("logger", "project_name", "run_name", tags="tags")
 SECTIONS = (
+    Section.of("Memory and communication", *SAID),
     Section.of(
         "SFT",
         used(
@@ -263,7 +265,7 @@ SECTIONS = (
         used("optimizer_config.max_grad_norm", "policy.optimizer.clip_grad"),
         used("optimizer_config.num_warmup_steps", "policy.optimizer.warmup_steps", "The first with rate 0."),
         used("optimizer_config.scheduler", "policy.optimizer.schedule"),
-        fixed("optimizer_config.offload_after_step", SPREAD),
+        fixed("optimizer_config.offload_after_step", "read next to an engine only, which SFT has not"),
         fixed("remove_microbatch_padding use_sample_packing use_torch_compile async_batch_collation", KERNELS),
         to("logger", "trainer.loggers", shared.loggers),
         used("project_name run_name tags", "tracking trainer.run_dir"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.adapters import adapters
+from fivefold.config.dialects.sampler import say_replaced
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.trinity_algorithm import offline
 from fivefold.config.dialects.trinity_keys import ACTOR, ROLLOUT, TASKSET
@@ -33,6 +34,7 @@ def engine(source: Source) -> dict[str, Any]:
         return {}
     said, drawn = source.under(ROLLOUT), source.under(TASKSET + "rollout_args.")
     tp = said.count("tensor_parallel_size")
+    say_replaced(said, "engine_type", said.text("engine_type"))
     found: dict[str, Any] = {
         **shared.engine_apart(said.count("engine_num") * tp, tp),
         "engine.memory_fraction": said.number("gpu_memory_utilization"),

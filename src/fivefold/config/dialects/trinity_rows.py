@@ -309,6 +309,7 @@ SECTIONS = (
         used(ROLLOUT + "gpu_memory_utilization", "engine.memory_fraction"),
         used(f"{ROLLOUT}enforce_eager {ROLLOUT}enable_prefix_caching {ROLLOUT}enable_chunked_prefill", "engine.vllm"),
         used(ROLLOUT + "dtype", "engine.dtype"),
+        used(ROLLOUT + "engine_type", "engine.backend", "sglang becomes vLLM."),
         used("explorer.eval_interval", "trainer.eval_every"),
         used("explorer.eval_on_startup", "trainer.eval_before_train"),
         used(
@@ -326,7 +327,7 @@ SECTIONS = (
         fixed(
             below(
                 ROLLOUT,
-                "name engine_type use_v1 seed temperature top_p top_k logprobs max_model_len "
+                "name use_v1 seed temperature top_p top_k logprobs max_model_len "
                 "model_path trust_remote_code enable_prompt_truncation enable_history enable_openai_api "
                 "enable_log_requests enable_auto_tool_choice tool_call_parser reasoning_parser bundle_indices ray_namespace "
                 "cuda_visible_devices enable_lora enable_runtime_lora_updating lora_modules lora_kwargs",
