@@ -5,8 +5,12 @@ The runs are those of the other tests of dialects, and words that make functions
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from fivefold.config.dialects import areal, roll, skyrl, trinity
+from fivefold.config.dialects.table import Row
 from fivefold.config.dialects.trinity_keys import BUFFER, EXPERTS
 from tests.config import test_areal_data_and_intervals as areal_runs
 from tests.config import test_areal_releases as old_areal_runs
@@ -141,3 +145,108 @@ def runs_of(system: str) -> list[Run]:
 @pytest.mark.parametrize("system", ["roll", "trinity", "areal", "skyrl"])
 def test_a_key_that_is_said_to_be_used_is_read_by_a_function_in_some_run(system, monkeypatch):
     assert unread(reads_of(system, runs_of(system), monkeypatch)) == {}
+
+
+# --- reasons ---------------------------------------------------------------------------------------------------------
+
+SAME = re.compile(
+    r"numbers are the same|numbers agree|no number|nothing|changes? the numbers|changes? log-probs|the same number|same samples"
+    r"|same distribution|the policy's (settings|layout)|the sums are those"
+)
+"""How a reason says that a key changes no number."""
+MAY_CLAIM = {
+    "other kernels of the same formula: numbers agree up to rounding",
+    "how state is spread over GPUs: the numbers are the same",
+    "no cut into micro-batches changes the numbers",
+    "no cut changes the numbers",
+    "no cut and no kernel changes the numbers",
+    "no cut changes log-probs",
+    "how FSDP shards: the sums are those of data-parallel Megatron-Core",
+    "how other strategies shard: the sums are those of data-parallel Megatron-Core",
+    "the actor's strategy is that of all models: it changes no number",
+    "the policy's key says it for all models: it changes no number",
+    "each of the trainer's steps is one update: the order in it changes nothing",
+    "how the worker is run: the critic has the policy's settings",
+    "how the worker is run: the model only computes, by the policy's settings",
+    "it has the policy's settings",
+    "it has the policy's layout",
+    "the reference has the policy's settings, and only computes",
+    "the reference has the policy's layout, and only computes",
+    "the reference learns nothing",
+    "how the engine serves: the same distribution is sampled",
+    "how vLLM serves: the same distribution is sampled",
+    "the reference computes as the policy does; no cut changes the numbers",
+    "how requests are scheduled: the same samples are requested",
+}
+ACTS = re.compile(
+    r"offload|overlap|fp8|fp4|int8|quant|kv_cache|aux_loss|z_loss|dropout|capacity|precision_aware|speculative|deepep"
+    r"|(^|_)dtype$"
+)
+"""What costs memory, time or digits: in the name of a key that no such reason may stand for."""
+WHOLE = {
+    "changes what is shown, not what is learned",
+    "how data are read",
+    "read by agents only",
+    "read by other environments only",
+    "read with enable only",
+    "read with trainer.mtp.enabled only",
+    "read with simulate_training only",
+    "where Trinity keeps samples",
+    "how processes are started",
+    "empty",
+    "how the worker is run",
+    "the engine is given the whole weights",
+    "how weights travel to the engine",
+    "how requests are spread",
+    "all models share the policy's GPUs",
+    "all models of the trainer share the policy's GPUs",
+    "the layout says how many GPUs; how they are started is launch's",
+    "evaluation is greedy here: eval.samples asks for more",
+    "operators on data are a server's, which is asked where its URL is given (launcher.py)",
+    "verl's own data, reward model and sampler, which Trinity never starts",
+    "DeepSpeed becomes data-parallel Megatron-Core, which shards the optimizer",
+    "a reward model next to the environment's rewards, which no later release has",
+}
+"""Reasons that are true of a whole section, whatever its keys are: a wildcard may stand for the keys of such a section."""
+TABLES = {
+    "roll": [roll.TABLE],
+    "trinity": [trinity.TABLE],
+    "areal": [areal.TABLE, *areal.OTHER_TABLES],
+    "skyrl": [skyrl.TABLE, *skyrl.OTHER_TABLES],
+}
+
+
+def rows(system: str) -> list[Row]:
+    return [row for table in TABLES[system] for section in table.sections for row in section.rows]
+
+
+@pytest.mark.parametrize("system", TABLES)
+def test_only_reasons_that_are_listed_claim_that_a_key_changes_no_number(system):
+    claimed = {row.note for row in rows(system) if row.form == "fixed" and SAME.search(row.note)}
+    assert claimed - MAY_CLAIM == set()
+
+
+@pytest.mark.parametrize("system", TABLES)
+def test_offload_overlap_and_fewer_bits_are_never_said_to_change_no_number(system):
+    silent = []
+    for table in TABLES[system]:
+        for key in sorted({*table.known.names, *table.exact}):
+            row = table.row(key)
+            if row is not None and row.form == "fixed" and SAME.search(row.note) and ACTS.search(key.rpartition(".")[2]):
+                silent.append((key, row.key))
+    assert silent == []
+
+
+@pytest.mark.parametrize("system", TABLES)
+def test_no_wildcard_calls_keys_fixed_that_the_system_has_one_by_one(system):
+    """Keys whose name a wildcard leaves open; whole sections that nothing of a run reads are listed by their reason."""
+    swallowed = {
+        (row.key, row.note)
+        for table in TABLES[system]
+        for key in table.known.names
+        if (row := table.row(key)) is not None
+        and row.form == "fixed"
+        and "*" in row.key.rpartition(".")[2]
+        and row.note not in WHOLE
+    }
+    assert swallowed == set()

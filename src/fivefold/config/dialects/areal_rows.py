@@ -566,12 +566,15 @@ SECTIONS = (
         used("evaluator.freq_steps evaluator.freq_epochs", "trainer.eval_every"),
         used("evaluator.eval_before_train", "trainer.eval_before_train"),
         used("recover.mode", "trainer.resume"),
+        lacks("recover.no_load_optim", "a run that goes on with a new optimizer", [False]),
+        slower("recover.no_save_optim", "checkpoints without the optimizer's state", [False]),
         slower(
             "recover.freq_secs saver.freq_secs evaluator.freq_secs",
             "seconds between checkpoints and evaluations: say freq_steps",
         ),
         fixed(
-            "saver.* evaluator.* recover.* stats_logger.** perf_tracer perf_tracer.** memory_profiler memory_profiler.**",
+            "saver.mode saver.fileroot evaluator.fileroot recover.fileroot recover.retries *.experiment_name "
+            "*.trial_name stats_logger.** perf_tracer perf_tracer.** memory_profiler memory_profiler.**",
             SHOWN,
         ),
         fixed(

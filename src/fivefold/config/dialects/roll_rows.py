@@ -312,7 +312,9 @@ SECTIONS = (
             _of(
                 "**.data_args",
                 "interleave_probs dataset_dir dataset_type preprocessing_num_workers messages prompt response tag id "
-                "file_name eval_file_name image_* video_* audio_folder",
+                "file_name eval_file_name audio_folder image_folder image_max_pixels "
+                "image_min_pixels video_folder video_fps "
+                "video_max_frames video_max_pixels video_min_pixels video_resize_chunk_frames video_total_pixels",
             ),
             "how data are read",
         ),
@@ -401,7 +403,11 @@ SECTIONS = (
             )
         ),
         lacks("critic.model_args.lora_target", "adapters of the critic: critic.lora has them", []),
-        fixed("**.model_args.lora_* lora_* lora_rank lora_target lora_alpha", "the engine is given the merged weights"),
+        fixed(
+            "**.model_args.lora_alpha **.model_args.lora_dropout **.model_args.lora_rank **.model_args.lora_target "
+            "lora_* lora_rank lora_target lora_alpha",
+            "the engine is given the merged weights",
+        ),
         lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
         used(
@@ -444,7 +450,16 @@ SECTIONS = (
             for row in rows
         ),
         used(_of("actor_train sft_train", "training_args.num_train_epochs"), "trainer.epochs"),
-        fixed(_of("actor_train sft_train", "training_args.*"), "of transformers' trainer, which does not run"),
+        lacks(_of("actor_train sft_train", "training_args.fp16"), "training in float16: policy.dtype", [False]),
+        fixed(
+            _of(
+                "actor_train sft_train",
+                "training_args.bf16 training_args.data_seed training_args.dataloader_num_workers training_args.max_steps "
+                "training_args.output_dir training_args.save_hf_model training_args.seed training_args.tf32 "
+                "training_args.disable_tqdm",
+            ),
+            "of transformers' trainer, which does not run",
+        ),
         used(
             _of("actor_train sft_train", "use_dynamic_batching_in_train max_tokens_per_microbatch_in_train"),
             "policy.tokens_per_micro_batch",
@@ -453,7 +468,11 @@ SECTIONS = (
             _of(
                 "actor_train sft_train",
                 "infer_batch_size use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer "
-                "sequence_length_round_in_* use_remove_padding use_sequence_packing sequence_packing_args.** "
+                "sequence_length_round_in_infer sequence_length_round_in_train use_remove_padding use_sequence_packing "
+                "sequence_packing_args sequence_packing_args.algorithm "
+                "sequence_packing_args.max_packed_sequence_length_forward "
+                "sequence_packing_args.max_packed_sequence_length_train sequence_packing_args.min_num_micro_batches_forward "
+                "sequence_packing_args.min_num_micro_batches_train "
                 "logits_in_fp32 apply_loss_scale",
             ),
             "no cut changes the numbers",

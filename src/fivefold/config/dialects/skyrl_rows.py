@@ -288,7 +288,18 @@ SECTIONS = (
         ),
         lacks(_MEGATRON + "lora_config.normalize_moe_lora", "adapters of experts of another scale", [False]),
         fixed(
-            "megatron_config.ref.** megatron_config.policy.ddp_config.* megatron_config.policy.empty_cuda_cache",
+            below(
+                "megatron_config.ref.",
+                "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size model_config_kwargs "
+                "pipeline_model_parallel_size tensor_model_parallel_size transformer_config_kwargs "
+                "transformer_config_kwargs.recompute_granularity transformer_config_kwargs.recompute_method "
+                "transformer_config_kwargs.recompute_modules transformer_config_kwargs.recompute_num_layers",
+            ),
+            "the reference has the policy's layout, and only computes",
+        ),
+        fixed("megatron_config.ref.model_config_kwargs.**", "of the reference's model, whose config.json says it"),
+        fixed(
+            "megatron_config.policy.ddp_config.average_in_collective megatron_config.policy.empty_cuda_cache",
             SPREAD,
             takes_any=True,
         ),
@@ -323,17 +334,28 @@ SECTIONS = (
             "it comes from the model's config.json",
         ),
         fixed(
-            f"{_MEGATRON}ddp_config.* {_MEGATRON}hf_export_config.* {_MEGATRON}empty_cuda_cache "
-            f"{_MEGATRON}moe_* {_MEGATRON}*dist_ckpt* {_MEGATRON}async_save_* "
-            f"{_MEGATRON}lora_config.* {_MEGATRON}torch_profiler_config.*",
+            (
+                *below(
+                    _MEGATRON, "ddp_config.average_in_collective empty_cuda_cache moe_grouped_gemm moe_per_layer_logging"
+                ),
+                *below(_MEGATRON, "hf_export_config.distributed_save hf_export_config.save_every_n_ranks"),
+                *below(_MEGATRON, "moe_token_dispatcher_type dist_ckpt_optim_fully_reshardable async_dist_ckpt_save"),
+                *below(_MEGATRON, "async_dist_ckpt_strategy async_save_prestage_to_cpu lora_config.merge_lora"),
+            ),
             SPREAD,
         ),
+        fixed(_MEGATRON + "torch_profiler_config.*", SHOWN),
         fixed(
-            "trainer.policy.fsdp_config.* trainer.policy.use_torch_compile "
+            below("trainer.policy.fsdp_config.", "fsdp_size mixed_precision reshard_after_forward wrap_policy"),
+            "how FSDP shards: the sums are those of data-parallel Megatron-Core",
+        ),
+        fixed(
+            "trainer.policy.use_torch_compile "
             "trainer.policy.language_model_only trainer.sequence_parallel_backend "
             "trainer.use_expandable_segments trainer.flash_attn trainer.remove_microbatch_padding "
-            "trainer.use_sample_packing trainer.fused_lm_head_logprob* "
-            "trainer.logprobs_chunk_size trainer.vocab_entropy_chunk_* trainer.policy.inference_only_init",
+            "trainer.use_sample_packing trainer.fused_lm_head_logprob trainer.fused_lm_head_logprob_backend "
+            "trainer.logprobs_chunk_size trainer.vocab_entropy_chunk_memory_mb "
+            "trainer.vocab_entropy_chunk_size trainer.policy.inference_only_init",
             KERNELS,
         ),
         lacks("trainer.bf16", "training in float32: policy.dtype", [True]),
@@ -372,8 +394,14 @@ SECTIONS = (
         ),
         used(f"{_MEGATRON}lora_config.lora_type", "policy.lora.rank", "Others than lora and canonical_lora are refused."),
         lacks("trainer.ref.model.lora.rank", "a reference with adapters: it is the model without them", [0]),
-        fixed("trainer.*.model.lora.*", "how adapters reach the engine: it is given the merged weights"),
-        fixed("trainer.*.model.fake_int4_qat.*", "read with enabled only"),
+        fixed(
+            below("trainer.*.model.lora.", "lora_sync_path max_cpu_loras max_loras"),
+            "how adapters reach the engine: it is given the merged weights",
+        ),
+        fixed(
+            below("trainer.*.model.fake_int4_qat.", "bf16_base_path group_size q_min scale_divisor symmetric"),
+            "read with enabled only",
+        ),
     ),
     Section.of(
         "Critic and reference",
@@ -483,7 +511,8 @@ SECTIONS = (
             "generator.eval_sampling_params.stop generator.eval_sampling_params.additional_kwargs",
             "stop strings of evaluation alone",
         ),
-        fixed("generator.eval_sampling_params.* generator.eval_sampling_params", "log-probs are always recorded"),
+        slower("generator.eval_sampling_params.repetition_penalty", "another way of sampling in evaluation", [1, 1.0]),
+        fixed("generator.eval_sampling_params.logprobs generator.eval_sampling_params", "log-probs are always recorded"),
         fixed(
             "generator.batched generator.use_conversation_multi_turn "
             "generator.append_eos_token_after_stop_str_in_multi_turn generator.use_cache_salt",
@@ -555,12 +584,16 @@ SECTIONS = (
             SHOWN,
         ),
         fixed(
-            "trainer.placement.colocate_critic_reward trainer.*.deepspeed_config trainer.reward.** deepspeed_config.** "
-            "generator.enable_http_endpoint generator.http_endpoint_* generator.override_existing_update_group "
-            "generator.model_name use_torch_compile record_memory torch_profiler_config.* enable_ray_gpu_monitor "
-            "model_config_kwargs",
+            "trainer.placement.colocate_critic_reward trainer.*.deepspeed_config "
+            "generator.enable_http_endpoint generator.http_endpoint_host "
+            "generator.http_endpoint_port generator.override_existing_update_group "
+            "generator.model_name use_torch_compile record_memory enable_ray_gpu_monitor model_config_kwargs",
             SPREAD,
         ),
+        fixed("torch_profiler_config.*", SHOWN),
+        fixed("deepspeed_config.**", "DeepSpeed becomes data-parallel Megatron-Core, which shards the optimizer"),
+        lacks("trainer.reward.model.path", "a reward model of 2025: reward.model here"),
+        fixed("trainer.reward.**", "a reward model next to the environment's rewards, which no later release has"),
         lacks("trainer.rope_scaling trainer.rope_theta generator.rope_scaling generator.rope_theta", "another RoPE"),
         lacks("trainer.algorithm.use_kl_estimator_k3", "the name of 2025: trainer.algorithm.kl_estimator_type", [True]),
         lacks(

@@ -14,7 +14,7 @@ from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.skyrl_rows import SAID
 from fivefold.config.dialects.source import Source, UnreadableError
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
 
 DEFAULTS: dict[str, Any] = {
     "strategy": "megatron",
@@ -258,7 +258,14 @@ SECTIONS = (
             "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
             takes_any=True,
         ),
-        fixed("megatron_config.ddp_config.* fsdp_config.*", SPREAD, takes_any=True),
+        fixed(
+            (
+                "megatron_config.ddp_config.average_in_collective",
+                *below("fsdp_config.", "fsdp_size mixed_precision reshard_after_forward wrap_policy"),
+            ),
+            SPREAD,
+        ),
+        fixed("fsdp_config.wrap_policy.**", "how FSDP shards", takes_any=True),
         used("optimizer_config.lr", "policy.optimizer.lr"),
         used("optimizer_config.adam_betas", "policy.optimizer.betas"),
         used("optimizer_config.weight_decay", "policy.optimizer.weight_decay"),

@@ -342,7 +342,9 @@ SECTIONS = (
             "how requests are spread; model and algorithm say the rest",
         ),
         lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),
-        fixed("explorer.over_rollout.* explorer.dynamic_timeout.* explorer.env_vars.**", "read with a ratio only"),
+        lacks("explorer.dynamic_timeout.enable", "responses that end after some seconds", [False]),
+        fixed("explorer.over_rollout.wait_after_min explorer.dynamic_timeout.ratio", "read with a ratio or enable only"),
+        fixed("explorer.env_vars.**", "how processes are started"),
     ),
     TRAINER,
     Section.of(
