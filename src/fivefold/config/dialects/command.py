@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
+from fivefold.config.dialects.config_names import named_yaml, with_defaults
 from fivefold.config.dialects.shell import read_script
 from fivefold.config.dialects.shell_words import Script
+from fivefold.config.dialects.translator import with_own
 from fivefold.config.loader import ConfigError, read, read_mapping
 from fivefold.files import read_text
 
 _CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
+_SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+"""Hydra's short options -> the long ones."""
 _ENDS = ("|", "||", "&&", "&", ">", ">>", "<")
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
 """Modules that start others: by the beginning of their name."""
@@ -28,39 +32,46 @@ class _Words:
     options: dict[str, str] = field(default_factory=dict)
     scripts: set[Path] = field(default_factory=set)
     """Scripts that were read."""
+    exported: dict[str, str] = field(default_factory=dict)
+    """Variables that these scripts hand on."""
 
 
 def translate_words(system: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
     """The run that these words ask `system` (or `system@version`) for; raises ConfigError where there is none.
+
+    What follows `--` are settings of ours, over those of the system.
 
     Example: `translate_words("verl", ["algorithm.adv_estimator=grpo", "data.train_files=a.parquet"], os.environ)`.
     """
     name, _, version = system.partition("@")
     if name not in SYSTEMS:
         raise ConfigError([f"--from must be one of {', '.join(SYSTEMS)}: got {name}"])
+    theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
     found = _Words()
-    _take(list(words), found, environment, None)
+    _take(list(theirs), found, environment, None)
     options = found.options
+    module = importlib.import_module(f"fivefold.config.dialects.{name}")
+    known = getattr(module, "CONFIG_NAMES", ())
     file = options.pop("--config", None)
-    if file is None and "--config-name" in options:
-        wanted = options["--config-name"]
-        directory = Path(options.get("--config-path", options.get("--config-dir", ".")))
-        known = [path for path in (directory / wanted, directory / f"{wanted}.yaml") if path.is_file()]
-        file = str(known[0]) if known else None
-        if file is not None:
-            del options["--config-name"]
+    path = None if file is not None else named_yaml(options, found.scripts, known)
     if file is not None:
         found.trees.insert(0, _yaml(file, None))
-    module = importlib.import_module(f"fivefold.config.dialects.{name}")
+    elif path is not None:
+        found.trees.insert(0, with_defaults(path, known))
     try:
         tree: Tree = getattr(module, "join", merged)(found.trees)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     if not tree and not found.settings:
-        raise ConfigError([f"no setting of {name} in {' '.join(words) or 'an empty command'}"])
+        raise ConfigError([f"no setting of {name} in {' '.join(theirs) or 'an empty command'}"])
     said = [f"{option}={value}" for option, value in options.items()]
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
-    return translation
+    notes = [] if path is None else [f"--config-name is the file {path}"]
+    variables: Mapping[str, str] = getattr(module, "VARIABLES", {})
+    notes += [
+        f"{key}={found.exported[key]} has no effect: {where}" for key, where in variables.items() if key in found.exported
+    ]
+    return with_own(replace(translation, notes=[*notes, *translation.notes]), own)
 
 
 def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:
@@ -69,7 +80,7 @@ def _take(words: list[str], found: _Words, environment: Mapping[str, str], scrip
         if word in _ENDS or word.startswith(("2>", "&>", "1>")):
             return
         name, equals, value = word.partition("=")
-        option = name.replace("_", "-")
+        option = _SHORT.get(name, name.replace("_", "-"))
         if option in _CONFIG:
             value = value if equals else next(rest, "")
             if option == "--config":
@@ -127,6 +138,7 @@ def _take_script(
         inner = read_script(text, handed, arguments, lambda other: _beside(place, other), str(place))
     except RecursionError:
         raise ConfigError([f"{name} calls itself without end: give the command that starts training"]) from None
+    found.exported |= {key: inner.variables[key] for key in inner.exported if key in inner.variables}
     if not inner.command:
         raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
     _take(inner.command, found, environment, inner)

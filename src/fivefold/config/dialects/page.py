@@ -25,7 +25,8 @@ def _head(system: str, table: Table) -> str:
     return f"""{table.command}
 
 `fivefold convert --from {system} ...` writes the same as a commented `run.yaml`; what a script leaves open is given with
-`--env NAME=value`. A setting that is left out has {table.name}'s default, not
+`--env NAME=value`; settings of ours follow `--`, as in `-- trainer.steps=10`. Several machines are `launch.backend: ray`,
+unless this is a rank that torchrun has started. A setting that is left out has {table.name}'s default, not
 ours{_versions(system, table)}. Of each key one of four things becomes:
 
 - **our key**: its value, with the conversion that the note names;

@@ -57,11 +57,23 @@ PROGRAMS = (
 """Programs whose configuration says all of what they do."""
 
 
+CONFIG_NAMES = (
+    *(f"ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
+    *(f"_generated_ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
+    *(f"{start}ppo_{engine}trainer" for start in ("one_step_off_", "fully_async_") for engine in ("", "megatron_")),
+    "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer",
+    "sft_trainer", "sft_trainer_engine", "sppo_trainer", "prime_trainer", "entropy_trainer",
+)  # fmt: skip
+"""YAML files of these programs, whose values are the defaults of their tables."""
 OTHER_PROGRAMS = {
     "verl.trainer.main_ppo_pipeline": "rLLM's updates by mini-batches as they are sampled, the longest responses first, one "
     "of which is left for the next step",
 }
 """Programs that are refused, with what they do besides their keys."""
+
+
+_DAPO = {name: {"reward_model.reward_manager": "dapo"} for name in PROGRAMS if name.startswith("recipe.dapo.")}
+_OF_2025_04 = known("verl-2025-04")
 
 
 def program(source: Source) -> dict[str, Any]:
@@ -104,8 +116,11 @@ def run(source: Source) -> dict[str, Any]:
 def length_of_run(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return {"trainer.steps": verl_async.steps(source)}
-    steps = source.whole("trainer.total_training_steps")
-    return {"trainer.steps": steps} if steps and steps > 0 else {"trainer.epochs": source.count("trainer.total_epochs")}
+    found = shared.epochs_and_steps(source)
+    if source.flag("algorithm.filter_groups.enable") and not verl_async.is_v1(source) and not verl_async.ahead(source):
+        # The loop goes over the batches that are drawn (dapo_ray_trainer.py); the newer trainer's over updates.
+        found["trainer.ends_with_data"] = True
+    return found
 
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
@@ -114,6 +129,17 @@ def evaluation_interval(source: Source) -> dict[str, Any]:
         return {}
     found = {"trainer.eval_every": shared.interval(source, key) if source.items("data.val_files") else 0}
     return found | shared.validation_rows(source, "data.val_max_samples")
+
+
+def say_which_entropy(source: Source) -> dict[str, Any]:
+    """Name the older default of a coefficient that is left out, where no key shows that the configuration is a later one."""
+    key, programs = "actor_rollout_ref.actor.entropy_coeff", (None, "verl.trainer.main_ppo", *_DAPO)
+    is_of_then = source.settings.get("-m") in programs and all(
+        name in _OF_2025_04 for name in source.settings if name != "-m"
+    )
+    if is_of_then and not source.has(key) and not source.number(key):
+        source.note(f"{key} is left out: 0, as in verl since 2025-04-17; it was 0.001 before, with --from verl@2025-04")
+    return {}
 
 
 def profiler(source: Source) -> dict[str, Any]:
@@ -155,6 +181,7 @@ DERIVED = (
     length_of_run,
     evaluation_interval,
     profiler,
+    say_which_entropy,
     tracked,
     verl_prime.prime,
     verl_older.older,
@@ -185,7 +212,6 @@ TABLE = Table(
 
 
 OTHER_TABLES = (verl_sft.TABLE,)
-_DAPO = {name: {"reward_model.reward_manager": "dapo"} for name in PROGRAMS if name.startswith("recipe.dapo.")}
 _PROGRAMS = verl_async.DEFAULTS | {verl_prime.PROGRAM: verl_prime.DEFAULTS} | _DAPO
 _OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in _PROGRAMS.items()}
 """Tables of programs whose configuration has other defaults."""
@@ -197,7 +223,7 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     if (own := _OWN_DEFAULTS.get(str(settings.get("-m")))) is not None:
         return own
     if not is_rl and verl_sft.looks_like(settings):
-        return verl_sft.TABLE
+        return verl_sft.table_of(settings)
     return TABLE
 
 

@@ -8,7 +8,8 @@ from fivefold.config.dialects import mtp, shared, verl_async
 from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.verl_algorithm import estimator, kl_in_reward
-from fivefold.config.dialects.verl_layout import is_megatron, longest
+from fivefold.config.dialects.verl_layout import engine_of, is_megatron, longest
+from fivefold.config.dialects.verl_schedule import schedule
 
 _A, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic."
 
@@ -16,16 +17,29 @@ _A, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic."
 def batch(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return verl_async.batch(source)
-    prompts, mini = source.count("data.train_batch_size"), source.count(_A + "ppo_mini_batch_size")
+    key = batch_key(source)
+    prompts, mini = source.count(key), source.count(_A + "ppo_mini_batch_size")
     if not 0 < mini <= prompts:
-        raise UnreadableError(f"{_A}ppo_mini_batch_size = {mini} must be in 1 to data.train_batch_size = {prompts}")
+        raise UnreadableError(f"{_A}ppo_mini_batch_size = {mini} must be in 1 to {key} = {prompts}")
     updates, rest = divmod(prompts, mini)
     if rest:
-        source.lacks(
-            _A + "ppo_mini_batch_size", f"updates of unequal size: data.train_batch_size = {prompts} is no multiple of it"
-        )
+        source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size: {key} = {prompts} is no multiple of it")
     found = {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates}
     return verl_async.separate_batch(source, found) if verl_async.is_separate(source) else found
+
+
+def batch_key(source: Source) -> str:
+    """The key with the prompts of a step: without dynamic sampling verl until 0.8 trains on all that its loader draws."""
+    drawn, usual = "data.gen_batch_size", "data.train_batch_size"
+    if source.flag("algorithm.filter_groups.enable") or verl_async.is_v1(source) or not source.has(drawn):
+        return usual
+    if source.whole(drawn) in (None, source.whole(usual)):
+        return usual
+    source.note(
+        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True, which 0.9 "
+        f"has, it is {usual}"
+    )
+    return drawn
 
 
 def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") -> dict[str, Any]:
@@ -41,27 +55,9 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
         found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
         found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
-        found["warmup_init_lr"] = said.number("lr_warmup_init") or None
-    style = (
-        said.text("lr_decay_style") if uses_megatron else said.text("warmup_style") or said.text("lr_scheduler_type")
-    ) or "constant"
-    if style not in ("constant", "linear", "cosine"):
-        said.lacks("lr_decay_style" if uses_megatron else "lr_scheduler_type", f"the schedule {style}")
-        style = "constant"
-    found["schedule"] = style
-    found |= {"schedule_per": "step", "warmup_from": 0}
-    if style != "constant":
-        lowest = said.number("min_lr") if uses_megatron else (said.number("min_lr_ratio") or 0) * (found["lr"] or 0)
-        found["min_lr"] = lowest
-        if uses_megatron and (steps := said.whole("lr_decay_steps")):
-            found["decay_steps"] = steps
-    steps = said.whole("lr_warmup_steps")
-    if steps is None or steps < 0 or (uses_megatron and steps == 0):
-        found["warmup_steps"] = said.number("lr_warmup_steps_ratio") or 0
-    else:
-        found["warmup_steps"] = steps
+    found |= {"schedule_per": "step", **schedule(said, engine_of(source))}
     if verl_async.is_fully_async(source) or verl_async.is_separate(source):
-        found |= verl_async.schedule(source, style, found["warmup_steps"])
+        found |= verl_async.schedule(source, found["schedule"], found["warmup_steps"])
     return {f"{ours}.{key}": value for key, value in found.items()}
 
 
