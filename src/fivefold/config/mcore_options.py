@@ -308,9 +308,9 @@ class Options:
         balanced = self.transformer.get("moe_router_load_balancing_type", "none") != "none"
         return balanced or any(self.transformer.get(name) for name in names)
 
-    def report_ignored(self, findings: Findings, experts: bool, recompute: str) -> None:
-        """The options that change nothing for a model with or without experts, whose key `recompute` sets some; `findings`
-        are at its section."""
+    def report_ignored(self, findings: Findings, experts: bool, recompute: str, balanced: bool = False) -> None:
+        """The options that change nothing for a model with or without experts, whose key `recompute` sets some, and whose
+        routers may be balanced without them; `findings` are at the model's section."""
         findings = findings.at("megatron")
         for section, reasons in _NO_EFFECT.items():
             for name in getattr(self, section):
@@ -323,7 +323,7 @@ class Options:
                     if name in options and not (needs == "recompute_granularity" and recompute != "none"):
                         findings.ignore(f"{section}.{name}", f"{needs} is not set")
         balancing = self.transformer.get("moe_router_load_balancing_type", "none")
-        if balancing == "none" and self.transformer.get("moe_aux_loss_coeff"):
+        if balancing == "none" and not balanced and self.transformer.get("moe_aux_loss_coeff"):
             findings.ignore("transformer.moe_aux_loss_coeff", "moe_router_load_balancing_type is none")
         if not experts and (named := [name for name in self.transformer if name.startswith("moe_")]):
             findings.ignore(f"transformer.{named[0]}", "the model has no experts")

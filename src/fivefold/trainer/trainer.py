@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -57,6 +57,7 @@ class Trainer:
     config: TrainerConfig
     run_dir: Path
     total_steps: int
+    steps_per_epoch: int
     ranks: Ranks
     logger: RunLogger
     models: Models
@@ -185,8 +186,7 @@ class Trainer:
 
     def _end_step(self) -> None:
         last = self.step == self.total_steps
-        is_due = bool(self.config.eval_every) and self.step % self.config.eval_every == 0
-        if self.evaluation is not None and (is_due or last):
+        if self.evaluation is not None and (self._is_due(self.config.eval_every) or last):
             found, goal = self._evaluate(self.evaluation), self.config.stop_at
             if goal and all(found.get(name, -math.inf) >= value for name, value in goal.items()):
                 self.logger.log(f"reached {goal} after step {self.step}")
@@ -194,16 +194,20 @@ class Trainer:
         self._last_metrics = self.logger.end_step(self.step)
         self._is_pending = False
         self._settle(wait=False)
-        if last or (self.config.save_every and self.step % self.config.save_every == 0):
+        if last or self._is_due(self.config.save_every):
             self.save(last)
+
+    def _is_due(self, every: int | Literal["epoch"]) -> bool:
+        """Whether the step that has just ended is the last one of such an interval; 0 is never."""
+        count = self.steps_per_epoch if every == "epoch" else every
+        return bool(count) and self.step % count == 0
 
     def _end_with_data(self) -> None:
         """End the run with the step before the one in progress, for which too few prompts are left."""
         self._before, self.total_steps = None, self.step
         self.logger.discard()
         self.logger.log(f"the data of the run were used up after step {self.step}")
-        every = self.config.eval_every
-        if self.evaluation is not None and not (every and self.step % every == 0):
+        if self.evaluation is not None and not self._is_due(self.config.eval_every):
             self._evaluate(self.evaluation)
             self._last_metrics = self.logger.end_step(self.step)
         self._settle(wait=False)

@@ -222,7 +222,7 @@ def optimizer_rows(role: str) -> list[Row]:
             f"{at}initial_loss_scale {at}min_loss_scale {at}loss_scale_window {at}hysteresis", "policy.megatron.optimizer"
         ),
         *used(f"{at}type", "policy.optimizer", "AdamW; another one is refused."),
-        *fixed(f"{at}offload", SPREAD),
+        *slower(f"{at}offload", "an optimizer that waits on the host: policy.offload.optimizer", [False]),
     ]
 
 
@@ -263,7 +263,7 @@ RUN = [
         SHOWN,
         takes_any=True,
     ),
-    *used("-m", "algorithm.name"),
+    *fixed("-m", "how the program is started"),
     *fixed("--config-name --config-path --config", "how the program is started"),
 ]
 """What all programs have of a run."""

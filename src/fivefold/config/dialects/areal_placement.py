@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from fivefold.config.dialects import shared
+from fivefold.config.dialects.sampler import say_replaced
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.layout import ParallelLayout
 
@@ -129,6 +130,8 @@ def engine(source: Source) -> dict[str, Any]:
     ours, theirs = roles(source)
     if theirs is None:
         return {}
+    places = ("rollout.backend", "allocation_mode")
+    say_replaced(source, next((key for key in places if source.text(key)), places[0]), theirs.backend)
     tp, shares = theirs.tp * theirs.pp, is_colocated(source)
     share = "sglang.mem_fraction_static" if theirs.backend == "sglang" else "vllm.gpu_memory_utilization"
     found: dict[str, Any] = {"engine.memory_fraction": source.number(share)}

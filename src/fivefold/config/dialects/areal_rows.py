@@ -2,10 +2,55 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.table import Convert, Section, below, fixed, lacks, slower, to, used
 
+GSM8K = "data/gsm8k-areal"
+"""Where `fivefold data gsm8k --form areal` is to write GSM8K as AReaL's code makes its rows."""
+
+
+def is_gsm8k(path: str | None) -> bool:
+    """GSM8K by its name on the hub, whose rows AReaL's own code makes (areal/dataset/gsm8k.py)."""
+    return path is not None and "gsm8k" in path and bool(re.fullmatch(r"[\w-]+/[\w-]+", path)) and not Path(path).exists()
+
+
+def files_of(split: str) -> Convert:
+    """A path or a list of them; GSM8K by its name on the hub is the file that we write of it."""
+
+    def convert(source: Source, key: str) -> list[str] | None:
+        return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else shared.files(source, key)
+
+    return convert
+
+
+_OF_REFERENCE = (
+    "adv_norm archon behav_imp_weight_cap behave_imp_weight_cap behave_imp_weight_mode "
+    "beta c_clip discount dynamic_sampling "
+    "eps_clip eps_clip_higher fsdp gae_lambda gradient_checkpointing group_size "
+    "importance_sampling_level kl_ctl kl_estimator "
+    "log_agent_stats log_agent_stats_keys loss_type m2_threshold mask_no_eos_with_zero max_new_tokens mb_spec megatron "
+    "overlong_penalty_factor overlong_reward_penalty overlong_tokens path "
+    "ppo_n_minibatches prox_logp_method recompute_logprob "
+    "rejection_sampling reward_bias reward_clip reward_norm reward_scaling sapo_tau_neg sapo_tau_pos scheduling_spec "
+    "scheduling_strategy temperature use_decoupled_loss use_sapo_loss"
+)
+_OF_SGLANG = (
+    "allow_auto_truncate attention_backend chunked_prefill_size context_length cuda_graph_bs cuda_graph_max_bs "
+    "decode_log_interval disable_cuda_graph disable_cuda_graph_padding "
+    "disable_custom_all_reduce disable_outlines_disk_cache "
+    "disable_overlap_schedule disable_radix_cache dp_size enable_dp_attention enable_ep_moe enable_fast_load enable_lora "
+    "enable_memory_saver enable_metrics enable_mixed_chunk enable_multimodal enable_multithread_load enable_nan_detection "
+    "enable_nccl_nvls enable_p2p_check enable_return_routed_experts enable_torch_compile ep_size log_level log_level_http "
+    "log_requests log_requests_level lora_backend lora_paths lora_target_modules max_loaded_loras max_lora_rank "
+    "max_loras_per_batch max_prefill_tokens max_running_requests model_path num_continuous_decode_steps random_seed "
+    "sampling_backend schedule_conservativeness schedule_policy show_time_cost skip_tokenizer_init torch_compile_max_bs "
+    "triton_attention_num_kv_splits triton_attention_reduce_in_fp32"
+)
 SECTIONS = (
     Section.of(
         "Placement",
@@ -108,7 +153,7 @@ SECTIONS = (
             "policy.megatron.bridge_type",
             "mbridge is AReaL's default; weights are read by our own tables: the same numbers.",
         ),
-        lacks("*.megatron.fp8_config *.archon.fp8_config.mode", "training in 8 bits", ["disabled"]),
+        lacks("*.megatron.fp8_config *.megatron.fp8_config.* *.archon.fp8_config.mode", "training in 8 bits", ["disabled"]),
         lacks("*.megatron.fp8 *.megatron.fp8_*", "training in 8 bits", [False]),
         lacks("*.megatron.moe_z_loss_coeff *.megatron.moe_router_bias_update_rate", "what balances experts", [0, 0.0]),
         lacks(
@@ -130,17 +175,89 @@ SECTIONS = (
             KERNELS,
             takes_any=True,
         ),
-        fixed("*.fsdp.offload_optimizer *.fsdp.offload_policy *.optimizer_dtype", SPREAD, takes_any=True),
-        fixed("*.megatron.** *.fsdp.** *.archon.**", SPREAD),
+        used(
+            below("actor. model.", "offload fsdp.offload_params optimizer.offload"),
+            "policy.offload",
+            "Between the stages of a step; an optimizer that computes on the host is megatron.optimizer's.",
+        ),
+        slower(
+            "*.offload *.fsdp.offload_params *.archon.offload_params *.optimizer.offload *.fsdp.offload_optimizer "
+            "*.fsdp.offload_policy *.fsdp.per_layer_optim_step",
+            "state that waits on the host: policy.offload moves the policy's and with it "
+            "the reference's, critic.offload the "
+            "critic's",
+            [False],
+        ),
+        slower(
+            below(
+                "*.megatron.",
+                "ddp.overlap_grad_reduce ddp.overlap_param_gather overlap_param_gather_with_optimizer_step "
+                "moe_shared_expert_overlap moe_enable_deepep moe_permute_fusion distribute_saved_activations",
+            ),
+            "communication that is hidden, other kernels: policy.megatron has its fields",
+            [False],
+        ),
+        slower(
+            "*.megatron.use_torch_fsdp2 *.megatron.use_custom_fsdp",
+            "FSDP below Megatron-Core: the distributed optimizer shards instead",
+            [False],
+        ),
+        lacks("*.megatron.ddp.fp8_param_gather", "weights that are gathered in 8 bits", [False]),
+        lacks("*.megatron.wrap_with_ddp", "replicas whose gradients are not summed", [True]),
+        lacks(
+            (
+                *below("*.megatron.", "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"),
+                *below("*.", "grad_reduce_dtype optimizer_dtype"),
+            ),
+            "sums or an optimizer's state in another type: policy.megatron.optimizer has its fields",
+            ["float32", "fp32"],
+        ),
+        lacks(
+            "*.megatron.ddp.grad_reduce_in_fp32", "gradients that are summed in 16 bits: policy.megatron.ddp has it", [True]
+        ),
+        slower("*.megatron.use_precision_aware_optimizer", "policy.megatron.optimizer has it", [False]),
+        lacks(
+            "*.megatron.moe_router_dtype *.archon.moe_router_dtype",
+            "routers that compute in another type: policy.megatron.transformer has it",
+            ["fp32", "float32"],
+        ),
+        to("actor.megatron.async_save", "trainer.async_save", shared.flag),
+        to("model.megatron.async_save", "trainer.async_save", shared.flag),
+        fixed(
+            (
+                *below("*.megatron.", "async_save use_checkpoint_opt_param_scheduler use_mbridge_save fp8_config"),
+                *below("*.megatron.", "moe_token_dispatcher_type ddp recompute_granularity recompute_method"),
+                *below("*.megatron.", "recompute_modules recompute_num_layers bridge_type"),
+                *below(
+                    "*.megatron.ddp.",
+                    "align_param_gather average_in_collective bucket_size check_for_nan_in_grad use_distributed_optimizer",
+                ),
+                *below("*.fsdp.", "memory_efficient_load optim_step_prefetch_layers shard_vision_across_sp wrap_policy"),
+                "*.fsdp.wrap_policy.transformer_layer_cls_to_wrap",
+            ),
+            SPREAD,
+        ),
+        fixed(
+            (
+                *below(
+                    "*.archon.",
+                    "ac_debug ac_memory_budget ac_mode ac_preserve_rng_state attn_type enable_compile fp8_config",
+                ),
+                *below("*.archon.", "pp_first_stage_less_layers pp_last_stage_less_layers pp_layers_per_stage pp_schedule"),
+                *below("*.archon.", "reshard_after_forward_policy selective_ac_option use_deterministic_algorithms"),
+                *below("*.archon.fp8_config.", "exclude_modules include_experts use_triton"),
+            ),
+            "Archon becomes Megatron-Core, whose layers have options of their own",
+        ),
         used(
             "actor.mb_spec.max_tokens_per_mb model.mb_spec.max_tokens_per_mb",
             "policy.tokens_per_micro_batch",
             "At least the longest prompt and response.",
         ),
         fixed(
-            "**.mb_spec.* *.pad_to_maximum *.weight_update_mode *.offload *.attn_impl *.use_kernels "
-            "*.grad_reduce_dtype *.enable_tree_training *.tree_training_mode *.packing_algorithm *.dta_block_size "
-            "*.pad_mbs_to_max_tokens",
+            "*.mb_spec.granularity *.mb_spec.n_mbs *.mb_spec.n_mbs_divisor *.mb_spec.max_tokens_per_mb "
+            "*.mb_spec.packing_algorithm *.pad_to_maximum *.weight_update_mode *.attn_impl *.use_kernels "
+            "*.enable_tree_training *.tree_training_mode *.packing_algorithm *.dta_block_size *.pad_mbs_to_max_tokens",
             "no cut and no kernel changes the numbers",
         ),
         fixed("*.disable_dropout", "there is no dropout"),
@@ -191,7 +308,10 @@ SECTIONS = (
             for row in rows
         ),
         lacks("*.optimizer.type", "another optimizer than AdamW", ["adam", "adamw"]),
-        fixed("*.optimizer.hysteresis *.optimizer.*loss_scale* *.optimizer.offload *.optimizer", "read in float16 only"),
+        fixed(
+            (*below("*.optimizer.", "hysteresis initial_loss_scale loss_scale_window min_loss_scale"), "*.optimizer"),
+            "read in float16 only",
+        ),
         used("total_train_epochs", "trainer.epochs"),
         used("total_train_steps", "trainer.steps"),
         lacks("total_train_n_seqs", "a bound by sequences: say total_train_steps"),
@@ -322,8 +442,30 @@ SECTIONS = (
             "critic.path critic.optimizer critic.optimizer.* critic.eps_clip critic.ppo_n_minibatches",
             "critic.path critic.optimizer critic.value_clip",
         ),
-        fixed("critic.**", "it has the policy's settings"),
-        fixed("ref.**", "the reference has the policy's settings, and only computes"),
+        lacks(
+            "critic.dtype ref.dtype",
+            "another type of numbers than bfloat16: the policy's is that of all models",
+            ["bfloat16"],
+        ),
+        fixed(
+            below(
+                "critic.",
+                "archon fsdp megatron gradient_checkpointing mask_no_eos_with_zero mb_spec scheduling_spec "
+                "scheduling_strategy temperature",
+            ),
+            "it has the policy's settings",
+        ),
+        fixed(below("ref.", _OF_REFERENCE), "the reference has the policy's settings, and only computes"),
+        fixed(
+            (
+                *below("ref.adv_norm. ref.reward_norm.", "eps group_size mean_leave1out mean_level std_level std_unbiased"),
+                *below("ref.rejection_sampling.", "action agg level lower metric upper"),
+                *below("ref.optimizer.", "beta1 beta2 eps gradient_clipping lr lr_scheduler_type min_lr_ratio type"),
+                *below("ref.optimizer.", "warmup_steps_proportion weight_decay"),
+                *below("ref.scheduling_strategy.", "fork target type"),
+            ),
+            "the reference learns nothing",
+        ),
         lacks("teacher.**", "learning from a teacher"),
     ),
     Section.of(
@@ -364,17 +506,34 @@ SECTIONS = (
             "vllm.tensor_parallel_size vllm.disable_custom_all_reduce vllm.trust_remote_code vllm.gdn_prefill_backend",
             KERNELS,
         ),
-        fixed("sglang.** vllm.**", KERNELS),
+        slower(
+            "sglang.cpu_offload_gb vllm.cpu_offload_gb",
+            "weights of the engine that wait on the host: engine.vllm has vLLM's own key",
+            [0],
+        ),
+        lacks("sglang.dtype vllm.dtype", "an engine in another type: engine.dtype", ["bfloat16", "auto"]),
+        fixed(below("sglang.", _OF_SGLANG), "how SGLang serves: vLLM samples here"),
+        fixed(
+            below(
+                "vllm.",
+                "block_size disable_sliding_window distributed_executor_backend enable_chunked_prefill enable_lora "
+                "enable_prefix_caching enable_sleep_mode lora_modules max_lora_rank max_loras max_model_len "
+                "max_seq_len_to_capture model no_enable_chunked_prefill no_enable_prefix_caching seed skip_tokenizer_init "
+                "swap_space uvicorn_log_level worker_extension_cls",
+            ),
+            "how vLLM serves: the same distribution is sampled",
+        ),
     ),
     Section.of(
         "Data and run",
         to(
             "train_dataset.path",
             "data.train",
-            shared.files,
-            "A name on the hub is to be written as parquet first: `fivefold data gsm8k`.",
+            files_of("train"),
+            "openai/gsm8k is what `fivefold data gsm8k --form areal --out data/gsm8k-areal` writes; another name on the "
+            "hub is to be written as parquet first.",
         ),
-        to("valid_dataset.path", "data.val", shared.files),
+        to("valid_dataset.path", "data.val", files_of("test")),
         used("train_dataset.batch_size", "data.prompts_per_step"),
         to("train_dataset.shuffle", "data.shuffle", shared.flag),
         fixed(
@@ -404,16 +563,23 @@ SECTIONS = (
         used("stats_logger.tensorboard.path", "trainer.loggers"),
         used("stats_logger.*.project stats_logger.*.name stats_logger.wandb.group stats_logger.wandb.tags", "tracking"),
         fixed("stats_logger.*.api_key", "the tracker's own variable has the key: none stands in our files"),
-        used("saver.freq_steps", "trainer.save_every"),
-        used("evaluator.freq_steps", "trainer.eval_every"),
+        used(
+            "saver.freq_steps saver.freq_epochs recover.freq_steps recover.freq_epochs",
+            "trainer.save_every",
+            "A checkpoint is for both, export and resumption: recover's interval counts where saver has none.",
+        ),
+        used("evaluator.freq_steps evaluator.freq_epochs", "trainer.eval_every"),
         used("evaluator.eval_before_train", "trainer.eval_before_train"),
         used("recover.mode", "trainer.resume"),
+        lacks("recover.no_load_optim", "a run that goes on with a new optimizer", [False]),
+        slower("recover.no_save_optim", "checkpoints without the optimizer's state", [False]),
         slower(
-            "recover.freq_* saver.freq_* evaluator.freq_*",
-            "epochs or seconds between checkpoints and evaluations: say freq_steps",
+            "recover.freq_secs saver.freq_secs evaluator.freq_secs",
+            "seconds between checkpoints and evaluations: say freq_steps",
         ),
         fixed(
-            "saver.* evaluator.* recover.* stats_logger.** perf_tracer perf_tracer.** memory_profiler memory_profiler.**",
+            "saver.mode saver.fileroot evaluator.fileroot recover.fileroot recover.retries *.experiment_name "
+            "*.trial_name stats_logger.** perf_tracer perf_tracer.** memory_profiler memory_profiler.**",
             SHOWN,
         ),
         fixed(
@@ -422,7 +588,6 @@ SECTIONS = (
             takes_any=True,
         ),
         slower("*.fsdp.ulysses_sp_size", "an older name of the layout's c", [1]),
-        used("-m", "algorithm.name"),
-        fixed("--config-name --config-path", "how the program is started"),
+        fixed("-m --config-name --config-path", "how the program is started"),
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 from fivefold.config.device_mapping import ranks_behind
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.roll_roles import INFER, TRAIN, devices, kind, role, uses_critic
+from fivefold.config.dialects.sampler import say_replaced
 from fivefold.config.dialects.shared import SPREAD
 from fivefold.config.dialects.source import Source
 
@@ -63,8 +64,6 @@ _OPTIONS_OF_LAYOUT = (
 _OPTIONS_FIXED = (
     "bf16",
     "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
     "delay_grad_reduce",
     "accumulate_allreduce_grads_in_fp32",
     "ckpt_format",
@@ -78,8 +77,17 @@ _OPTIONS_FIXED = (
     "apply_expert_patch",
     "apply_tiled_mlp",
     "use_batched_model_update",
-    "optimizer_cpu_offload",
 )
+_OPTIONS_SAID = {
+    **dict.fromkeys(
+        ("overlap_grad_reduce", "overlap_param_gather"), "communication that is hidden: policy.megatron.ddp has it"
+    ),
+    **dict.fromkeys(
+        ("optimizer_cpu_offload", "optimizer_offload_fraction"),
+        "an optimizer that computes on the host: policy.megatron.optimizer has it",
+    ),
+}
+"""What only costs time or memory here, with a line where it is on."""
 
 
 def megatron(source: Source) -> dict[str, Any]:
@@ -98,6 +106,8 @@ def megatron(source: Source) -> dict[str, Any]:
             continue
         if short in _OPTIONS_FIXED:
             options.fixed(key, SPREAD)
+        elif short in _OPTIONS_SAID:
+            options.fixed(key, "off") if not value else options.lacks(key, _OPTIONS_SAID[short], changes_result=False)
         elif short == "moe_layer_recompute":
             options.fixed(key, "off") if not value else found.update(
                 {
@@ -117,7 +127,11 @@ def megatron(source: Source) -> dict[str, Any]:
             again["policy.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
         if again:
             found = {key: value for key, value in found.items() if "recompute" not in key} | again
-    return found | {"policy.sequence_parallel": True}
+    # Its converter takes the routers' loss from config.json, which either of two keys replaces (model_providers.py:456).
+    coef, ours = said.number("model_args.moe_aux_loss_coef"), "policy.megatron.transformer.moe_aux_loss_coeff"
+    if coef is not None and ours not in found:
+        found[ours] = coef
+    return found | {"policy.sequence_parallel": True, "policy.router_balance": "config"}
 
 
 def engine(source: Source) -> dict[str, Any]:
@@ -132,6 +146,7 @@ def engine(source: Source) -> dict[str, Any]:
     tp = said.whole("tensor_parallel_size") or said.whole("tp_size") or source.whole(INFER + "num_gpus_per_worker") or 1
     if (name := source.text(INFER + "strategy_args.strategy_name")) == "hf_infer":
         return {"engine.backend": "transformers"}
+    say_replaced(source, INFER + "strategy_args.strategy_name", name)
     found: dict[str, Any] = {"engine.backend": shared.engine_layout(world, tp if world % tp == 0 else 1)}
     if is_apart:
         found["engine.placement"] = "apart"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.roll_roles import kind
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
-from fivefold.config.dialects.table import Section, fixed, lacks, to, used
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
 
 
 def _of(roles: str, names: str) -> str:
@@ -21,6 +21,82 @@ _STRATEGY = "".join(
     )
 )
 """Of strategies other than Megatron's."""
+_WORKER = (
+    "apply_loss_scale backend_timeout data_args generating_args infer_batch_size logits_in_fp32 max_concurrency "
+    "max_tokens_per_microbatch_in_infer max_tokens_per_microbatch_in_train model_args model_update_frequency "
+    "mtp_training_mode name opd_kl_coef pg_variant router_replay router_replay.mode "
+    "sequence_length_round_in_infer sequence_length_round_in_train sequence_packing_args sequence_packing_args.algorithm "
+    "sequence_packing_args.max_packed_sequence_length_forward sequence_packing_args.max_packed_sequence_length_train "
+    "sequence_packing_args.min_num_micro_batches_forward sequence_packing_args.min_num_micro_batches_train strategy_args "
+    "system_envs tag_included topr_negative_weight topr_positive_weight training_args use_dynamic_batching_in_infer "
+    "use_dynamic_batching_in_train use_sequence_packing worker_cls world_size use_remove_padding"
+)
+"""Fields of WorkerConfig that say how a worker is run, or what only a policy's or a reward's reads."""
+_MODEL = (
+    "adapter_name_or_path additional_target attn_implementation device_map "
+    "disable_gradient_checkpointing freeze_module_prefix "
+    "gradient_checkpointing_use_reentrant model_type num_labels ulysses_size flash_attn"
+)
+_OF_TRANSFORMERS = (
+    "bf16 data_seed dataloader_num_workers fp16 max_steps output_dir save_hf_model seed tf32 num_train_epochs "
+)
+_LEARNING = (
+    "adam_beta1 adam_beta2 gradient_accumulation_steps learning_rate lr_scheduler_type per_device_train_batch_size "
+    "warmup_ratio warmup_steps weight_decay"
+)
+_DRAWN = (
+    "do_sample include_stop_str_in_output length_penalty logprobs max_length max_new_tokens num_beams num_return_sequences "
+    "repetition_penalty stop_strings temperature top_k top_p"
+)
+_MCORE = (
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split accumulate_allreduce_grads_in_fp32 "
+    "additional_configs apply_rope_fusion beta bias_activation_fusion "
+    "calculate_per_token_loss check_for_nan_in_loss_and_grad "
+    "ckpt_d2h_non_blocking ckpt_format compile_warmup context_parallel_size cross_entropy_loss_fusion cuda_graph_impl "
+    "cuda_graph_scope ddp_average_in_collective ddp_bucket_size delay_grad_reduce distrib_optim_fully_reshardable "
+    "distrib_optim_fully_reshardable_mem_efficient expert_model_parallel_size expert_tensor_parallel_size hf_config_json "
+    "hf_model_type label_smoothing max_sequence_length moe_enable_routing_replay moe_grouped_gemm moe_layer_recompute "
+    "moe_parallel_folding moe_token_dispatcher_type moe_token_drop_policy moe_use_shared_expert_gate mtp_num_layers "
+    "multi_latent_attention name_or_path optimizer padded_vocab_size pipeline_model_parallel_layout "
+    "pipeline_model_parallel_size position_embedding_type pref_loss recompute_granularity "
+    "recompute_method recompute_modules "
+    "recompute_num_layers rope_parameters rotary_base rotary_percent rotary_scaling rotary_scaling_factor save_hf_model "
+    "save_merged_model sequence_packing sequence_parallel squared_relu swiglu tensor_model_parallel_size "
+    "tie_embeddings_and_output_weights transformer_impl use_distributed_optimizer variable_seq_lengths "
+    "virtual_pipeline_model_parallel_size yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_mscale "
+    "yarn_mscale_all_dim yarn_original_max_position_embeddings yarn_rotary_scaling_factor"
+)
+"""Options of Megatron-Core in the section of another model than the policy: how it is laid out, or what config.json says."""
+_OTHER = "*.strategy_args.strategy_config."
+_SAID_OF_OTHERS = (
+    *lacks(below(_OTHER, "fp8 fp8_param fp8_recipe"), "computing in 8 bits", [False]),
+    *lacks(
+        below(_OTHER, "moe_expert_capacity_factor moe_pad_expert_input_to_capacity"),
+        "experts that drop tokens: log-probs of the models would differ",
+        [False],
+    ),
+    *lacks(
+        _OTHER + "moe_aux_loss_coeff", "a balance loss of another model than the policy: its megatron.transformer", [0, 0.0]
+    ),
+    *lacks(_OTHER + "moe_router_dtype", "routers that compute in another type: megatron.transformer has it", ["fp32"]),
+    *slower(
+        below(
+            _OTHER,
+            "overlap_grad_reduce overlap_p2p_comm overlap_param_gather moe_shared_expert_overlap optimizer_cpu_offload "
+            "optimizer_offload_fraction",
+        ),
+        "communication that is hidden, an optimizer on the host: the model's own section megatron has them",
+        [False, 0, 1, 0.0, 1.0],
+    ),
+    *lacks("critic.model_args.dtype reference.model_args.dtype", "another type than the policy's", ["bf16", "bfloat16"]),
+    *lacks("actor_infer.model_args.dtype", "an engine in another type: engine.dtype", ["bf16", "bfloat16"]),
+    *fixed("*.model_args.dtype rewards.*.model_args.dtype", "read by no reward that we have"),
+    *fixed(
+        "*.model_args.autocast_adapter_dtype rewards.*.model_args.autocast_adapter_dtype",
+        "adapters are kept in the policy's type, with a float32 copy in the optimizer",
+    ),
+)
+"""What is said of options of critic, reference and engine, or refused."""
 SECTIONS = (
     Section.of(
         "Run",
@@ -29,7 +105,8 @@ SECTIONS = (
         used("seed", "trainer.seed"),
         used("max_steps", "trainer.steps", "Steps of the pipeline decide; num_train_epochs of RLVR is read nowhere."),
         used("save_steps", "trainer.save_every"),
-        used("eval_steps validation.eval_steps", "trainer.eval_every"),
+        used("eval_steps", "trainer.eval_every"),
+        fixed("validation.eval_steps", "read nowhere under this name: eval_steps says it"),
         used("resume_from_checkpoint", "trainer.resume"),
         used("max_ckpt_to_keep", "trainer.keep", "0 keeps all."),
         to("track_with", "trainer.loggers", shared.loggers),
@@ -75,14 +152,16 @@ SECTIONS = (
         used(
             "loss_agg_mode",
             "algorithm.aggregate",
-            "seq-mean-token-mean when left out. ROLL's token-mean sums what lies outside of the mask too "
+            "seq-mean-token-mean when left out; seq-mean-token-sum until 2025-08-28 (--from roll@2025-08), token-mean until "
+            "2025-06-30 (--from roll@2025-05). ROLL's token-mean sums what lies outside of the mask too "
             "(functionals.py:256); its seq-mean-token-sum-norm divides "
             "by the padded width and not by the samples: a factor that AdamW does not see but clipping does.",
         ),
         used(
             "use_kl_loss kl_loss_coef add_token_level_kl init_kl_coef kl_penalty target_kl kl_horizon",
             "algorithm.kl",
-            "In the loss it is k3; in the reward only with add_token_level_kl.",
+            "In the loss it is k3. With add_token_level_kl each token's reward loses it when rewards have been normalized: "
+            "credit: discounted. Both may be on.",
         ),
         used("entropy_loss_coef", "algorithm.entropy_coef"),
         to("ppo_epochs", "algorithm.ppo_epochs", lambda s, k: s.whole(k) if kind(s) == "rlvr" else None),
@@ -92,7 +171,7 @@ SECTIONS = (
         used(
             "difficulty_mask difficulty_low_threshold difficulty_high_threshold",
             "algorithm.difficulty_low algorithm.difficulty_high algorithm.difficulty_by",
-            "By the mean score of a prompt, both bounds excluded (functionals.py:608).",
+            "By the mean score of a prompt, both bounds excluded (functionals.py:608): 0 and 1 when left out.",
         ),
         lacks(
             "error_max_len_clip length_loss_weight difficulty_loss_weight use_topr* whiten_rewards",
@@ -118,10 +197,14 @@ SECTIONS = (
         ),
         fixed("model_download_type", "where the model's files come from"),
         fixed(
-            "generate_opt_level max_running_requests is_offload_states "
-            "is_offload_optimizer_states_in_train_step **.strategy_args.strategy_config.forward_prefetch",
-            "how requests are scheduled and where states lie: the same samples are asked for",
+            "generate_opt_level max_running_requests **.strategy_args.strategy_config.forward_prefetch",
+            "how requests are scheduled: the same samples are requested",
             takes_any=True,
+        ),
+        slower(
+            "is_offload_states is_offload_optimizer_states_in_train_step",
+            "state that waits on the host between stages: policy.offload",
+            [False],
         ),
         lacks("generate_redundancy_num", "more responses than are used, of which the first that are done stay", [0]),
         lacks(
@@ -183,8 +266,13 @@ SECTIONS = (
         used(
             "chosen_key rejected_key prompt_key response_key",
             "data.chosen_key data.rejected_key data.prompt_key data.response_key",
+            "SFT's prompt and response are the columns instruction and output when left out.",
         ),
-        fixed("query_key system_key", "the prompt is one column"),
+        used(
+            "query_key system_key",
+            "data.query_key data.system_key",
+            "Of SFT: a second part of the prompt on a line of its own, and a system message. Rows keep their order.",
+        ),
     ),
     Section.of(
         "Batch and data",
@@ -224,7 +312,9 @@ SECTIONS = (
             _of(
                 "**.data_args",
                 "interleave_probs dataset_dir dataset_type preprocessing_num_workers messages prompt response tag id "
-                "file_name eval_file_name image_* video_* audio_folder",
+                "file_name eval_file_name audio_folder image_folder image_max_pixels "
+                "image_min_pixels video_folder video_fps "
+                "video_max_frames video_max_pixels video_min_pixels video_resize_chunk_frames video_total_pixels",
             ),
             "how data are read",
         ),
@@ -262,7 +352,22 @@ SECTIONS = (
         ),
         lacks("rewards.*.reward_manager_config", "plugins of rewards"),
         lacks("rewards.*.format_pattern rewards.*.code_url", "read by other workers than those that are known"),
-        fixed("rewards.**", "how the worker is run"),
+        lacks("rewards.*.model_args.lora_dropout", "dropout", [0, 0.0]),
+        fixed(
+            (
+                *below(
+                    "rewards.*.",
+                    _WORKER + " query_filter_config response_filter_config llm_proxy strategy_args.strategy_name",
+                ),
+                *below("rewards.*.", "llm_proxy.proxy_config llm_proxy.proxy_type"),
+                *below("rewards.*.model_args.", _MODEL),
+                *below("rewards.*.", "device_mapping num_gpus_per_worker"),
+                *below("rewards.*.training_args.", _OF_TRANSFORMERS + _LEARNING),
+                *below("rewards.*.generating_args.", _DRAWN),
+            ),
+            "how the worker is run",
+        ),
+        fixed("rewards.*.llm_proxy.** rewards.*.system_envs.** rewards.*.*_filter_config.*", "how the worker is run"),
         used("validation.generating_args.*", "eval.samples eval.temperature eval.top_p"),
     ),
     Section.of(
@@ -278,13 +383,10 @@ SECTIONS = (
             "policy.backend policy.megatron.pipeline",
         ),
         used(
-            _of("actor_train", "strategy_args.strategy_config.**"),
+            _of("actor_train sft_train", "strategy_args.strategy_config.**"),
             "policy.megatron policy.recompute policy.sequence_parallel",
         ),
-        fixed(
-            _of("actor_train sft_train", "strategy_args.strategy_config") + " sft_train.strategy_args.strategy_config.**",
-            SPREAD,
-        ),
+        fixed(_of("actor_train sft_train", "strategy_args.strategy_config"), "empty"),
         used(_of("actor_train sft_train", "model_args.disable_gradient_checkpointing"), "policy.recompute"),
         lacks(
             _of("actor_train sft_train", "model_args.dtype"), "training in another type: policy.dtype", ["bf16", "bfloat16"]
@@ -301,18 +403,28 @@ SECTIONS = (
             )
         ),
         lacks("critic.model_args.lora_target", "adapters of the critic: critic.lora has them", []),
-        fixed("**.model_args.lora_* lora_* lora_rank lora_target lora_alpha", "the engine is given the merged weights"),
+        fixed(
+            "**.model_args.lora_alpha **.model_args.lora_dropout **.model_args.lora_rank **.model_args.lora_target "
+            "lora_* lora_rank lora_target lora_alpha",
+            "the engine is given the merged weights",
+        ),
         lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
-        lacks("**.model_args.moe_aux_loss_coef", "balancing of experts by loss", [0, 0.0]),
+        used(
+            _of("actor_train sft_train", "model_args.moe_aux_loss_coef"),
+            "policy.megatron.transformer",
+            "Of Megatron-Core: router_aux_loss_coef of config.json when left out (policy.router_balance: config).",
+        ),
+        lacks("critic.model_args.moe_aux_loss_coef", "a critic's own: critic.megatron.transformer has it"),
+        fixed("*.model_args.moe_aux_loss_coef rewards.*.model_args.moe_aux_loss_coef", "the model only computes"),
         lacks("actor_train.model_args.freeze_module_prefix", "parts of the model that do not learn"),
         used(_of("actor_train sft_train", "model_args.model_name_or_path"), "model.path"),
         used("reference.model_args.model_name_or_path", "reference.path"),
         fixed(
             _of(
                 "**.model_args",
-                "attn_implementation flash_attn dtype disable_gradient_checkpointing model_type model_name_or_path "
-                "gradient_checkpointing_use_reentrant device_map num_labels autocast_adapter_dtype additional_target "
+                "attn_implementation flash_attn disable_gradient_checkpointing model_type model_name_or_path "
+                "gradient_checkpointing_use_reentrant device_map num_labels additional_target "
                 "adapter_name_or_path ulysses_size freeze_module_prefix",
             ),
             KERNELS,
@@ -338,7 +450,16 @@ SECTIONS = (
             for row in rows
         ),
         used(_of("actor_train sft_train", "training_args.num_train_epochs"), "trainer.epochs"),
-        fixed(_of("actor_train sft_train", "training_args.*"), "of transformers' trainer, which does not run"),
+        lacks(_of("actor_train sft_train", "training_args.fp16"), "training in float16: policy.dtype", [False]),
+        fixed(
+            _of(
+                "actor_train sft_train",
+                "training_args.bf16 training_args.data_seed training_args.dataloader_num_workers training_args.max_steps "
+                "training_args.output_dir training_args.save_hf_model training_args.seed training_args.tf32 "
+                "training_args.disable_tqdm",
+            ),
+            "of transformers' trainer, which does not run",
+        ),
         used(
             _of("actor_train sft_train", "use_dynamic_batching_in_train max_tokens_per_microbatch_in_train"),
             "policy.tokens_per_micro_batch",
@@ -347,7 +468,11 @@ SECTIONS = (
             _of(
                 "actor_train sft_train",
                 "infer_batch_size use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer "
-                "sequence_length_round_in_* use_remove_padding use_sequence_packing sequence_packing_args.** "
+                "sequence_length_round_in_infer sequence_length_round_in_train use_remove_padding use_sequence_packing "
+                "sequence_packing_args sequence_packing_args.algorithm "
+                "sequence_packing_args.max_packed_sequence_length_forward "
+                "sequence_packing_args.max_packed_sequence_length_train sequence_packing_args.min_num_micro_batches_forward "
+                "sequence_packing_args.min_num_micro_batches_train "
                 "logits_in_fp32 apply_loss_scale",
             ),
             "no cut changes the numbers",
@@ -364,8 +489,24 @@ SECTIONS = (
             "Of Megatron. Ranks of their own where none of their GPUs is the policy's or the engine's, the policy's "
             "otherwise. Its layout where nothing is said, with another strategy, or where the ranks cannot be divided so.",
         ),
-        fixed("critic.**", "it has the policy's settings"),
-        fixed("reference.** reference_configs.**", "the reference has the policy's settings, and only computes"),
+        *_SAID_OF_OTHERS,
+        fixed(
+            below("critic.", _WORKER)
+            + below("critic.model_args.", _MODEL)
+            + below("critic.training_args.", _OF_TRANSFORMERS),
+            "how the worker is run: the critic has the policy's settings",
+        ),
+        fixed(
+            (
+                *below("reference. actor_infer.", _WORKER),
+                "actor_infer.model_args.model_name_or_path",
+                *below("reference.model_args. actor_infer.model_args.", _MODEL),
+                *below("reference.training_args. actor_infer.training_args.", _OF_TRANSFORMERS + _LEARNING),
+                *below("reference.generating_args. critic.generating_args.", _DRAWN),
+            ),
+            "how the worker is run: the model only computes, by the policy's settings",
+        ),
+        fixed("reference_configs.**", "how references of several teachers are run, which only distillation has"),
         used(
             _of(
                 "actor_infer",
@@ -393,7 +534,7 @@ SECTIONS = (
             "actor_infer.generating_args.temperature actor_infer.generating_args.top_p "
             "actor_infer.generating_args.top_k actor_infer.generating_args.num_beams",
             "engine.sampling",
-            "top_k is 50 when left out. ROLL's trainer does not divide logits by the temperature, ours does: "
+            "0.95, 0.7 and 50 when left out. ROLL's trainer does not divide logits by the temperature, ours does: "
             "ratios compare the distribution that was sampled from.",
         ),
         fixed("actor_infer.generating_args.max_new_tokens", "response_length says it"),
@@ -402,7 +543,22 @@ SECTIONS = (
         lacks("actor_infer.generating_args.do_sample", "the most likely tokens: temperature 0", [True]),
         lacks("actor_infer.generating_args.*", "another way of sampling"),
         lacks("actor_infer.generating_args.repetition_penalty", "engine.sampling.repetition_penalty", [1, 1.0]),
-        fixed("actor_infer.**", KERNELS),
+        lacks(
+            below("actor_infer.strategy_args.strategy_config.", "quantization kv_cache_dtype quantization_param_path"),
+            "an engine that quantizes weights or its cache: engine.vllm has both",
+            ["auto"],
+        ),
+        lacks("actor_infer.strategy_args.strategy_config.dtype", "an engine in another type", ["auto", "bfloat16", "bf16"]),
+        slower(
+            below("actor_infer.strategy_args.strategy_config.", "cpu_offload_gb swap_space speculative_config"),
+            "memory of the host, speculative decoding: engine.vllm has vLLM's own keys",
+            [0],
+        ),
+        fixed(
+            "actor_infer.strategy_args.strategy_config.*",
+            "how the engine serves: the same distribution is sampled",
+        ),
+        fixed("actor_infer.strategy_args.strategy_config actor_infer.generating_args.max_length", "response_length says it"),
         fixed(
             "**.strategy_args.strategy_config.additional_configs.** **.strategy_args.strategy_config.wrap_policy.* "
             "**.strategy_args.strategy_config.zero_optimization.** **.strategy_args.strategy_config.bf16.* "
@@ -411,6 +567,21 @@ SECTIONS = (
             SPREAD,
             takes_any=True,
         ),
-        fixed(_STRATEGY + "**.strategy_args.strategy_config.** **.strategy_args.** validation.**", SPREAD),
+        fixed(_STRATEGY, "how other strategies shard: the sums are those of data-parallel Megatron-Core"),
+        fixed(
+            (
+                *below("*.strategy_args.strategy_config.", _MCORE),
+                *below("critic. reference. validation. rewards.*.", "strategy_args.strategy_config"),
+                *below("reward. reward_model.", "strategy_args.strategy_name strategy_args.strategy_config"),
+            ),
+            SPREAD,
+        ),
+        fixed(
+            below("validation.", _WORKER + " device_mapping num_gpus_per_worker model_args.model_name_or_path")
+            + below("validation.model_args.", _MODEL)
+            + below("validation.training_args.", _OF_TRANSFORMERS + _LEARNING)
+            + ("validation.strategy_args.strategy_name",),
+            "validation is the policy's and its engine's",
+        ),
     ),
 )

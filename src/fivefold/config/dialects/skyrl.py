@@ -13,6 +13,7 @@ from typing import Any
 from fivefold.config.dialects import shared, skyrl_sft
 from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.known import known
+from fivefold.config.dialects.sampler import say_replaced
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.skyrl_algorithm import (
     TOKEN_MEAN,
@@ -387,6 +388,7 @@ def engine(source: Source) -> dict[str, Any]:
         "engine.memory_fraction": source.number(key("gpu_memory_utilization")),
         "engine.max_num_seqs": source.whole(key("max_num_seqs")),
     }
+    say_replaced(source, key("backend"), source.text(key("backend")))
     if source.text(key("backend")) == "vllm":
         for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"):
             if source.has(key(name)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
 
 _ALGORITHM, _POLICY, _MEGATRON = "trainer.algorithm.", "trainer.policy.", "trainer.policy.megatron_config."
 _ENGINE = "generator.inference_engine."
@@ -42,7 +42,66 @@ def _engines(names: str) -> str:
     return " ".join(f"{_ENGINE}{name} generator.{OLDER.get(name, name)}" for name in names.split())
 
 
+_OF_FSDP = "fsdp_size mixed_precision reshard_after_forward wrap_policy"
+_REFERENCE = "of a learner: the reference only computes"
+_OF_MEGATRON = (
+    "async_dist_ckpt_save async_dist_ckpt_strategy async_save_prestage_to_cpu context_parallel_size ddp_config "
+    "ddp_config.average_in_collective dist_ckpt_optim_fully_reshardable empty_cuda_cache expert_model_parallel_size "
+    "expert_tensor_parallel_size freeze_moe_router hf_export_config hf_export_config.distributed_save "
+    "hf_export_config.save_every_n_ranks lora_config lora_config.lora_type lora_config.merge_lora model_config_kwargs "
+    "moe_enable_routing_replay moe_grouped_gemm moe_per_layer_logging moe_router_enable_expert_bias "
+    "moe_router_load_balancing_type moe_router_score_function moe_token_dispatcher_type mtp_loss_chunk_size mtp_loss_topk "
+    "mtp_loss_weight mtp_num_layers optimizer_config_kwargs pipeline_model_parallel_size tensor_model_parallel_size "
+    "transformer_config_kwargs"
+)
+_DEEPSPEED = "deepspeed_config.*.zero_optimization."
+SAID = (
+    *slower(
+        "trainer.*.fsdp_config.cpu_offload fsdp_config.cpu_offload",
+        "state that waits on the host: policy.offload moves the policy's, and with it the reference's",
+        [False],
+    ),
+    *slower(
+        below(
+            "trainer.*.megatron_config.ddp_config. megatron_config.policy.ddp_config. megatron_config.ddp_config.",
+            "overlap_grad_reduce overlap_param_gather",
+        ),
+        "communication that is hidden: policy.megatron.ddp has it",
+        [False],
+    ),
+    *lacks(
+        below(
+            "trainer.policy.megatron_config.ddp_config. megatron_config.policy.ddp_config. megatron_config.ddp_config.",
+            "grad_reduce_in_fp32",
+        ),
+        "gradients that are summed in 16 bits: policy.megatron.ddp has it",
+        [True],
+    ),
+    *fixed(
+        below("trainer.ref.", "megatron_config.ddp_config.grad_reduce_in_fp32 megatron_config.moe_aux_loss_coeff"),
+        _REFERENCE,
+    ),
+    *fixed("trainer.ref.model.lora.dropout", "a reference has no adapters"),
+    *lacks(
+        below(
+            "trainer.*.fsdp_config.mixed_precision. fsdp_config.mixed_precision.", "buffer_dtype param_dtype reduce_dtype"
+        ),
+        "types of single parts of the computation",
+        ["bf16", "bfloat16", "fp32", "float32"],
+    ),
+    *lacks("trainer.ref.megatron_config.moe_router_dtype", "routers that compute in another type", ["fp32"]),
+    *lacks("trainer.*.model.fake_int4_qat.enabled", "training for a quantized model", [False]),
+    *slower(
+        (*below(_DEEPSPEED, "offload_param offload_optimizer"), *below(_DEEPSPEED, "offload_param.* offload_optimizer.*")),
+        "state that waits on the host: policy.offload",
+        [False, "none"],
+    ),
+    *lacks(below(_DEEPSPEED, "zero_quantized_gradients zero_quantized_weights"), "sums and weights in few bits", [False]),
+    *lacks("deepspeed_config.*.data_types.grad_accum_dtype", "gradients that are summed in 16 bits", ["fp32", "float32"]),
+)
+"""What costs time or memory here, with a line where it is on, and what is refused, of every model."""
 SECTIONS = (
+    Section.of("Memory and communication", *SAID),
     Section.of(
         "Algorithm",
         used(
@@ -229,7 +288,18 @@ SECTIONS = (
         ),
         lacks(_MEGATRON + "lora_config.normalize_moe_lora", "adapters of experts of another scale", [False]),
         fixed(
-            "megatron_config.ref.** megatron_config.policy.ddp_config.* megatron_config.policy.empty_cuda_cache",
+            below(
+                "megatron_config.ref.",
+                "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size model_config_kwargs "
+                "pipeline_model_parallel_size tensor_model_parallel_size transformer_config_kwargs "
+                "transformer_config_kwargs.recompute_granularity transformer_config_kwargs.recompute_method "
+                "transformer_config_kwargs.recompute_modules transformer_config_kwargs.recompute_num_layers",
+            ),
+            "the reference has the policy's layout, and only computes",
+        ),
+        fixed("megatron_config.ref.model_config_kwargs.**", "of the reference's model, whose config.json says it"),
+        fixed(
+            "megatron_config.policy.ddp_config.average_in_collective megatron_config.policy.empty_cuda_cache",
             SPREAD,
             takes_any=True,
         ),
@@ -264,17 +334,28 @@ SECTIONS = (
             "it comes from the model's config.json",
         ),
         fixed(
-            f"{_MEGATRON}ddp_config.* {_MEGATRON}hf_export_config.* {_MEGATRON}empty_cuda_cache "
-            f"{_MEGATRON}moe_* {_MEGATRON}*dist_ckpt* {_MEGATRON}async_save_* "
-            f"{_MEGATRON}lora_config.* {_MEGATRON}torch_profiler_config.*",
+            (
+                *below(
+                    _MEGATRON, "ddp_config.average_in_collective empty_cuda_cache moe_grouped_gemm moe_per_layer_logging"
+                ),
+                *below(_MEGATRON, "hf_export_config.distributed_save hf_export_config.save_every_n_ranks"),
+                *below(_MEGATRON, "moe_token_dispatcher_type dist_ckpt_optim_fully_reshardable async_dist_ckpt_save"),
+                *below(_MEGATRON, "async_dist_ckpt_strategy async_save_prestage_to_cpu lora_config.merge_lora"),
+            ),
             SPREAD,
         ),
+        fixed(_MEGATRON + "torch_profiler_config.*", SHOWN),
         fixed(
-            "trainer.policy.fsdp_config.* trainer.policy.use_torch_compile "
+            below("trainer.policy.fsdp_config.", "fsdp_size mixed_precision reshard_after_forward wrap_policy"),
+            "how FSDP shards: the sums are those of data-parallel Megatron-Core",
+        ),
+        fixed(
+            "trainer.policy.use_torch_compile "
             "trainer.policy.language_model_only trainer.sequence_parallel_backend "
             "trainer.use_expandable_segments trainer.flash_attn trainer.remove_microbatch_padding "
-            "trainer.use_sample_packing trainer.fused_lm_head_logprob* "
-            "trainer.logprobs_chunk_size trainer.vocab_entropy_chunk_* trainer.policy.inference_only_init",
+            "trainer.use_sample_packing trainer.fused_lm_head_logprob trainer.fused_lm_head_logprob_backend "
+            "trainer.logprobs_chunk_size trainer.vocab_entropy_chunk_memory_mb "
+            "trainer.vocab_entropy_chunk_size trainer.policy.inference_only_init",
             KERNELS,
         ),
         lacks("trainer.bf16", "training in float32: policy.dtype", [True]),
@@ -313,9 +394,14 @@ SECTIONS = (
         ),
         used(f"{_MEGATRON}lora_config.lora_type", "policy.lora.rank", "Others than lora and canonical_lora are refused."),
         lacks("trainer.ref.model.lora.rank", "a reference with adapters: it is the model without them", [0]),
-        fixed("trainer.*.model.lora.*", "how adapters reach the engine: it is given the merged weights"),
-        lacks("trainer.policy.model.fake_int4_qat.enabled", "training for a quantized model", [False]),
-        fixed("trainer.*.model.fake_int4_qat.*", "read with enabled only"),
+        fixed(
+            below("trainer.*.model.lora.", "lora_sync_path max_cpu_loras max_loras"),
+            "how adapters reach the engine: it is given the merged weights",
+        ),
+        fixed(
+            below("trainer.*.model.fake_int4_qat.", "bf16_base_path group_size q_min scale_divisor symmetric"),
+            "read with enabled only",
+        ),
     ),
     Section.of(
         "Critic and reference",
@@ -326,13 +412,33 @@ SECTIONS = (
             "critic.path critic.optimizer critic.value_clip",
             "With advantage_estimator=gae.",
         ),
-        fixed("trainer.critic.**", "it has the policy's layout"),
+        fixed(
+            (
+                *below("trainer.critic.", "deepspeed_config fsdp_config model model_config_kwargs optimizer_config"),
+                "trainer.critic.sequence_parallel_size",
+                *below("trainer.critic.fsdp_config.", _OF_FSDP),
+                *below("trainer.critic.model.", "fake_int4_qat lora"),
+            ),
+            "it has the policy's layout",
+        ),
+        lacks("trainer.critic.model_config_kwargs.** trainer.ref.model_config_kwargs.**", "changes of config.json"),
         to(
             "trainer.ref.model.path",
             "reference.path",
             lambda s, k: shared.path(s, k) if s.flag(_ALGORITHM + "use_kl_loss") else None,
         ),
-        fixed("trainer.ref.**", "the reference has the policy's layout, and only computes"),
+        fixed(
+            (
+                *below("trainer.ref.", "deepspeed_config fsdp_config language_model_only megatron_config model"),
+                *below("trainer.ref.", "model_config_kwargs sequence_parallel_size"),
+                *below("trainer.ref.fsdp_config.", _OF_FSDP),
+                *below("trainer.ref.model.", "fake_int4_qat lora lora.alpha lora.exclude_modules lora.init_method"),
+                *below("trainer.ref.model.lora.", "lora_sync_path max_cpu_loras max_loras target_modules"),
+                *below("trainer.ref.megatron_config.", _OF_MEGATRON),
+            ),
+            "the reference has the policy's layout, and only computes",
+        ),
+        fixed("trainer.ref.megatron_config.*_kwargs.** trainer.ref.megatron_config.torch_profiler_config.**", _REFERENCE),
         lacks("trainer.update_ref_every_epoch", "a reference that moves", [False]),
     ),
     Section.of(
@@ -405,7 +511,8 @@ SECTIONS = (
             "generator.eval_sampling_params.stop generator.eval_sampling_params.additional_kwargs",
             "stop strings of evaluation alone",
         ),
-        fixed("generator.eval_sampling_params.* generator.eval_sampling_params", "log-probs are always recorded"),
+        slower("generator.eval_sampling_params.repetition_penalty", "another way of sampling in evaluation", [1, 1.0]),
+        fixed("generator.eval_sampling_params.logprobs generator.eval_sampling_params", "log-probs are always recorded"),
         fixed(
             "generator.batched generator.use_conversation_multi_turn "
             "generator.append_eos_token_after_stop_str_in_multi_turn generator.use_cache_salt",
@@ -477,12 +584,16 @@ SECTIONS = (
             SHOWN,
         ),
         fixed(
-            "trainer.placement.colocate_critic_reward trainer.*.deepspeed_config trainer.reward.** deepspeed_config.** "
-            "generator.enable_http_endpoint generator.http_endpoint_* generator.override_existing_update_group "
-            "generator.model_name use_torch_compile record_memory torch_profiler_config.* enable_ray_gpu_monitor "
-            "model_config_kwargs",
+            "trainer.placement.colocate_critic_reward trainer.*.deepspeed_config "
+            "generator.enable_http_endpoint generator.http_endpoint_host "
+            "generator.http_endpoint_port generator.override_existing_update_group "
+            "generator.model_name use_torch_compile record_memory enable_ray_gpu_monitor model_config_kwargs",
             SPREAD,
         ),
+        fixed("torch_profiler_config.*", SHOWN),
+        fixed("deepspeed_config.**", "DeepSpeed becomes data-parallel Megatron-Core, which shards the optimizer"),
+        lacks("trainer.reward.model.path", "a reward model of 2025: reward.model here"),
+        fixed("trainer.reward.**", "a reward model next to the environment's rewards, which no later release has"),
         lacks("trainer.rope_scaling trainer.rope_theta generator.rope_scaling generator.rope_theta", "another RoPE"),
         lacks("trainer.algorithm.use_kl_estimator_k3", "the name of 2025: trainer.algorithm.kl_estimator_type", [True]),
         lacks(

@@ -12,8 +12,9 @@ from typing import Any
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
+from fivefold.config.dialects.skyrl_rows import SAID
 from fivefold.config.dialects.source import Source, UnreadableError
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.table import Section, below, fixed, lacks, slower, to, used
 
 DEFAULTS: dict[str, Any] = {
     "strategy": "megatron",
@@ -30,6 +31,8 @@ DEFAULTS: dict[str, Any] = {
     "eval_interval": 0,
     "eval_before_train": False,
     "messages_key": "messages",
+    "system_key": "system",
+    "tools_key": "tools",
     "train_on_what": "last_assistant_message",
     "num_epochs": 1,
     "batch_size": 4,
@@ -113,7 +116,7 @@ def data(source: Source) -> dict[str, Any]:
     train = _parts(source, "train_datasets", "train_dataset_splits", "dataset_name", "dataset_split")
     found: dict[str, Any] = {
         "data.train": train,
-        "data.messages_key": source.text("messages_key"),
+        **{f"data.{key}": source.text(key) for key in ("messages_key", "system_key", "tools_key")},
         "data.prompts_per_step": source.count("batch_size"),
         "data.shuffle": source.text("sampler") == "random",
         "eval.generate": False,
@@ -189,21 +192,22 @@ def run(source: Source) -> dict[str, Any]:
 
 tracked = shared.tracked("logger", "project_name", "run_name", tags="tags")
 SECTIONS = (
+    Section.of("Memory and communication", *SAID),
     Section.of(
         "SFT",
         used(
             "train_datasets train_dataset_splits dataset_name dataset_split",
             "data.train",
             "OWNER/NAME-SPLIT.parquet, where the set of the hub is to be written first, with the rows of the slice: "
-            "`train[:200]` becomes `...-train.parquet[:200]`. Rows of messages, or of Alpaca's form. A column of system "
-            "prompts (system_key) or tools is not read.",
+            "`train[:200]` becomes `...-train.parquet[:200]`. Rows of messages, or of Alpaca's form.",
         ),
         used("eval_datasets eval_dataset_splits eval_dataset_name eval_dataset_split", "data.val"),
         lacks("train_dataset_weights", "rows drawn with replacement by weight: data.mixture has fixed shares"),
         lacks("pretokenized_dataset_paths eval_pretokenized_dataset_paths", "rows that are tokens already"),
         fixed("eval_dataset_names", "metrics have the names of data_sources"),
         used("messages_key", "data.messages_key"),
-        fixed("tools_key system_key", "columns of tools and system prompts are not read: put them into the messages"),
+        used("system_key", "data.system_key", "The column system when left out; rows may lack it."),
+        used("tools_key", "data.tools_key", "The column tools when left out; rows may lack it."),
         used(
             "train_on_what",
             "data.learned_turns",
@@ -254,14 +258,21 @@ SECTIONS = (
             "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
             takes_any=True,
         ),
-        fixed("megatron_config.ddp_config.* fsdp_config.*", SPREAD, takes_any=True),
+        fixed(
+            (
+                "megatron_config.ddp_config.average_in_collective",
+                *below("fsdp_config.", "fsdp_size mixed_precision reshard_after_forward wrap_policy"),
+            ),
+            SPREAD,
+        ),
+        fixed("fsdp_config.wrap_policy.**", "how FSDP shards", takes_any=True),
         used("optimizer_config.lr", "policy.optimizer.lr"),
         used("optimizer_config.adam_betas", "policy.optimizer.betas"),
         used("optimizer_config.weight_decay", "policy.optimizer.weight_decay"),
         used("optimizer_config.max_grad_norm", "policy.optimizer.clip_grad"),
         used("optimizer_config.num_warmup_steps", "policy.optimizer.warmup_steps", "The first with rate 0."),
         used("optimizer_config.scheduler", "policy.optimizer.schedule"),
-        fixed("optimizer_config.offload_after_step", SPREAD),
+        fixed("optimizer_config.offload_after_step", "read next to an engine only, which SFT has not"),
         fixed("remove_microbatch_padding use_sample_packing use_torch_compile async_batch_collation", KERNELS),
         to("logger", "trainer.loggers", shared.loggers),
         used("project_name run_name tags", "tracking trainer.run_dir"),
