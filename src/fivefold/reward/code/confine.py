@@ -53,7 +53,7 @@ _CLONE, _CLONE3, _PRLIMIT, _FCNTL = (56, 220), (435, 435), (302, 261), (72, 25)
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 """Copies and flags of a file; no owner who gets signals, no locks."""
 _CLONE_THREAD = 0x00010000
-_OPENS = (((2, None), 1), ((257, 56), 2))
+_OPENS: dict[tuple[int | None, int | None], int] = {(2, None): 1, (257, 56): 2}
 """The calls open and openat, and which of their arguments is the flags."""
 _O_TMPFILE = 0o20000000
 """Makes a file without a name, which the look at a program's directory would not count."""
@@ -122,8 +122,8 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
             _instruction(end, _ALLOW),
         ],
     )
-    for numbers, place in _OPENS:
-        if (number := numbers[column]) is not None:
+    for calls, place in _OPENS.items():
+        if (number := calls[column]) is not None:
             flags = [_instruction(load, _ARGUMENTS_AT + 8 * place), _instruction(_AND, _O_TMPFILE, 0, 1)]
             when(number, [*flags, _instruction(end, _ERRNO | _EPERM), _instruction(end, _ALLOW)])
     for numbers in _CALLS.values():

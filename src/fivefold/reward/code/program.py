@@ -72,7 +72,7 @@ def run(files: list[int], request: dict[str, Any], lock: Callable[[], None], beg
                 exec(compile(text, "<program>", "exec"), space)  # noqa: S102
                 remote.serve(space)
             else:
-                remote.run_tests(text, names, space)
+                remote.run_tests(text, names or {}, space)
         elif function is None:
             exec(compile(text, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102
         else:

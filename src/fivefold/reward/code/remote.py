@@ -110,12 +110,12 @@ class _Line:
         try:
             line = self._answers.readline(_LARGEST_MESSAGE)
             kind, value, more = loads(line.decode(), self._object)
-            error = _exception(value, more) if kind == "raised" else None
-            pairs = () if error is not None else tuple(zip(arguments, more, strict=True))
+            raised = _exception(value, more) if kind == "raised" else None
+            pairs = () if raised is not None else tuple(zip(arguments, more, strict=True))
         except (ValueError, TypeError, MemoryError) as wrong:
             raise NoAnswerError(str(wrong)) from wrong
-        if error is not None:
-            raise error
+        if raised is not None:
+            raise raised
         for given, left in pairs:
             _update(given, left)
         return value
@@ -231,7 +231,7 @@ def run_tests(tests: str, names: dict[str, str], space: dict[str, Any]) -> None:
     `names`: local name -> name in the program, empty for the program itself.
     """
     line = _Line()
-    sys.modules["pytest"] = small_pytest  # type: ignore[assignment]
+    sys.modules["pytest"] = small_pytest
     space |= {own: _Name(line, name) if name else _Module(line) for own, name in names.items()}
     try:
         exec(compile(tests, "<tests>", "exec"), space)  # noqa: S102

@@ -48,6 +48,8 @@ class raises:  # noqa: N801 - pytest's name
     """A block, or a call, that must raise."""
 
     value: BaseException | None = None
+    _kinds: tuple[Any, ...]
+    _match: str | None
 
     def __new__(cls, kinds: Any, *call: Any, match: str | None = None, **named: Any) -> Any:
         made = super().__new__(cls)
