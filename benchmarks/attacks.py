@@ -178,7 +178,8 @@ class Tests(Attack):
         )
 
     def _pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-o", "addopts=", *self.chosen, *arguments]
+        own = ["-p", "no:xdist", "-o", "addopts=", f"--basetemp={self._root}/pytest", *self.chosen]
+        command = [sys.executable, "-m", "pytest", *own, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
