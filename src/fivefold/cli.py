@@ -98,7 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     added = command(
         "convert", _convert, "write another system's script, YAML or arguments as our YAML, with what became of each key"
     )
-    added.add_argument("--strict", action="store_true", help="fail on anything that is not supported")
+    added.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        help="--strict fails on settings that change only speed too; --no-strict writes a file that runs without what is refused",
+    )
     translated(added)
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
     added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
@@ -142,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0}
+_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0, "--no-strict": 0}
 
 
 def _words_of(arguments: Sequence[str]) -> list[str]:
@@ -201,9 +205,10 @@ def _convert(options: argparse.Namespace) -> int:
     translation = _translate(options)
     for refusal in translation.refusals:
         print(f"{'error   ' if refusal in translation.faults else 'refused '} {refusal}", file=sys.stderr)
-    print(writer.write(translation, options.system), end="")
-    lacking = [each for each in translation.outcomes if each.kind in ("unsupported", "unknown")]
-    return 2 if translation.faults or (options.strict and lacking) else 0
+    is_lenient = options.strict is False
+    print(writer.write(translation, options.system, strict=not is_lenient), end="")
+    lacks_any = options.strict and any(each.kind == "unsupported" for each in translation.outcomes)
+    return 2 if translation.faults or lacks_any or (translation.refusals and not is_lenient) else 0
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from fivefold.config.allocated import allocated
-from fivefold.config.dialects import OWN, Dialect, Translation, Tree, find_dialect
+from fivefold.config.dialects import OWN, REFUSED, Dialect, Translation, Tree, find_dialect
 from fivefold.config.findings import Findings
 from fivefold.config.ranges import suggest
 from fivefold.config.schema import RunConfig
@@ -159,11 +159,19 @@ def override(tree: Tree, overrides: list[str]) -> Tree:
 def build(tree: Tree) -> RunConfig:
     """The typed configuration of a tree; raises ConfigError for keys and types that it cannot have."""
     findings = Findings()
+    if REFUSED in tree:
+        raise ConfigError([_accept_first(tree[REFUSED])])
     config = _build(RunConfig, allocated(_name_functions(tree, findings), findings), findings)
     if findings.errors:
         raise ConfigError(findings.errors)
     assert config is not None
     return config
+
+
+def _accept_first(refused: Any) -> str:
+    """The sentence about settings that a translation from another system lacks."""
+    named = "".join(f"\n  {sentence}" for sentence in refused) if isinstance(refused, list) else ""
+    return f"this run lacks settings of the system that it comes from: delete the key `{REFUSED}` to accept that{named}"
 
 
 def dump_yaml(config: Any) -> str:
