@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--strict",
         action=argparse.BooleanOptionalAction,
-        help="--strict fails on settings that change only speed too; --no-strict writes a file that runs without what is refused",
+        help="--strict fails on settings that change only speed too; --no-strict accepts a run without what is refused",
     )
     translated(added)
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
