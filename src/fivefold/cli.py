@@ -85,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument(
             "--env", action="append", default=[], metavar="NAME=value", help="a variable that its script leaves open"
         )
+        added.add_argument(
+            "--allow-secrets",
+            action="store_true",
+            help="let variables whose names say TOKEN, KEY, SECRET or PASSWORD into the configuration",
+        )
         configured(added)
 
     flags.init(command("init", _init, "write a commented YAML file of a run, from five questions or flags"))
@@ -146,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0, "--no-strict": 0}
+_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0, "--no-strict": 0, "--allow-secrets": 0}
 
 
 def _words_of(arguments: Sequence[str]) -> list[str]:
@@ -168,7 +173,8 @@ def _translate(options: argparse.Namespace) -> Translation:
     variables = [each.partition("=") for each in options.env]
     if unset := [name for name, equals, _ in variables if not equals]:
         raise ConfigError([f"--env is written NAME=value: got {unset[0]}"])
-    return translate_words(options.system, options.words, {**os.environ, **{name: value for name, _, value in variables}})
+    given = {name: value for name, _, value in variables}
+    return translate_words(options.system, options.words, os.environ, given, allow_secrets=options.allow_secrets)
 
 
 def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunConfig, list[str]]:

@@ -24,7 +24,7 @@ from fivefold.files import read_text
 from fivefold.user_code import name_of
 
 T = TypeVar("T")
-_MOST_VALUES, _DEEPEST = 100_000, 30
+_MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 30
 
 
 class ConfigError(ValueError):
@@ -94,7 +94,7 @@ def read(path: str | Path) -> Tree:
     if not path.is_file():
         raise ConfigError([f"no configuration file at {path}"])
     try:
-        text = read_text(path)
+        text = read_text(path, _MOST_BYTES)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     return read_mapping(text, str(path))
@@ -103,7 +103,7 @@ def read(path: str | Path) -> Tree:
 def read_mapping(text: str, path: str) -> Tree:
     """The mapping in the text of a YAML file."""
     try:
-        tree = _parse(text)
+        tree = parse_value(text)
     except ConfigError as error:
         raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from error
     if tree is None:
@@ -113,7 +113,7 @@ def read_mapping(text: str, path: str) -> Tree:
     return tree
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The value of a YAML text; raises ConfigError for what is not YAML or larger than any configuration."""
     try:
         # _UniqueKeyLoader is a SafeLoader: it builds plain values only.
@@ -185,7 +185,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError([f"an override is written key=value, for example trainer.steps=10: got {shown(override)}"])
     try:
-        value = _parse(text)
+        value = parse_value(text)
     except ConfigError:
         value = text
     *parents, last = key.strip().split(".")
