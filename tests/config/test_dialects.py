@@ -1142,8 +1142,8 @@ def test_a_model_that_verls_reward_function_asks_is_served_and_adds_nothing_itse
 
 @pytest.mark.parametrize(("words", "begin"), [
     ([*GRPO_VERL, "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.optim.lr_warmup_init=2e-7"], 2e-7),
-    ([*SFT_VERL, "optim.lr_warmup_init=1e-6"], 1e-6),
-    ([*SFT_VERL, "optim.init_lr_ratio=0.2"], 2e-6),
+    ([*SFT_VERL, "engine=megatron", "optim.lr_warmup_init=1e-6"], 1e-6),
+    ([*SFT_VERL, "engine=automodel", "optim.init_lr_ratio=0.2"], 2e-6),
     # Automodel's default is a tenth.
     ([*SFT_VERL, "engine=automodel"], 1e-6),
     (SFT_VERL, 0.0),

@@ -140,7 +140,8 @@ def test_a_run_on_a_cluster_is_not_held_to_the_gpus_of_this_machine(monkeypatch)
 
     assert faults("gpu-head:6379") == []
     assert faults(None) == [
-        "layout megatron:d8t1p1 needs 8 GPUs on this machine: found 0; lower it or set trainer.device: cpu"
+        "layout megatron:d8t1p1 needs 8 GPUs on this machine: found 0; lower it, start it with torchrun on several machines, "
+        "place it on a Ray cluster by launch.backend: ray and launch.ray.address, or set trainer.device: cpu"
     ]
 
 

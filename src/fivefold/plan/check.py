@@ -364,7 +364,8 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
     findings.require(
         not wanted or gpus >= world,
         f"layout {config.layout}",
-        f"needs {world} GPUs on this machine: found {gpus}; lower it or set trainer.device: cpu",
+        f"needs {world} GPUs on this machine: found {gpus}; lower it, start it with torchrun on several machines, place it "
+        "on a Ray cluster by launch.backend: ray and launch.ray.address, or set trainer.device: cpu",
     )
     _check_apart(findings, config)
 

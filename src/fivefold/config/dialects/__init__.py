@@ -76,6 +76,8 @@ class Translation:
     """Every key of the source, where a table was read."""
     faults: list[str] = field(default_factory=list)
     """Values that cannot be read, one sentence each."""
+    notes: list[str] = field(default_factory=list)
+    """What its users should know of the run, one sentence each."""
     release: str = ""
     """The month of the system's release whose defaults were taken, where they are not today's."""
 

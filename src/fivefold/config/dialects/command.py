@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
 from fivefold.config.dialects.bounds import LONGEST_KEY, TooMuchError, Work, is_file
+from fivefold.config.dialects.config_names import named_yaml, with_defaults
 from fivefold.config.dialects.secret_variables import Hidden
 from fivefold.config.dialects.shell import read_script
 from fivefold.config.dialects.shell_words import Script
+from fivefold.config.dialects.translator import with_own
 from fivefold.config.loader import ConfigError, read_mapping
 
 _MOST_SETTINGS = 5000
 _CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
+_SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+"""Hydra's short options -> the long ones."""
 _ENDS = ("|", "||", "&&", "&", ">", ">>", "<")
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
 """Modules that start others: by the beginning of their name."""
@@ -45,6 +49,8 @@ def translate_words(
 
     `given` are variables that the user names; those of the environment that may be secrets need `allow_secrets`.
 
+    What follows `--` are settings of ours, over those of the system.
+
     Example: `translate_words("verl", ["algorithm.adv_estimator=grpo", "data.train_files=a.parquet"], os.environ)`.
     """
     hidden = Hidden({} if allow_secrets else environment)
@@ -63,31 +69,30 @@ def _translated(system: str, words: Sequence[str], environment: Mapping[str, str
     name, _, version = system.partition("@")
     if name not in SYSTEMS:
         raise ConfigError([f"--from must be one of {', '.join(SYSTEMS)}: got {name}"])
+    theirs, own = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, ())
     found = _Words()
-    _take(list(words), found, environment, None)
+    _take(list(theirs), found, environment, None)
     options = found.options
+    module = importlib.import_module(f"fivefold.config.dialects.{name}")
+    known = getattr(module, "CONFIG_NAMES", ())
     file = options.pop("--config", None)
-    if file is None and "--config-name" in options:
-        wanted = options["--config-name"]
-        directory = Path(options.get("--config-path", options.get("--config-dir", ".")))
-        known = [path for path in (directory / wanted, directory / f"{wanted}.yaml") if is_file(path)]
-        file = str(known[0]) if known else None
-        if file is not None:
-            del options["--config-name"]
+    path = None if file is not None else named_yaml(options, found.scripts, known)
     if file is not None:
         found.trees.insert(0, _yaml(file, found.work, None))
+    elif path is not None:
+        found.trees.insert(0, with_defaults(path, known))
     if len(found.settings) > _MOST_SETTINGS:
         raise ConfigError([f"a command has {len(found.settings)} settings: at most {_MOST_SETTINGS} are read"])
-    module = importlib.import_module(f"fivefold.config.dialects.{name}")
     try:
         tree: Tree = getattr(module, "join", merged)(found.trees)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     if not tree and not found.settings:
-        raise ConfigError([f"no setting of {name} in {' '.join(words)[:LONGEST_KEY] or 'an empty command'}"])
+        raise ConfigError([f"no setting of {name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
     said = [f"{option}={value}" for option, value in options.items()]
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
-    return translation
+    notes = [] if path is None else [f"--config-name is the file {path}"]
+    return with_own(replace(translation, notes=[*notes, *translation.notes]), own)
 
 
 def _take(words: list[str], found: _Words, environment: Mapping[str, str], script: Script | None) -> None:
@@ -96,7 +101,7 @@ def _take(words: list[str], found: _Words, environment: Mapping[str, str], scrip
         if word in _ENDS or word.startswith(("2>", "&>", "1>")):
             return
         name, equals, value = word.partition("=")
-        option = name.replace("_", "-")
+        option = _SHORT.get(name, name.replace("_", "-"))
         if option in _CONFIG:
             value = value if equals else next(rest, "")
             if option == "--config":

@@ -17,6 +17,7 @@ from fivefold.config.dialects.verl_rows import SECTIONS
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
+CONFIG_NAMES = ("ppo_trainer", "ppo_megatron_trainer")
 DEFAULTS: dict[str, Any] = VERL | {
     _A + "strategy": "fsdp",
     _A + "optim.lr_decay_style": "linear",

@@ -32,6 +32,7 @@ from fivefold.config.dialects.translator import dialect
 _ALGORITHM, _POLICY, _MEGATRON = "trainer.algorithm.", "trainer.policy.", "trainer.policy.megatron_config."
 _ENGINE = "generator.inference_engine."
 
+CONFIG_NAMES = ("ppo_base_config",)
 DEFAULTS: dict[str, Any] = {
     "trainer.strategy": "fsdp",
     "trainer.epochs": 1,

@@ -36,6 +36,8 @@ class Source:
     found: list[Outcome] = field(default_factory=list)
     """What functions say of keys."""
     work: Work = field(default_factory=Work)
+    notes: list[str] = field(default_factory=list)
+    """What functions say of the run."""
 
     def under(self, prefix: str) -> Source:
         """The same settings seen from a section: `prefix` is put before keys."""
@@ -128,6 +130,11 @@ class Source:
         # A default that we lack is named too: the run would be another without it.
         value = self.settings.get(full, f"{self.defaults.get(full)} (the default)")
         self.found.append(Outcome(full, value, "unsupported", reason, changes_result=changes_result))
+
+    def note(self, sentence: str) -> None:
+        """Say of the run what its users should know, where no key is refused for it."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
 
     def fixed(self, key: str, reason: str) -> None:
         """Say of a key that it changes nothing of the numbers here."""

@@ -6,19 +6,22 @@ import dataclasses
 import difflib
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from fivefold.config.dialects import Line, Outcome, Translation, Tree
+from fivefold.config.dialects import Line, Outcome, Translation, Tree, clusters
 from fivefold.config.dialects.bounds import LONGEST_KEY, TooMuchError
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Row, Table
+from fivefold.config.loader import ConfigError, override
 from fivefold.config.ranges import OneOf
 from fivefold.config.schema import RunConfig
 
 _MOST_SUGGESTIONS = 50
 """Unknown keys for which a known one is looked for, which takes a hundredth of a second each."""
+AFTER = "after --"
+"""Where settings of ours stand in another system's command."""
 
 
 class SystemDialect(Protocol):
@@ -37,14 +40,21 @@ def dialect(table: Table | Callable[[Mapping[str, Any]], Table]) -> SystemDialec
     ) -> Translation:
         settings = settings_of(tree, overrides)
         chosen = table if isinstance(table, Table) else table(settings)
-        if version and (fault := OneOf(chosen.versions).fault(version)):
-            raise ValueError(f"the version of {chosen.name} {fault}")
+        if version and (fault := _version_fault(chosen, version)):
+            raise ValueError(fault)
         release = version or chosen.release_of(settings)
         defaults = {**chosen.elsewhere, **chosen.defaults, **chosen.versions.get(release, {})}
         found = translate(chosen, settings, defaults, os.environ if environment is None else environment)
         return dataclasses.replace(found, release=release)
 
     return read
+
+
+def _version_fault(table: Table, version: str) -> str | None:
+    if not table.versions:
+        return f"this program of {table.name} has no older defaults here: say --from {table.name.lower()} without @{version}"
+    fault = OneOf(table.versions).fault(version)
+    return fault and f"the version of {table.name} {fault}"
 
 
 def translate(
@@ -86,9 +96,13 @@ def translate(
     for each in source.found:
         outcomes[each.key] = each
     lines = [Line(ours, value, _sources(table, settings, ours, read)) for ours, (value, read) in values.items()]
+    if on_ray := clusters.keys_for_ray(source, table.name):
+        lines.append(Line(clusters.KEY, "ray", tuple(on_ray)))
+        outcomes |= {key: _also(outcomes[key], clusters.KEY) for key in on_ray}
     lines.sort(key=_order)
     names = {key: ", ".join(each.ours) or each.reason for key, each in outcomes.items()}
-    return Translation(_nested(lines), [], names, lines, list(outcomes.values()), list(dict.fromkeys(faults)))
+    faults = list(dict.fromkeys(faults))
+    return Translation(_nested(lines), [], names, lines, list(outcomes.values()), faults, notes=source.notes)
 
 
 def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:
@@ -131,9 +145,7 @@ def _outcome(
 ) -> Outcome:
     row = table.row(key)
     if row is None:
-        near = _near(table, key) if next(suggests, None) is not None else None
-        question = f": did you mean {near}?" if near else ""
-        return Outcome(key, value, "unknown", f"no key of {table.name} that is known here{question}")
+        return Outcome(key, value, "unknown", _unknown(table, key, next(suggests, None) is not None))
     if row.form == "fixed":
         return Outcome(key, value, "fixed", row.note)
     if row.form == "lacks":
@@ -150,6 +162,30 @@ def _outcome(
     if key in source.read:
         return Outcome(key, value, "fixed", f"it asks for nothing that is not so here anyway{row.note and ': '}{row.note}")
     return Outcome(key, value, "fixed", f"{table.name} does not read it with these settings{row.note and ': '}{row.note}")
+
+
+def _also(outcome: Outcome, ours: str) -> Outcome:
+    """The outcome of a key whose value goes into `ours` too."""
+    if outcome.is_refused:
+        return outcome
+    return dataclasses.replace(outcome, kind="translated", ours=(*outcome.ours, ours), reason="")
+
+
+def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
+    """The translation with `key=value` settings of ours over it."""
+    own = {key: Line(key, value, (AFTER,)) for key, value in flatten(override({}, list(settings)))}
+    kept = [line for line in translation.lines if not any(line.key == key or line.key.startswith(f"{key}.") for key in own)]
+    if unknown := [key for key in own if key.partition(".")[0] not in known_keys()]:
+        raise ConfigError([f"what follows -- must be keys of fivefold: got {unknown[0]}"])
+    lines = sorted([*kept, *own.values()], key=_order)
+    return dataclasses.replace(translation, lines=lines, tree=_nested(lines))
+
+
+def _unknown(table: Table, key: str, suggests: bool) -> str:
+    if key in known_keys():
+        return f"a key of fivefold, not of {table.name}: it stands after --, as in -- {key}=..."
+    near = _near(table, key) if suggests else None
+    return f"no key of {table.name} that is known here" + (f": did you mean {near}?" if near else "")
 
 
 def _near(table: Table, key: str) -> str | None:

@@ -57,6 +57,14 @@ PROGRAMS = (
 """Programs whose configuration says all of what they do."""
 
 
+CONFIG_NAMES = (
+    *(f"ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
+    *(f"_generated_ppo_{engine}trainer" for engine in ("", "megatron_", "veomni_", "torchtitan_")),
+    *(f"{start}ppo_{engine}trainer" for start in ("one_step_off_", "fully_async_") for engine in ("", "megatron_")),
+    "transfer_queue_ppo_trainer", "transfer_queue_ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer",
+    "sft_trainer", "sft_trainer_engine", "sppo_trainer", "prime_trainer", "entropy_trainer",
+)  # fmt: skip
+"""YAML files of these programs, whose values are the defaults of their tables."""
 OTHER_PROGRAMS = {
     "verl.trainer.main_ppo_pipeline": "rLLM's updates by mini-batches as they are sampled, the longest responses first, one "
     "of which is left for the next step",
@@ -197,7 +205,7 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     if (own := _OWN_DEFAULTS.get(str(settings.get("-m")))) is not None:
         return own
     if not is_rl and verl_sft.looks_like(settings):
-        return verl_sft.TABLE
+        return verl_sft.table_of(settings)
     return TABLE
 
 

@@ -56,6 +56,10 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 SPPO = "recipe.sppo.main_sppo"
+MEAN_OF_MICRO_BATCHES = (
+    "{} took the mean over the tokens of each micro-batch of each GPU and then the mean of those: here each token of an "
+    "update counts the same (algorithm.aggregate: micro-batch-token-mean is the former)"
+)
 
 
 def estimator(source: Source) -> str:
@@ -111,6 +115,14 @@ def advantage(source: Source) -> dict[str, Any]:
     return {f"algorithm.{key}": value for key, value in found.items()}
 
 
+def has_engine_workers(source: Source) -> bool:
+    """The configuration is of a release, or asks for workers, whose losses count all tokens of an update."""
+    legacy = "trainer.use_legacy_worker_impl"
+    return (source.has("trainer.use_v1") and source.flag("trainer.use_v1")) or (
+        source.has(legacy) and source.text(legacy) == "disable"
+    )
+
+
 def loss(source: Source) -> dict[str, Any]:
     if estimator(source) == "sppo":
         return {}
@@ -157,6 +169,8 @@ def loss(source: Source) -> dict[str, Any]:
         actor.lacks("loss_agg_mode", f"the mean {mean}: known here are {', '.join(shared.AGGREGATES)}")
     elif "aggregate" not in found:
         found["aggregate"] = shared.AGGREGATES[mean]
+        if mean == "token-mean" and not has_engine_workers(source):
+            source.note(MEAN_OF_MICRO_BATCHES.format("with token-mean the actor of siiRL, and of verl until 0.7,"))
     elif (actor.flag("use_kl_loss") and actor.number("kl_loss_coef")) or actor.number("entropy_coeff"):
         found["penalty_aggregate"] = shared.AGGREGATES[mean]
     return {f"algorithm.{key}": value for key, value in found.items()}

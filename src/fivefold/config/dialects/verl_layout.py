@@ -20,6 +20,14 @@ def is_megatron(source: Source) -> bool:
     return any("megatron" in name for name in named) or source.text(_A + "strategy") == "megatron"
 
 
+def engine_of(source: Source) -> str:
+    """What trains, by its name in verl_schedule.py."""
+    if is_megatron(source):
+        return "megatron"
+    named = (source.text("model_engine"), source.text(_A + "strategy"))
+    return next((name for name in ("veomni", "torchtitan") if name in named), "fsdp")
+
+
 def mcore(source: Source) -> str:
     """Where Megatron-Core's settings of the actor stand: MindSpeed's engine has its own section (2026-05 to 08)."""
     said = (source.text("model_engine"), source.text(_A + "strategy"))

@@ -87,13 +87,24 @@ TRAINING = Section.of(
         "engine_workers.py:303): schedule_per: step, warmup_from: 0.",
     ),
     used(
-        f"{_A}optim.lr_scheduler_type {_A}optim.warmup_style {_A}optim.lr_decay_style",
+        f"{_A}optim.lr_scheduler_type {_A}optim.warmup_style {_A}optim.lr_decay_style {_A}optim.decay_type",
         "policy.optimizer.schedule",
+        "FSDP reads lr_scheduler_type (constant when left out), VeOmni too (cosine), Megatron lr_decay_style (constant), "
+        "torchtitan decay_type (linear).",
     ),
     used(_A + "optim.lr_decay_steps", "policy.optimizer.decay_steps"),
-    used(f"{_A}optim.min_lr {_A}optim.min_lr_ratio", "policy.optimizer.min_lr"),
+    used(
+        f"{_A}optim.min_lr {_A}optim.min_lr_ratio {_A}optim.lr_min {_A}optim.min_lr_factor",
+        "policy.optimizer.min_lr",
+        "Of Megatron, FSDP, VeOmni and torchtitan; a ratio or factor is a share of the rate.",
+    ),
+    lacks("**.optim.lr_decay_ratio", "a decay that ends before the run", [1, 1.0]),
     fixed(f"{_A}optim.total_training_steps critic.optim.total_training_steps", "verl sets it itself"),
-    used(_A + "optim.lr_warmup_init", "policy.optimizer.warmup_init_lr", "With Megatron."),
+    used(
+        f"{_A}optim.lr_warmup_init {_A}optim.lr_start",
+        "policy.optimizer.warmup_init_lr",
+        "With Megatron, and with VeOmni.",
+    ),
     lacks("**.optim.num_cycles", "a cosine of other cycles", [0.5]),
     lacks("**.optim.weight_decay_incr_style", "weight decay that changes", ["constant"]),
     fixed("**.optim.lr_wsd_decay_style **.optim.lr_wsd_decay_steps", "read with the schedule WSD only"),
@@ -204,7 +215,7 @@ TRAINING = Section.of(
         "**.optim.exp_avg_sq_dtype **.optim.use_layer_wise_distributed_optimizer",
         "the optimizer's state is in float32: policy.megatron.optimizer has other types",
     ),
-    fixed("**.optim.muon_* **.optim.name **.optim.decay_type **.optim.min_lr_factor", "read by other optimizers only"),
+    fixed("**.optim.muon_* **.optim.name", "read by other optimizers only"),
     fixed(f"{_A}torchtitan.** {_A}load_weight critic.load_weight {_R}layer_name_map.* {_R}skip_dump_dir", SPREAD),
 )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects import mtp, shared
@@ -11,10 +13,13 @@ from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT, KERNELS, SHOWN, SPREAD
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, slower, to, used
+from fivefold.config.dialects.verl_algorithm import MEAN_OF_MICRO_BATCHES
+from fivefold.config.dialects.verl_defaults import VERSIONS
 from fivefold.config.dialects.verl_older import FIRST_ROWS, rows
 from fivefold.config.dialects.verl_rows_data import VALIDATION_ROWS
+from fivefold.config.dialects.verl_schedule import SCHEDULES, schedule
 
-DEFAULTS: dict[str, Any] = {
+_COMMON: dict[str, Any] = {
     "data.train_batch_size": 256,
     "data.max_length": 1024,
     "data.prompt_key": "question",
@@ -22,29 +27,15 @@ DEFAULTS: dict[str, Any] = {
     "data.messages_key": "messages",
     "data.truncation": "error",
     "data.shuffle": True,
-    "data.use_dynamic_bsz": True,
-    "data.max_token_len_per_gpu": 8192,
     "data.micro_batch_size_per_gpu": 4,
-    "optim.lr": 1e-5,
-    "optim.betas": [0.9, 0.95],
     "optim.weight_decay": 0.01,
     "optim.clip_grad": 1.0,
-    "optim.lr_warmup_steps_ratio": 0.0,
-    "optim.lr_warmup_steps": -1,
-    "optim.min_lr_ratio": 0.0,
-    "optim.min_lr": 0.0,
-    "optim.lr_warmup_init": 0.0,
-    "engine.tensor_model_parallel_size": 1,
-    "engine.pipeline_model_parallel_size": 1,
-    "engine.context_parallel_size": 1,
-    "engine.expert_model_parallel_size": 1,
-    "engine.ulysses_sequence_parallel_size": 1,
     "ulysses_sequence_parallel_size": 1,
     "model.enable_gradient_checkpointing": True,
     **{f"model.{name}": value for name, value in {**VERL_DEFAULTS, **mtp.DEFAULTS}.items()},
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
-    "trainer.total_epochs": 1,
+    "trainer.total_epochs": 4,
     "trainer.save_freq": -1,
     "trainer.test_freq": -1,
     "trainer.resume_mode": "auto",
@@ -54,11 +45,56 @@ DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "test",
     "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
 }
+OLDER = "fsdp_sft_trainer"
+OLDER_DEFAULTS = _COMMON | {
+    "data.use_dynamic_bsz": False,
+    "optim.lr": 1e-5,
+    "optim.betas": [0.9, 0.95],
+    "optim.lr_warmup_steps_ratio": 0.1,
+}
+"""Of `fsdp_sft_trainer` (sft_trainer.yaml of verl 0.1 to 0.7)."""
+_BEFORE_2025_06 = {"model.enable_gradient_checkpointing": False}
+OLDER_VERSIONS: dict[str, dict[str, Any]] = dict.fromkeys(VERSIONS, _BEFORE_2025_06)
+"""Month of a release -> defaults of `fsdp_sft_trainer` that were others then (sft_trainer.yaml of 0.1 to 0.4)."""
+DEFAULTS = _COMMON | {
+    "data.use_dynamic_bsz": True,
+    "data.max_token_len_per_gpu": 8192,
+    "optim.lr": 1e-3,
+    "optim.betas": [0.9, 0.999],
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_warmup_steps": -1,
+    **{f"engine.{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "context", "expert_model")},
+    "engine.ulysses_sequence_parallel_size": 1,
+}
+"""Of `sft_trainer` and `sft_trainer_ray` with FSDP, VeOmni, torchtitan or Megatron-Core (sft_trainer_engine.yaml and optim/
+of verl 0.6 to 0.9.1)."""
+AUTOMODEL_DEFAULTS = DEFAULTS | {"optim.lr": 1e-5, "optim.init_lr_ratio": 0.1, "optim.min_lr_ratio": 0.01}
+_OF_OLDER = re.compile(
+    r"model\.(partial_pretrain|strategy|fsdp_config\..*)|data\.(multiturn\..*|\w+_dict_keys)|ulysses_sequence_parallel_size"
+    r"|use_remove_padding|optim\.(lr_scheduler|warmup_steps_ratio)"
+)
+"""Keys that only the older trainer has."""
 
 
 def looks_like(settings: Mapping[str, Any]) -> bool:
     """Settings of an SFT trainer."""
-    return any(key.startswith("optim.") or key in ("model.partial_pretrain", "model.path") for key in settings)
+    names = (str(settings.get("-m")), str(settings.get("--config-name")))
+    is_named = any("sft_trainer" in name for name in names)
+    return is_named or any(key.startswith("optim.") or key in ("model.partial_pretrain", "model.path") for key in settings)
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """The table of the trainer and the engine that these settings choose."""
+    program = str(settings.get("-m")).rpartition(".")[2]
+    if program == OLDER or (not program.startswith("sft_trainer") and any(map(_OF_OLDER.fullmatch, settings))):
+        return OLDER_TABLE
+    return AUTOMODEL_TABLE if _optimizer_of(settings) == "automodel" else TABLE
+
+
+def _optimizer_of(settings: Mapping[str, Any]) -> str:
+    """The engine whose optimizer is configured: `optim=NAME`, or else that of the engine."""
+    named = (str(settings.get(key, "")).strip("'\"") for key in ("optim", "engine", "model_engine"))
+    return next((name for name in named if name in SCHEDULES), "fsdp")
 
 
 def is_megatron(source: Source) -> bool:
@@ -119,39 +155,24 @@ def micro_batch(source: Source) -> dict[str, Any]:
     return {"policy.tokens_per_micro_batch": max((source.whole("data.micro_batch_size_per_gpu") or 1), 2) * longest}
 
 
-def optimizer(source: Source) -> dict[str, Any]:
-    said = source.under("optim.")
-    found: dict[str, Any] = {
-        "lr": said.number("lr"),
-        "weight_decay": said.number("weight_decay"),
-        "clip_grad": said.number("clip_grad"),
-        "betas": [float(beta) for beta in said.items("betas")],
-    }
-    # The older trainer falls by a cosine when nothing is said, and so does Automodel's (optim/automodel.yaml).
-    automodel = source.text("engine") == "automodel"
-    older = automodel or source.has("model.partial_pretrain")
-    style = (
-        said.text("warmup_style")
-        or said.text("lr_decay_style")
-        or said.text("lr_scheduler_type")
-        or said.text("lr_scheduler")
-        or ("cosine" if older else "constant")
-    )
-    if style not in ("constant", "linear", "cosine"):
-        said.lacks("lr_scheduler_type", f"the schedule {style}")
-        style = "constant"
-    found["schedule"] = style
-    if style != "constant":
-        share = said.number("min_lr_ratio") if said.has("min_lr_ratio") or not automodel else 0.01
-        lowest = said.number("min_lr") or (share or 0.0) * (found["lr"] or 0.0)
-        found["min_lr"] = lowest or said.number("lr_min")
-        found["decay_steps"] = said.whole("lr_decay_steps")
-    steps = said.whole("lr_warmup_steps")
-    found["warmup_from"] = 0
-    begin = said.number("init_lr_ratio") if said.has("init_lr_ratio") else 0.1 if automodel else None
-    found["warmup_init_lr"] = (said.number("lr_warmup_init") if begin is None else begin * (found["lr"] or 0.0)) or None
-    found["warmup_steps"] = steps if steps is not None and steps >= 0 else said.number("lr_warmup_steps_ratio")
-    return {f"policy.optimizer.{key}": value for key, value in found.items()}
+def optimizer(source: Source, engine: str = "") -> dict[str, Any]:
+    """`engine`: whose schedule it is; left out, that of the keys `optim` and `engine`."""
+    said, engine = source.under("optim."), engine or _optimizer_of(source.settings)
+    found: dict[str, Any] = {name: said.number(name) for name in ("lr", "weight_decay", "clip_grad")}
+    # verl hands no betas to Megatron's optimizer.
+    found["betas"] = [0.9, 0.999] if engine == "megatron" else [float(beta) for beta in said.items("betas")]
+    found["eps"] = said.number("eps") if said.has("eps") else None
+    return {f"policy.optimizer.{name}": value for name, value in (found | schedule(said, engine)).items()}
+
+
+def older_optimizer(source: Source) -> dict[str, Any]:
+    """That of `fsdp_sft_trainer`, whose schedule goes over trainer.total_epochs however early the run ends."""
+    found = optimizer(source, OLDER)
+    key = "trainer.total_training_steps"
+    if found["policy.optimizer.schedule"] != "constant" and (source.whole(key) or 0) > 0:
+        source.lacks(key, "a run that ends before its schedule, which fsdp_sft_trainer computes from trainer.total_epochs")
+    source.note(MEAN_OF_MICRO_BATCHES.format("fsdp_sft_trainer"))
+    return found
 
 
 def columns(source: Source) -> dict[str, Any]:
@@ -251,19 +272,24 @@ TABLE = Table(
                 (
                     "optim.lr optim.betas optim.weight_decay optim.clip_grad optim.lr_warmup_steps "
                     "optim.lr_warmup_steps_ratio optim.lr_scheduler_type optim.lr_scheduler optim.lr_decay_style "
-                    "optim.min_lr optim.min_lr_ratio optim.lr_min optim.warmup_steps_ratio optim.lr_warmup_init "
-                    "optim.init_lr_ratio"
+                    "optim.min_lr optim.min_lr_ratio optim.lr_min optim.min_lr_factor optim.warmup_steps_ratio "
+                    "optim.lr_warmup_init optim.lr_start optim.init_lr_ratio optim.decay_type optim.eps"
                 ),
                 "policy.optimizer",
-                "A share of the run stays one.",
+                "A share of the run stays one; warmup_steps_ratio is the name of lr_warmup_steps_ratio until 2025-09. "
+                "fsdp_sft_trainer has lr 1e-5, betas 0.9 and 0.95, a warm-up of a tenth of the run and a cosine; "
+                "sft_trainer with Automodel lr 1e-5, from a tenth of it, and a cosine to a hundredth. VeOmni has a cosine, "
+                "torchtitan a straight line.",
             ),
             lacks("optim.optimizer", "another optimizer than AdamW", ["AdamW", "adam", "FusedAdam"]),
             lacks("optim.num_cycles", "a cosine of other cycles", [0.5]),
+            lacks("optim.lr_decay_ratio", "a decay that ends before the run", [1, 1.0]),
+            used("optim", "policy.optimizer", "Whose optimizer it is, as `optim=veomni`; the engine's when left out."),
             fixed(
                 (
                     "optim.optimizer_impl optim.master_weights optim.store_param_remainders "
-                    "optim.override_optimizer_config.* optim optim.exp_avg_dtype optim.exp_avg_sq_dtype "
-                    "optim.total_training_steps"
+                    "optim.override_optimizer_config.* optim.exp_avg_dtype optim.exp_avg_sq_dtype "
+                    "optim.master_weight_dtype optim.total_training_steps optim.name"
                 ),
                 SPREAD,
             ),
@@ -309,10 +335,10 @@ TABLE = Table(
             ),
             used("optim.warmup_style", "policy.optimizer.schedule"),
             used("optim.lr_decay_steps", "policy.optimizer.decay_steps"),
-            lacks("optim.weight_decay_incr_style", "weight decay that changes", ["constant"]),
+            lacks("optim.weight_decay_incr_style optim.wd_incr_style", "weight decay that changes", ["constant"]),
             fixed(
                 "optim.lr_wsd_* optim.use_checkpoint_opt_param_scheduler optim.zero_indexed_step "
-                "optim.muon_* optim.lr_start optim.lr_decay_ratio optim.use_precision_aware_optimizer "
+                "optim.muon_* optim.use_precision_aware_optimizer "
                 "optim.main_grads_dtype optim.use_layer_wise_distributed_optimizer",
                 "read by other schedules and optimizers only",
             ),
@@ -364,4 +390,11 @@ TABLE = Table(
     ),
     DEFAULTS,
     known=known("verl"),
+)
+AUTOMODEL_TABLE = replace(TABLE, defaults=AUTOMODEL_DEFAULTS)
+OLDER_TABLE = replace(
+    TABLE,
+    defaults=OLDER_DEFAULTS,
+    derived=tuple(older_optimizer if function is optimizer else function for function in TABLE.derived),
+    versions=OLDER_VERSIONS,
 )

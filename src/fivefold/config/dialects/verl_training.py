@@ -8,7 +8,8 @@ from fivefold.config.dialects import mtp, shared, verl_async
 from fivefold.config.dialects.adapters import of_verl
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.verl_algorithm import estimator, kl_in_reward
-from fivefold.config.dialects.verl_layout import is_megatron, longest
+from fivefold.config.dialects.verl_layout import engine_of, is_megatron, longest
+from fivefold.config.dialects.verl_schedule import schedule
 
 _A, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic."
 
@@ -41,27 +42,9 @@ def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") ->
         found["clip_grad"] = said.number("clip_grad") if set_there else source.number(role + "grad_clip")
     else:
         found |= {"betas": [0.9, 0.999], "clip_grad": said.number("clip_grad")}
-        found["warmup_init_lr"] = said.number("lr_warmup_init") or None
-    style = (
-        said.text("lr_decay_style") if uses_megatron else said.text("warmup_style") or said.text("lr_scheduler_type")
-    ) or "constant"
-    if style not in ("constant", "linear", "cosine"):
-        said.lacks("lr_decay_style" if uses_megatron else "lr_scheduler_type", f"the schedule {style}")
-        style = "constant"
-    found["schedule"] = style
-    found |= {"schedule_per": "step", "warmup_from": 0}
-    if style != "constant":
-        lowest = said.number("min_lr") if uses_megatron else (said.number("min_lr_ratio") or 0) * (found["lr"] or 0)
-        found["min_lr"] = lowest
-        if uses_megatron and (steps := said.whole("lr_decay_steps")):
-            found["decay_steps"] = steps
-    steps = said.whole("lr_warmup_steps")
-    if steps is None or steps < 0 or (uses_megatron and steps == 0):
-        found["warmup_steps"] = said.number("lr_warmup_steps_ratio") or 0
-    else:
-        found["warmup_steps"] = steps
+    found |= {"schedule_per": "step", **schedule(said, engine_of(source))}
     if verl_async.is_fully_async(source) or verl_async.is_separate(source):
-        found |= verl_async.schedule(source, style, found["warmup_steps"])
+        found |= verl_async.schedule(source, found["schedule"], found["warmup_steps"])
     return {f"{ours}.{key}": value for key, value in found.items()}
 
 

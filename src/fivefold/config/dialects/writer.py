@@ -38,7 +38,8 @@ def write(translation: Translation, system: str, *, strict: bool = True) -> str:
         path = tuple(sections)
         setting = f"{'  ' * len(sections)}{last}: {_flow(line.value)}"
         parts.append(f"{setting:<{_WIDTH}}  {_comment(_sources(line, system))}")
-    return "\n".join([*parts, "", *_table(translation.outcomes, system), ""])
+    said = [_comment(f"Note: {sentence}.") for sentence in translation.notes]
+    return "\n".join([*parts, "", *said, *_table(translation.outcomes, system), ""])
 
 
 def summary(translation: Translation) -> str:
@@ -49,9 +50,9 @@ def summary(translation: Translation) -> str:
 
 
 def notes(translation: Translation) -> list[str]:
-    """What is not supported and changes no number, one sentence each."""
-    return [f"{each.key}={each.shown}: {each.reason}" for each in translation.outcomes
-            if each.kind == "unsupported" and not each.changes_result]  # fmt: skip
+    """What its users should know of the run, and what is not supported and changes no number, one sentence each."""
+    return [*translation.notes, *(f"{each.key}={each.shown}: {each.reason}" for each in translation.outcomes
+            if each.kind == "unsupported" and not each.changes_result)]  # fmt: skip
 
 
 def _sources(line: Line, system: str) -> str:
