@@ -70,7 +70,8 @@ class _Standing(dict):  # type: ignore[type-arg]
     """Variables that stand open: paths, 8 of GPUs and nodes, or 1 where another number is asked for."""
 
     def __contains__(self, name: object) -> bool:
-        return True
+        # A name with a dot is a key of the configuration.
+        return "." not in str(name)
 
     def __missing__(self, name: str) -> str:
         if any(word in name.upper() for word in ("HOME", "PATH", "DIR", "ROOT", "MODEL", "PWD", "FILE")):

@@ -187,6 +187,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             config.trainer,
             config.run_dir,
             steps,
+            loader.steps_per_epoch,
             ranks,
             logger,
             models,
@@ -423,7 +424,7 @@ def build_rollouts(
 def build_plan(config: RunConfig, spec: ModelSpec, objective: Objective) -> BatchPlan:
     """How samples become batches; a sample's work is that of its tokens and of its attention."""
     # Routers that add something, and multi-token prediction, look at every token of an update.
-    adds = spec.moe is not None and config.policy.megatron.options.has_router_terms
+    adds = spec.moe is not None and config.policy.has_router_terms
     skips = config.policy.skip_zero_advantage and not adds and not config.policy.mtp.train
     lora = config.policy.lora.spec
     per_token = training_flops(spec, 1, 0, lora)

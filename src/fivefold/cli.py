@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--out", type=Path, required=True)
     added.add_argument("--limit", type=int, help="at most so many rows of each split (arithmetic: training problems)")
     added.add_argument("--seed", type=int, default=0)
+    added.add_argument("--form", choices=["verl", "areal"], default="verl", help="what follows a question (default verl)")
     added.add_argument("--below", type=int, default=100, help="arithmetic: sums of two numbers below this")
     added = command("train-tokenizer", _train_tokenizer, "train a small tokenizer on the texts of data files")
     added.add_argument("kind", choices=["char", "bpe"])
@@ -371,7 +372,7 @@ def _data(options: argparse.Namespace) -> int:
     from fivefold.data.prepare import prepare
 
     for split, rows in prepare(
-        options.name, options.out, options.source, options.limit, options.seed, options.below
+        options.name, options.out, options.source, options.limit, options.seed, options.below, options.form
     ).items():
         print(f"{options.out / split}.parquet: {rows} rows")
     return 0

@@ -199,7 +199,7 @@ def toy_parts(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
         plan=plan, minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, 1e-3, offline, logger.log),
         trainer=Trainer(
-            config, run_dir, steps, ranks, logger, models, source, None, plan, flops=lambda tokens, length: 1.0,
+            config, run_dir, steps, 1, ranks, logger, models, source, None, plan, flops=lambda tokens, length: 1.0,
             resolved_config="", fingerprint=Fingerprint(),
         ),
     )  # fmt: skip

@@ -153,6 +153,10 @@ class PolicyConfig:
     """Which experts the policy's passes send a token to: those that its router chooses, those that it chose when the old
     log-probs were computed (R2, of GSPO's authors), or those that the engine chose while it sampled (R3, 2510.11370). Their
     weights are always computed anew, so routers learn; reference and critic choose for themselves."""
+    router_balance: Literal["none", "config"] = "none"
+    """Balance loss that pulls routers towards using all experts alike. `config`: as config.json has it for pre-training,
+    router_aux_loss_coef over each micro-batch (softmax routers; those with a correction bias have none). Another kind or
+    coefficient stands in megatron.transformer: moe_router_load_balancing_type and moe_aux_loss_coeff."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     mtp: MTPConfig = field(default_factory=MTPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -163,9 +167,14 @@ class PolicyConfig:
     def layout(self) -> ParallelLayout:
         return ParallelLayout.parse(self.backend)
 
+    @property
+    def has_router_terms(self) -> bool:
+        """Routers add losses, or move biases, by what all tokens of an update choose."""
+        return self.router_balance != "none" or self.megatron.options.has_router_terms
+
     def shares_prefix_on(self, layout: ParallelLayout) -> bool:
         """A model of these settings computes prompts once on this layout, which may be a critic's or a reference's."""
-        return self.share_prefix and layout.cp == 1 and not self.megatron.options.has_router_terms and not self.mtp.train
+        return self.share_prefix and layout.cp == 1 and not self.has_router_terms and not self.mtp.train
 
     def for_role(self, backend: str | None, megatron: MegatronConfig | None, **own: Any) -> PolicyConfig:
         """The settings of another model, which are these where its own are left out; raises ValueError where `backend` is no
@@ -216,7 +225,7 @@ class CriticConfig(LearnerConfig):
     path: Annotated[str | None, CONTENT] = None
     """Model directory or hub id, of any family and size; a value head that it lacks starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    value_clip: Annotated[float, above(0)] | None = 0.5
+    value_clip: Annotated[float, at_least(0)] | None = 0.5
     """A value may move by so much from what it was before the step; null: no bound."""
     warmup_steps: Annotated[int, at_least(0)] = 0
     """Steps in which the critic learns and the policy stays as it is."""

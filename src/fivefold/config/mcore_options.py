@@ -262,15 +262,16 @@ class Options:
         balanced = self.transformer.get("moe_router_load_balancing_type", "none") != "none"
         return balanced or any(self.transformer.get(name) for name in names)
 
-    def report_ignored(self, findings: Findings, experts: bool) -> None:
-        """The options that change nothing for a model with or without experts; `findings` are at the model's section."""
+    def report_ignored(self, findings: Findings, experts: bool, balanced: bool = False) -> None:
+        """The options that change nothing for a model with or without experts, whose routers may be balanced without them;
+        `findings` are at the model's section."""
         findings = findings.at("megatron")
         for section, reasons in _NO_EFFECT.items():
             for name in getattr(self, section):
                 if name in reasons:
                     findings.ignore(f"{section}.{name}", reasons[name])
         balancing = self.transformer.get("moe_router_load_balancing_type", "none")
-        if balancing == "none" and self.transformer.get("moe_aux_loss_coeff"):
+        if balancing == "none" and not balanced and self.transformer.get("moe_aux_loss_coeff"):
             findings.ignore("transformer.moe_aux_loss_coeff", "moe_router_load_balancing_type is none")
         if not experts and (named := [name for name in self.transformer if name.startswith("moe_")]):
             findings.ignore(f"transformer.{named[0]}", "the model has no experts")

@@ -142,6 +142,12 @@ class DataConfig:
     """False: prompts are texts as the model reads them, with the tokenizer's own special tokens around them."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. Of this key and the next, `a.b` is the part b of column a."""
+    query_key: str | None = None
+    """Column with a second part of the prompt, which follows the first on a line of its own; a row may leave it empty."""
+    system_key: str | None = None
+    """Column with a row's own system message, which comes before `system_prompt`; a row may have none, or begin with one."""
+    tools_key: str | None = None
+    """Column with the functions that a row's chat template is passed as `tools`: a list, or JSON; a row may have none."""
     ground_truth_key: str = "reward_model.ground_truth"
     """What a response is compared with; elsewhere, of a solution that ends in `#### answer`, it is the answer."""
     ground_truth_by_source: dict[str, str] = field(default_factory=dict)
@@ -214,8 +220,8 @@ class TrainerConfig:
     """Of the order of prompts and of every random draw."""
     device: Annotated[Literal["auto", "cpu", "cuda"], HARMLESS] = "auto"
     """`auto` takes GPUs where there are any."""
-    save_every: Annotated[int, at_least(0), HARMLESS] = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    save_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
+    """Steps between checkpoints; 0 saves only at the end, `epoch` after as many steps as one pass over the data takes."""
     async_save: Annotated[bool, HARMLESS] = False
     """Copy a checkpoint to the host and go on while it is written; takes as much host memory as a rank's share of it."""
     keep: Annotated[int, above(0), HARMLESS] = 3
@@ -225,8 +231,9 @@ class TrainerConfig:
     accept_changes: Annotated[list[str], HARMLESS] = field(default_factory=list)
     """Keys or sections that may differ from those of the checkpoint that is resumed, although what is learned changes with
     them; a change that is not named here is refused."""
-    eval_every: Annotated[int, at_least(0), HARMLESS] = 0
-    """Steps between evaluations; 0: only before the first step and at the end."""
+    eval_every: Annotated[Annotated[int, at_least(0)] | Literal["epoch"], HARMLESS] = 0
+    """Steps between evaluations; 0: only before the first step and at the end, `epoch`: after as many steps as one pass over
+    the data takes."""
     eval_before_train: Annotated[bool, HARMLESS] = True
     """Evaluate before the first step, when there is validation data."""
     stop_at: Annotated[dict[str, Annotated[float, Range()]], HARMLESS] = field(default_factory=dict)

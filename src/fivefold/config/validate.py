@@ -348,7 +348,7 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
     policy, key = config.policy, "policy.share_prefix"
     if not policy.share_prefix:
         return
-    layout, options = policy.layout, policy.megatron.options
+    layout = policy.layout
     findings.require(layout.cp == 1, key, f"needs whole sequences on a rank, so c1: got {layout}; leave one of the two out")
     findings.require(
         policy.megatron.transformer_impl == "torch",
@@ -356,7 +356,7 @@ def _check_shared_prefix(findings: Findings, config: RunConfig) -> None:
         f"needs megatron.transformer_impl: torch: got {policy.megatron.transformer_impl}",
     )
     message = "would change what routers' losses and biases count, as a prompt is routed once: leave one of the two out"
-    findings.require(not options.has_router_terms, key, message)
+    findings.require(not policy.has_router_terms, key, message)
     if config.algorithm.samples_per_prompt == 1:
         findings.ignore(key, "every prompt has one sample")
 
@@ -503,7 +503,7 @@ def _check_evaluation(findings: Findings, config: RunConfig) -> None:
         "needs validation files: name them in data.val or set eval_every to 0",
     )
     findings.require(
-        not trainer.stop_at or (files and trainer.eval_every > 0),
+        not trainer.stop_at or (files and trainer.eval_every != 0),
         "trainer.stop_at",
         "looks at evaluations: set trainer.eval_every and data.val",
     )

@@ -100,9 +100,7 @@ class LightTokenizer:
                 self.template.render(
                     messages=messages,
                     add_generation_prompt=add_generation_prompt,
-                    tools=None,
-                    documents=None,
-                    **{**self.special, **kwargs},
+                    **{"tools": None, "documents": None, **self.special, **kwargs},
                 )
             )
         except (

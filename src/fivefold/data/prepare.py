@@ -18,6 +18,11 @@ from fivefold.hub import dataset_file
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+INSTRUCTIONS = {
+    "verl": {"gsm8k": f" {GSM8K_INSTRUCTION}", "math": f" {MATH_INSTRUCTION}", "deepscaler": f" {MATH_INSTRUCTION}"},
+    "areal": {"gsm8k": "\nPlease put your final answer within \\boxed{}."},
+}
+"""Whose form a data set has -> what follows each question (AReaL's: areal/dataset/gsm8k.py)."""
 HUB = {
     "gsm8k": ("openai/gsm8k", {"train": "main/train-00000-of-00001.parquet", "test": "main/test-00000-of-00001.parquet"}),
     "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", {"train": "deepscaler.json"}),
@@ -28,13 +33,21 @@ _MOST_BELOW = 2000
 
 
 def prepare(
-    name: str, out: Path, source: list[Path], limit: int | None = None, seed: int = 0, below: int = 100
+    name: str,
+    out: Path,
+    source: list[Path],
+    limit: int | None = None,
+    seed: int = 0,
+    below: int = 100,
+    form: str = "verl",
 ) -> dict[str, int]:
     """Write `out`/train.parquet and `out`/test.parquet; rows written of each.
 
     `source` are local files; one with "test" in its name makes the test split, otherwise the last 5 % of the rows do.
-    Without `source` the files come from the hub; `arithmetic` needs none.
+    Without `source` the files come from the hub; `arithmetic` needs none. `form` chooses what follows each question.
     """
+    if form != "verl" and name not in INSTRUCTIONS[form]:
+        raise ValueError(f"--form {form} is a form of {', '.join(INSTRUCTIONS[form])}: got {name}")
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1: got {limit}")
     if name == "arithmetic":
@@ -44,7 +57,7 @@ def prepare(
         for split, path in _files(name, source):
             for place, raw in enumerate(_raw_rows(path)):
                 try:
-                    splits[split].append(_row(name, raw, split, len(splits[split])))
+                    splits[split].append(_row(name, INSTRUCTIONS[form][name], raw, split, len(splits[split])))
                 except ValueError as error:
                     raise ValueError(f"{path}, row {place}: {error}") from error
         if not splits["train"] and not splits["test"]:
@@ -116,18 +129,17 @@ def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from (row for _, row in read_json_lines(path))
 
 
-def _row(name: str, raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+def _row(name: str, instruction: str, raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """One row of our schema from one row of the source."""
     if name == "gsm8k":
         question, solution = _text(raw, "question"), _text(raw, "answer")
         truth = solution.rsplit("####", 1)[-1].strip().replace(",", "")
-        instruction = GSM8K_INSTRUCTION
     else:
         question, solution = _text(raw, "problem"), _text(raw, "solution") if raw.get("solution") else ""
-        truth, instruction = _text(raw, "answer"), MATH_INSTRUCTION
+        truth = _text(raw, "answer")
     return {
         "data_source": name,
-        "prompt": [{"role": "user", "content": f"{question} {instruction}"}],
+        "prompt": [{"role": "user", "content": question + instruction}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"split": split, "index": index, "question": question},

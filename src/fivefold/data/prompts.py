@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from fivefold.config.methods import LearnsFrom
 from fivefold.data.rows import (
+    TOOLS_NEED_TEMPLATE,
     USUAL_COLUMNS,
     Columns,
     Messages,
@@ -77,8 +78,10 @@ class Reading:
             found = with_system_prompt(parse_row(row, self.columns, self.learns_from, at.file.stem), self.system_prompt)
             if self.need_responses:
                 check_responses(found, self.columns, self.learns_from, list(map(str, row)))
+            if found.tools and not (self.apply_chat_template and _has_template(tokenizer, arguments)):
+                raise ValueError(TOOLS_NEED_TEMPLATE)
             messages, token_ids, text, responses = (
-                tokenize(found, tokenizer, arguments, self.learned_turns)
+                tokenize(found, tokenizer, arguments | found.template_kwargs, self.learned_turns)
                 if self.apply_chat_template
                 else tokenize_as_it_is(found, tokenizer)
             )

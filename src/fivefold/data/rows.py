@@ -35,17 +35,22 @@ class Columns:
     ground_truth: str = "reward_model.ground_truth"
     source: str = "data_source"
     ground_truth_by_source: Mapping[str, str] = field(default_factory=dict)
+    query: str | None = None
+    system: str | None = None
+    tools: str | None = None
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
         texts = (data.prompt_key, data.response_key, data.messages_key, data.chosen_key, data.rejected_key)
-        return cls(*texts, data.ground_truth_key, data.source_key, data.ground_truth_by_source)
+        further = (data.query_key, data.system_key, data.tools_key)
+        return cls(*texts, data.ground_truth_key, data.source_key, data.ground_truth_by_source, *further)
 
 
 USUAL_COLUMNS = Columns()
 TEMPLATE_NAMES = ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
                   "continue_final_message")  # fmt: skip
 """Arguments of a chat template that are ours to say."""
+TOOLS_NEED_TEMPLATE = "functions of data.tools_key are written by a chat template: set data.chat_template"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,13 @@ class Row:
     responses: list[str] = field(default_factory=list)
     """Texts to learn from: the one to imitate, or the chosen and the rejected one."""
     extra: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] = field(default_factory=list)
+    """Functions that the chat template describes."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Arguments of the chat template that only this row has."""
+        return {"tools": self.tools} if self.tools else {}
 
 
 _PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]", re.DOTALL)
@@ -146,18 +158,20 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
     if given is not None and not isinstance(given, (str, int)):
         raise ValueError(f"column {columns.source!r} must be a text: got {shown(given)}")
     source = source if given is None else str(given)
-    return Row(
+    found = Row(
         messages,
         source,
         _ground_truth(row, columns.ground_truth_by_source.get(source, columns.ground_truth)),
         is_conversation,
         responses,
         _mapping(row, "extra_info"),
+        _tools(row, columns.tools),
     )
+    return with_system_prompt(found, _optional_text(row, columns.system))
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:
-    """The row with a system message before its own, where it does not begin with one."""
+    """The row with a system message before its own, where there is one and the row does not begin with another."""
     if text is None or row.messages[0]["role"] in ("system", "developer"):
         return row
     return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
@@ -182,7 +196,7 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
         return messages, True, []
     pair = [_cell(row, columns.chosen), _cell(row, columns.rejected)] if learns_from == "pairs" else []
     if (prompt := _cell(row, columns.prompt)) is not None:
-        messages = as_messages(prompt, columns.prompt)
+        messages = _with_query(as_messages(prompt, columns.prompt), row, columns)
     elif pair and all(isinstance(side, list) and len(side) > 1 for side in pair):
         chosen, rejected = as_messages(pair[0], columns.chosen), as_messages(pair[1], columns.rejected)
         if chosen[:-1] != rejected[:-1]:
@@ -197,6 +211,41 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
     named = {"rollouts": (), "responses": (columns.response,), "pairs": (columns.chosen, columns.rejected)}[learns_from]
     responses = [_response(text, name) for name in named if (text := _cell(row, name)) is not None]
     return messages, False, responses if len(responses) == len(named) else []
+
+
+def _with_query(messages: Messages, row: dict[str, Any], columns: Columns) -> Messages:
+    """The messages of a prompt whose last one continues with the row's query, on a line of its own."""
+    if columns.query is None:
+        return messages
+    if columns.query not in row:
+        raise ValueError(f"no column {columns.query!r}; it has {', '.join(map(str, row))}; set data.query_key")
+    query = _optional_text(row, columns.query)
+    last = messages[-1]
+    return messages if query is None else [*messages[:-1], {**last, "content": f"{last['content']}\n{query}"}]
+
+
+def _optional_text(row: dict[str, Any], column: str | None) -> str | None:
+    """The text of a column that a row may leave empty; None where there is none."""
+    found = None if column is None else _cell(row, column)
+    if found is None or found == "":
+        return None
+    if not isinstance(found, str):
+        raise ValueError(f"column {column!r} must be a text: got {shown(found)}")
+    _check_text(found, str(column))
+    return found
+
+
+def _tools(row: dict[str, Any], column: str | None) -> list[Any]:
+    """The functions of a row: a list, or JSON of one."""
+    found = None if column is None else _cell(row, column)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except ValueError as error:
+            raise ValueError(f"column {column!r} must be a list of functions, or JSON of one: {error}") from error
+    if found is not None and not isinstance(found, list):
+        raise ValueError(f"column {column!r} must be a list of functions, or JSON of one: got {shown(found)}")
+    return found or []
 
 
 def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: list[str]) -> None:

@@ -73,7 +73,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "bias_dropout_fusion": False,
         "bias_activation_fusion": mesh.device.type == "cuda",
         **_RECOMPUTE[policy.recompute],
-        **_moe_settings(spec),
+        **_moe_settings(spec, policy.router_balance == "config"),
         **_mla_settings(spec),
         "mtp_num_layers": spec.mtp_layers if policy.mtp.train else None,
         **policy.megatron.options.effective("transformer"),
@@ -104,7 +104,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def _moe_settings(spec: ModelSpec) -> dict[str, Any]:
+def _moe_settings(spec: ModelSpec, is_balanced: bool) -> dict[str, Any]:
     part = spec.moe
     if part is None:
         return {}
@@ -125,8 +125,8 @@ def _moe_settings(spec: ModelSpec) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
         # In RL the sampler routes as the trainer did: what pulls the router towards balance is off unless asked for.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": ("seq_aux_loss" if part.sigmoid else "aux_loss") if is_balanced else "none",
+        "moe_aux_loss_coeff": part.balance_coef if is_balanced else 0.0,
         "moe_router_bias_update_rate": 0.0,
     }
 

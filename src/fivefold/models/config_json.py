@@ -295,7 +295,13 @@ def read_softmax_experts(config: dict[str, Any], shared_ffn: int = 0) -> MoESpec
         shared_ffn,
         shared_gate=bool(shared_ffn),
         normalize=read_flag(config, "norm_topk_prob"),
+        balance_coef=read_balance_coef(config),
     )
+
+
+def read_balance_coef(config: dict[str, Any]) -> float:
+    """The coefficient of the routers' balance loss, which may be 0; transformers' 0.001 when left out."""
+    return 0.0 if config.get("router_aux_loss_coef") == 0 else read_number(config, "router_aux_loss_coef", 0.001)
 
 
 def read_sigmoid_experts(

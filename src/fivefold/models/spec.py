@@ -32,6 +32,8 @@ class MoESpec:
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     """Factor of the routed experts' weights."""
+    balance_coef: float = 0.0
+    """Coefficient of the balance loss that the model was pre-trained with, by its config.json."""
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,8 @@ def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfi
 def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, ModelSpec]) -> None:
     """Keys that were set and change nothing; `specs` are those of the models that are here."""
     algorithm, name = config.algorithm, config.algorithm.name
+    if config.policy.router_balance != "none" and "policy" in specs and specs["policy"].moe is None:
+        findings.ignore("policy.router_balance", "the model has no experts")
     for where, own in (
         ("policy", config.policy),
         ("reference", config.reference if algorithm.needs_reference else None),
@@ -241,7 +243,8 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
             continue
         section = findings.at(where)
         if own.megatron is not None:
-            own.megatron.options.report_ignored(section, experts=where not in specs or specs[where].moe is not None)
+            experts = where not in specs or specs[where].moe is not None
+            own.megatron.options.report_ignored(section, experts, balanced=config.policy.router_balance != "none")
             if isinstance(own, RewardModelConfig | ReferenceConfig) and (own.megatron.ddp or own.megatron.optimizer):
                 section.ignore("megatron.ddp and optimizer", f"a {where.replace('.', ' ')} is not trained")
         if isinstance(own, RewardModelConfig | ReferenceConfig):

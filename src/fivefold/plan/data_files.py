@@ -17,6 +17,7 @@ from fivefold.config.mixture import counts, domains_of
 from fivefold.data.light_tokenizer import LightTokenizer
 from fivefold.data.rows import (
     TEMPLATE_NAMES,
+    TOOLS_NEED_TEMPLATE,
     Columns,
     Row,
     check_responses,
@@ -188,14 +189,17 @@ class _Reader:
         data, tokenizer = self.config.data, self.tokenizer
         if tokenizer is None:
             return True
+        kwargs = data.chat_template_kwargs | row.template_kwargs
+        if row.tools and not (data.apply_chat_template and tokenizer.template is not None):
+            raise ValueError(TOOLS_NEED_TEMPLATE)
         if row.is_conversation and data.learned_turns == "last":
-            prompt, texts = row.messages[:-1], [tokenizer.render(row.messages, False, data.chat_template_kwargs)]
+            prompt, texts = row.messages[:-1], [tokenizer.render(row.messages, False, kwargs)]
         elif row.is_conversation:
             prompt = row.messages[: next(i for i, message in enumerate(row.messages) if message["role"] == "assistant")]
-            texts = [tokenizer.render(row.messages, False, data.chat_template_kwargs)]
+            texts = [tokenizer.render(row.messages, False, kwargs)]
         else:
             prompt, texts = row.messages, list(row.responses)
-        text = tokenizer.render(prompt, kwargs=data.chat_template_kwargs) if data.apply_chat_template else text_of(row)
+        text = tokenizer.render(prompt, kwargs=kwargs) if data.apply_chat_template else text_of(row)
         tokens = tokenizer.check_text(text)
         if not tokens:
             raise ValueError(f"the prompt has no tokens: {shown(text)}")

@@ -72,9 +72,8 @@ def _describe_checkpoints(config: RunConfig, spec: ModelSpec) -> list[str]:
     if not trainer.save_every:
         return []
     how = f"in the background, with {share} of host memory" if trainer.async_save else share
-    return [
-        f"saves    every {trainer.save_every} steps, {gib:.2f} GiB of the policy on disk, {how}; {trainer.keep} are kept"
-    ]
+    when = "epoch" if trainer.save_every == "epoch" else f"{trainer.save_every} steps"
+    return [f"saves    every {when}, {gib:.2f} GiB of the policy on disk, {how}; {trainer.keep} are kept"]
 
 
 def _describe_engine(config: RunConfig) -> list[str]:

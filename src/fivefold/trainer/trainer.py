@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -52,6 +52,7 @@ class Trainer:
     config: TrainerConfig
     run_dir: Path
     total_steps: int
+    steps_per_epoch: int
     ranks: Ranks
     logger: RunLogger
     models: Models
@@ -168,8 +169,7 @@ class Trainer:
 
     def _end_step(self) -> None:
         last = self.step == self.total_steps
-        is_due = bool(self.config.eval_every) and self.step % self.config.eval_every == 0
-        if self.evaluation is not None and (is_due or last):
+        if self.evaluation is not None and (self._is_due(self.config.eval_every) or last):
             found, goal = self._evaluate(self.evaluation), self.config.stop_at
             if goal and all(found.get(name, -math.inf) >= value for name, value in goal.items()):
                 self.logger.log(f"reached {goal} after step {self.step}")
@@ -177,8 +177,13 @@ class Trainer:
         self._last_metrics = self.logger.end_step(self.step)
         self._is_pending = False
         self._settle(wait=False)
-        if last or (self.config.save_every and self.step % self.config.save_every == 0):
+        if last or self._is_due(self.config.save_every):
             self.save(last)
+
+    def _is_due(self, every: int | Literal["epoch"]) -> bool:
+        """Whether the step that has just ended is the last one of such an interval; 0 is never."""
+        count = self.steps_per_epoch if every == "epoch" else every
+        return bool(count) and self.step % count == 0
 
     def _record_metrics(self, done: StepWork) -> None:
         record = self.logger.record

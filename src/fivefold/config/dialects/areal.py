@@ -6,12 +6,12 @@ Numbers that only AReaL's code explains were read in AReaL 4aef98d8d (2026-05-21
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.config.dialects import areal_legacy, areal_legacy_sft, areal_releases, shared
 from fivefold.config.dialects.areal_method import advantage, correction, critic, kl, loss, low_rank, optimizer
 from fivefold.config.dialects.areal_placement import ahead, engine, is_dpo, is_sampled, is_sft, layout, roles, trainer
-from fivefold.config.dialects.areal_rows import SECTIONS
+from fivefold.config.dialects.areal_rows import SECTIONS, files_of, is_gsm8k
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.shared import EVERY_CHECKPOINT
 from fivefold.config.dialects.source import Source
@@ -143,7 +143,11 @@ def data(source: Source) -> dict[str, Any]:
     if is_dpo(source):
         return found | {"algorithm.name": "dpo", "algorithm.updates_per_step": 1, "data.apply_chat_template": False}
     if is_sft(source):
-        return found | {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
+        found |= {"algorithm.name": "sft", "data.overlong_prompts": "refuse"}
+        if is_gsm8k(source.text("train_dataset.path")):
+            # The question's text itself, and the solution right after it.
+            found |= {"data.prompt_key": "extra_info.question", "data.apply_chat_template": False}
+        return found
     updates = source.count("actor.ppo_n_minibatches")
     if source.count("train_dataset.batch_size") % updates:
         source.lacks("actor.ppo_n_minibatches", "updates of unequal size: train_dataset.batch_size is no multiple of it")
@@ -153,7 +157,7 @@ def data(source: Source) -> dict[str, Any]:
 def first_rows(source: Source) -> dict[str, Any]:
     """The first rows of the training data, where a branch's program takes no more."""
     count = (source.whole("max_train_samples") if source.has("max_train_samples") else None) or 0
-    files = shared.files(source, "train_dataset.path") or []
+    files = files_of("train")(source, "train_dataset.path") or []
     return {"data.train": [f"{files[0]}[:{count}]"]} if count > 0 and files else {}
 
 
@@ -183,27 +187,36 @@ def sampling(source: Source) -> dict[str, Any]:
     }
 
 
+def interval(source: Source, start: str) -> int | Literal["epoch"]:
+    """Steps between two events, or `epoch`; 0 is never. AReaL has all of several intervals, here it is one of them."""
+    said = source.under(start)
+    steps, epochs = said.whole("freq_steps") or 0, said.whole("freq_epochs") or 0
+    if epochs > 1 or (epochs and steps):
+        reason = "besides freq_steps" if steps else f"every {epochs} epochs: each of them, or so many freq_steps"
+        said.lacks("freq_epochs", reason, changes_result=False)
+    if said.has("freq_secs") and said.number("freq_secs"):
+        said.lacks("freq_secs", "seconds between checkpoints or evaluations: say freq_steps", changes_result=False)
+    return steps or ("epoch" if epochs else 0)
+
+
 def run(source: Source) -> dict[str, Any]:
     place = "/".join(
         filter(None, (source.text("cluster.fileroot"), source.text("experiment_name"), source.text("trial_name")))
     )
     steps = source.whole("total_train_steps")
     mode = (source.text("recover.mode") or "disabled").lower()
-    found: dict[str, Any] = {
+    found_again = mode not in ("disabled", "off")
+    return {
         "trainer.run_dir": place,
         "trainer.seed": source.whole("seed"),
         "trainer.keep": EVERY_CHECKPOINT,
-        "trainer.resume": "never" if mode in ("disabled", "off") else "auto",
+        "trainer.resume": "auto" if found_again else "never",
         "trainer.epochs": source.count("total_train_epochs"),
         "trainer.steps": steps,
-        "trainer.save_every": source.whole("saver.freq_steps") or 0,
-        "trainer.eval_every": (source.whole("evaluator.freq_steps") or 0) if source.text("valid_dataset.path") else 0,
+        "trainer.save_every": interval(source, "saver.") or (interval(source, "recover.") if found_again else 0),
+        "trainer.eval_every": interval(source, "evaluator.") if source.text("valid_dataset.path") else 0,
         "trainer.eval_before_train": source.flag("evaluator.eval_before_train"),
     }
-    for key in ("saver.freq_epochs", "evaluator.freq_epochs", "saver.freq_secs", "evaluator.freq_secs"):
-        if source.has(key) and source.number(key):
-            source.lacks(key, "epochs or seconds between checkpoints and evaluations: say freq_steps", changes_result=False)
-    return found
 
 
 def tracked(source: Source) -> dict[str, Any]:

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.shared import KERNELS, SHOWN, SPREAD
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to, used
+from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.table import Convert, Section, fixed, lacks, slower, to, used
+
+GSM8K = "data/gsm8k-areal"
+"""Where `fivefold data gsm8k --form areal` is to write GSM8K as AReaL's code makes its rows."""
+
+
+def is_gsm8k(path: str | None) -> bool:
+    """GSM8K by its name on the hub, whose rows AReaL's own code makes (areal/dataset/gsm8k.py)."""
+    return path is not None and "gsm8k" in path and bool(re.fullmatch(r"[\w-]+/[\w-]+", path)) and not Path(path).exists()
+
+
+def files_of(split: str) -> Convert:
+    """A path or a list of them; GSM8K by its name on the hub is the file that we write of it."""
+
+    def convert(source: Source, key: str) -> list[str] | None:
+        return [f"{GSM8K}/{split}.parquet"] if is_gsm8k(source.text(key)) else shared.files(source, key)
+
+    return convert
+
 
 SECTIONS = (
     Section.of(
@@ -366,10 +388,11 @@ SECTIONS = (
         to(
             "train_dataset.path",
             "data.train",
-            shared.files,
-            "A name on the hub is to be written as parquet first: `fivefold data gsm8k`.",
+            files_of("train"),
+            "openai/gsm8k is what `fivefold data gsm8k --form areal --out data/gsm8k-areal` writes; another name on the "
+            "hub is to be written as parquet first.",
         ),
-        to("valid_dataset.path", "data.val", shared.files),
+        to("valid_dataset.path", "data.val", files_of("test")),
         used("train_dataset.batch_size", "data.prompts_per_step"),
         to("train_dataset.shuffle", "data.shuffle", shared.flag),
         fixed(
@@ -399,13 +422,17 @@ SECTIONS = (
         used("stats_logger.tensorboard.path", "trainer.loggers"),
         used("stats_logger.*.project stats_logger.*.name stats_logger.wandb.group stats_logger.wandb.tags", "tracking"),
         fixed("stats_logger.*.api_key", "the tracker's own variable has the key: none stands in our files"),
-        used("saver.freq_steps", "trainer.save_every"),
-        used("evaluator.freq_steps", "trainer.eval_every"),
+        used(
+            "saver.freq_steps saver.freq_epochs recover.freq_steps recover.freq_epochs",
+            "trainer.save_every",
+            "A checkpoint is for both, export and resumption: recover's interval counts where saver has none.",
+        ),
+        used("evaluator.freq_steps evaluator.freq_epochs", "trainer.eval_every"),
         used("evaluator.eval_before_train", "trainer.eval_before_train"),
         used("recover.mode", "trainer.resume"),
         slower(
-            "recover.freq_* saver.freq_* evaluator.freq_*",
-            "epochs or seconds between checkpoints and evaluations: say freq_steps",
+            "recover.freq_secs saver.freq_secs evaluator.freq_secs",
+            "seconds between checkpoints and evaluations: say freq_steps",
         ),
         fixed(
             "saver.* evaluator.* recover.* stats_logger.** perf_tracer perf_tracer.** memory_profiler memory_profiler.**",

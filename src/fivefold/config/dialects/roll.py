@@ -5,6 +5,7 @@ Numbers that only ROLL's code explains were read in ROLL 8eb27cc2 (2026-08-18); 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config.dialects import shared
@@ -54,8 +55,8 @@ DEFAULTS: dict[str, Any] = {
     "track_with": "tensorboard",
     "max_len_mask": False,
     "difficulty_mask": False,
-    "difficulty_low_threshold": 0.1,
-    "difficulty_high_threshold": 0.95,
+    "difficulty_low_threshold": 0.0,
+    "difficulty_high_threshold": 1.0,
     TRAIN + "pg_variant": "vanilla",
     TRAIN + "tis_lower_bound": 0.0,
     TRAIN + "tis_upper_bound": 1.0,
@@ -70,8 +71,8 @@ DEFAULTS: dict[str, Any] = {
     "beta": 0.1,
     "label_smoothing": 0.0,
     "train_batch_size": 8,
-    INFER + "generating_args.temperature": 1.0,
-    INFER + "generating_args.top_p": 1.0,
+    INFER + "generating_args.temperature": 0.95,
+    INFER + "generating_args.top_p": 0.7,
     INFER + "generating_args.top_k": 50,
     **{f"{name}.model_args.lora_rank": 8 for name in ("actor_train", "sft_train")},
     INFER + "strategy_args.strategy_config.gpu_memory_utilization": 0.8,
@@ -87,6 +88,19 @@ for _role in ("actor_train", "critic", "sft_train"):
         f"{_role}.training_args.per_device_train_batch_size": 8,
         f"{_role}.training_args.gradient_accumulation_steps": 1,
     }
+VERSIONS: dict[str, dict[str, Any]] = {
+    "2025-08": {
+        "loss_agg_mode": "seq-mean-token-sum",
+        **{f"{name}.training_args.warmup_ratio": 0.03 for name in ("actor_train", "critic", "sft_train")},
+    }
+}
+"""Month of an older release -> defaults that were others then: until 2025-08-28, and until 2025-06-30."""
+VERSIONS["2025-05"] = {**VERSIONS["2025-08"], "loss_agg_mode": "token-mean"}
+
+
+def release_of(settings: Mapping[str, Any]) -> str:
+    """2025-08 where rewards are normalized by the keys of until then, which no later release has."""
+    return "2025-08" if not {"reward_norm", "reward_scale", "reward_shift"}.isdisjoint(settings) else ""
 
 
 def run(source: Source) -> dict[str, Any]:
@@ -153,6 +167,8 @@ TABLE = Table(
     SECTIONS,
     DERIVED,
     DEFAULTS,
+    versions=VERSIONS,
+    release_of=release_of,
     command="`fivefold train --from roll --config_path DIR --config_name FILE`, as `python "
     "examples/start_rlvr_pipeline.py`.",
     loses=(

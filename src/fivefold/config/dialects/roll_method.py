@@ -12,9 +12,14 @@ from fivefold.config.dialects.source import Source
 
 def method(source: Source) -> dict[str, Any]:
     if kind(source) == "sft":
-        return {"algorithm.name": "sft"} | {
-            f"data.{ours}": source.text(theirs)
-            for theirs, ours in (("prompt_key", "prompt_key"), ("response_key", "response_key"))
+        return {
+            "algorithm.name": "sft",
+            # The loader of sft_pipeline.py does not shuffle.
+            "data.shuffle": False,
+            "data.prompt_key": source.text("prompt_key") or "instruction",
+            "data.response_key": source.text("response_key") or "output",
+            "data.query_key": source.text("query_key"),
+            "data.system_key": source.text("system_key"),
         }
     if kind(source) == "dpo":
         if source.flag("ipo"):
@@ -64,7 +69,9 @@ def method(source: Source) -> dict[str, Any]:
         found |= {"name": "ppo", "credit": "gae", "gamma": source.number("gamma"), "lam": source.number("lambd")}
     elif name in ("reinforce", "grpo"):
         found |= {"name": "grpo" if name == "grpo" else "reinforce_plus_plus"}
-        found |= {"credit": "response"} if name == "grpo" else {"credit": "discounted", "gamma": source.number("gamma")}
+        # With γ = 1 and no KL on tokens the return of every token is the response's.
+        is_response = name == "grpo" and source.number("gamma") == 1 and not token_kl(source)
+        found |= {"credit": "response"} if is_response else {"credit": "discounted", "gamma": source.number("gamma")}
     else:
         source.lacks("adv_estimator", f"the advantage {name}: known here are gae, reinforce, grpo")
     if (bound := source.number("reward_clip")) and mean is not None:
@@ -74,6 +81,32 @@ def method(source: Source) -> dict[str, Any]:
     elif bound:
         found["reward_clip"] = bound
     return {f"algorithm.{key}": value for key, value in found.items()}
+
+
+def token_kl(source: Source) -> float:
+    """The coefficient of the KL that each token's reward loses; 0 without."""
+    return (source.number("init_kl_coef") or 0.0) if source.flag("add_token_level_kl") else 0.0
+
+
+def kl(source: Source) -> dict[str, Any]:
+    """In the loss, off each token's reward when rewards have been normalized (rlvr_pipeline.py, compute_token_reward), or
+    both."""
+    in_loss = (source.number("kl_loss_coef") or 0.0) if source.flag("use_kl_loss") else 0.0
+    of_tokens, target = token_kl(source), source.number("target_kl")
+    found: dict[str, Any] = {"coef": in_loss}
+    if in_loss:
+        found |= {"place": "loss", "estimator": "k3"}
+    if not of_tokens:
+        return found
+    if (name := source.text("kl_penalty") or "kl") not in shared.ESTIMATORS:
+        source.lacks("kl_penalty", f"the estimator {name}: known here are {', '.join(shared.ESTIMATORS)}")
+    estimator = shared.ESTIMATORS.get(name, "k1")
+    if not in_loss:
+        found = {"coef": of_tokens, "place": "reward", "estimator": estimator}
+        return found | ({} if target is None else {"target": target, "horizon": source.whole("kl_horizon")})
+    if target is not None:
+        source.lacks("target_kl", "two penalties of which one has a coefficient that moves")
+    return found | {"reward_coef": of_tokens, "reward_estimator": estimator}
 
 
 def loss(source: Source) -> dict[str, Any]:
@@ -101,19 +134,9 @@ def loss(source: Source) -> dict[str, Any]:
     found |= variant(source)
     if found["dual_clip"] is not None and found["dual_clip"] <= 1 + (high or 0.0):
         source.lacks("dual_clip_loss", "a bound below that of the ratio")
-    if source.flag("use_kl_loss") and source.number("kl_loss_coef"):
-        found |= {"kl.place": "loss", "kl.estimator": "k3", "kl.coef": source.number("kl_loss_coef")}
-    elif source.flag("add_token_level_kl") and source.number("init_kl_coef"):
-        found |= {
-            "kl.place": "reward",
-            "kl.estimator": shared.ESTIMATORS.get(source.text("kl_penalty") or "kl", "k1"),
-            "kl.coef": source.number("init_kl_coef"),
-        }
-        if (target := source.number("target_kl")) is not None:
-            found |= {"kl.target": target, "kl.horizon": source.whole("kl_horizon")}
-    else:
-        found["kl.coef"] = 0.0
-    return {f"algorithm.{key}": value for key, value in found.items()}
+    return {f"algorithm.{key}": value for key, value in found.items()} | {
+        f"algorithm.kl.{key}": value for key, value in kl(source).items()
+    }
 
 
 _WORKERS = ("roll.pipeline.rlvr.actor_worker.ActorWorker", "roll.pipeline.base_worker.ActorWorker")

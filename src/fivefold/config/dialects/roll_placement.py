@@ -117,7 +117,11 @@ def megatron(source: Source) -> dict[str, Any]:
             again["policy.megatron.transformer.recompute_modules"] = [part.strip() for part in modules.split(",")]
         if again:
             found = {key: value for key, value in found.items() if "recompute" not in key} | again
-    return found | {"policy.sequence_parallel": True}
+    # Its converter takes the routers' loss from config.json, which either of two keys replaces (model_providers.py:456).
+    coef, ours = said.number("model_args.moe_aux_loss_coef"), "policy.megatron.transformer.moe_aux_loss_coeff"
+    if coef is not None and ours not in found:
+        found[ours] = coef
+    return found | {"policy.sequence_parallel": True, "policy.router_balance": "config"}
 
 
 def engine(source: Source) -> dict[str, Any]:

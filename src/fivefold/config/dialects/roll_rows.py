@@ -75,14 +75,16 @@ SECTIONS = (
         used(
             "loss_agg_mode",
             "algorithm.aggregate",
-            "seq-mean-token-mean when left out. ROLL's token-mean sums what lies outside of the mask too "
+            "seq-mean-token-mean when left out; seq-mean-token-sum until 2025-08-28 (--from roll@2025-08), token-mean until "
+            "2025-06-30 (--from roll@2025-05). ROLL's token-mean sums what lies outside of the mask too "
             "(functionals.py:256); its seq-mean-token-sum-norm divides "
             "by the padded width and not by the samples: a factor that AdamW does not see but clipping does.",
         ),
         used(
             "use_kl_loss kl_loss_coef add_token_level_kl init_kl_coef kl_penalty target_kl kl_horizon",
             "algorithm.kl",
-            "In the loss it is k3; in the reward only with add_token_level_kl.",
+            "In the loss it is k3. With add_token_level_kl each token's reward loses it when rewards have been normalized: "
+            "credit: discounted. Both may be on.",
         ),
         used("entropy_loss_coef", "algorithm.entropy_coef"),
         to("ppo_epochs", "algorithm.ppo_epochs", lambda s, k: s.whole(k) if kind(s) == "rlvr" else None),
@@ -92,7 +94,7 @@ SECTIONS = (
         used(
             "difficulty_mask difficulty_low_threshold difficulty_high_threshold",
             "algorithm.difficulty_low algorithm.difficulty_high algorithm.difficulty_by",
-            "By the mean score of a prompt, both bounds excluded (functionals.py:608).",
+            "By the mean score of a prompt, both bounds excluded (functionals.py:608): 0 and 1 when left out.",
         ),
         lacks(
             "error_max_len_clip length_loss_weight difficulty_loss_weight use_topr* whiten_rewards",
@@ -183,8 +185,13 @@ SECTIONS = (
         used(
             "chosen_key rejected_key prompt_key response_key",
             "data.chosen_key data.rejected_key data.prompt_key data.response_key",
+            "SFT's prompt and response are the columns instruction and output when left out.",
         ),
-        fixed("query_key system_key", "the prompt is one column"),
+        used(
+            "query_key system_key",
+            "data.query_key data.system_key",
+            "Of SFT: a second part of the prompt on a line of its own, and a system message. Rows keep their order.",
+        ),
     ),
     Section.of(
         "Batch and data",
@@ -304,7 +311,13 @@ SECTIONS = (
         fixed("**.model_args.lora_* lora_* lora_rank lora_target lora_alpha", "the engine is given the merged weights"),
         lacks("actor_train.model_args.model_type", "other models than language models"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
-        lacks("**.model_args.moe_aux_loss_coef", "balancing of experts by loss", [0, 0.0]),
+        used(
+            _of("actor_train sft_train", "model_args.moe_aux_loss_coef"),
+            "policy.megatron.transformer",
+            "Of Megatron-Core: router_aux_loss_coef of config.json when left out (policy.router_balance: config).",
+        ),
+        lacks("critic.model_args.moe_aux_loss_coef", "a critic's own: critic.megatron.transformer has it"),
+        fixed("*.model_args.moe_aux_loss_coef rewards.*.model_args.moe_aux_loss_coef", "the model only computes"),
         lacks("actor_train.model_args.freeze_module_prefix", "parts of the model that do not learn"),
         used(_of("actor_train sft_train", "model_args.model_name_or_path"), "model.path"),
         used("reference.model_args.model_name_or_path", "reference.path"),
@@ -393,7 +406,7 @@ SECTIONS = (
             "actor_infer.generating_args.temperature actor_infer.generating_args.top_p "
             "actor_infer.generating_args.top_k actor_infer.generating_args.num_beams",
             "engine.sampling",
-            "top_k is 50 when left out. ROLL's trainer does not divide logits by the temperature, ours does: "
+            "0.95, 0.7 and 50 when left out. ROLL's trainer does not divide logits by the temperature, ours does: "
             "ratios compare the distribution that was sampled from.",
         ),
         fixed("actor_infer.generating_args.max_new_tokens", "response_length says it"),

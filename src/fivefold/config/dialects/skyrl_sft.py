@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "eval_interval": 0,
     "eval_before_train": False,
     "messages_key": "messages",
+    "system_key": "system",
+    "tools_key": "tools",
     "train_on_what": "last_assistant_message",
     "num_epochs": 1,
     "batch_size": 4,
@@ -113,7 +115,7 @@ def data(source: Source) -> dict[str, Any]:
     train = _parts(source, "train_datasets", "train_dataset_splits", "dataset_name", "dataset_split")
     found: dict[str, Any] = {
         "data.train": train,
-        "data.messages_key": source.text("messages_key"),
+        **{f"data.{key}": source.text(key) for key in ("messages_key", "system_key", "tools_key")},
         "data.prompts_per_step": source.count("batch_size"),
         "data.shuffle": source.text("sampler") == "random",
         "eval.generate": False,
@@ -195,15 +197,15 @@ SECTIONS = (
             "train_datasets train_dataset_splits dataset_name dataset_split",
             "data.train",
             "OWNER/NAME-SPLIT.parquet, where the set of the hub is to be written first, with the rows of the slice: "
-            "`train[:200]` becomes `...-train.parquet[:200]`. Rows of messages, or of Alpaca's form. A column of system "
-            "prompts (system_key) or tools is not read.",
+            "`train[:200]` becomes `...-train.parquet[:200]`. Rows of messages, or of Alpaca's form.",
         ),
         used("eval_datasets eval_dataset_splits eval_dataset_name eval_dataset_split", "data.val"),
         lacks("train_dataset_weights", "rows drawn with replacement by weight: data.mixture has fixed shares"),
         lacks("pretokenized_dataset_paths eval_pretokenized_dataset_paths", "rows that are tokens already"),
         fixed("eval_dataset_names", "metrics have the names of data_sources"),
         used("messages_key", "data.messages_key"),
-        fixed("tools_key system_key", "columns of tools and system prompts are not read: put them into the messages"),
+        used("system_key", "data.system_key", "The column system when left out; rows may lack it."),
+        used("tools_key", "data.tools_key", "The column tools when left out; rows may lack it."),
         used(
             "train_on_what",
             "data.learned_turns",

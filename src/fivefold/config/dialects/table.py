@@ -73,6 +73,11 @@ def slower(keys: str | Sequence[str], reason: str, off: Sequence[Any] = ()) -> l
     return lacks(keys, reason, off, changes_result=False)
 
 
+def below(starts: str | Sequence[str], names: str | Sequence[str]) -> tuple[str, ...]:
+    """Every one of the names with every one of the beginnings before it."""
+    return tuple(start + name for start in _several(starts) for name in _several(names))
+
+
 def _several(names: str | Sequence[str]) -> tuple[str, ...]:
     """Names, or one text with white space between them."""
     return tuple(names.split()) if isinstance(names, str) else tuple(names)

@@ -1,13 +1,15 @@
 """Trinity-RFT: YAML, `trinity run --config FILE`; an explorer that samples and a trainer (verl's) on GPUs of their own.
 
 trinity_rows.py has what becomes of each key; what several of them say is divided by what it is about: trinity_algorithm.py,
-trinity_steps.py (batches and steps), trinity_data.py (tasks and rewards), trinity_placement.py (GPUs). Here is the run.
+trinity_steps.py (batches and steps), trinity_data.py (tasks and rewards), trinity_placement.py (GPUs and engine),
+trinity_models.py (what is trained). Here is the run.
 Numbers that only Trinity's code explains were read in Trinity-RFT 221b0759 and 9051d637; a note has the place.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ from fivefold.config.dialects.table import Table
 from fivefold.config.dialects.translator import dialect
 from fivefold.config.dialects.trinity_algorithm import algorithm, kl, loss, offline
 from fivefold.config.dialects.trinity_data import data, lengths, sampled_evaluation
-from fivefold.config.dialects.trinity_placement import engine, layout, low_rank, offload
+from fivefold.config.dialects.trinity_keys import ACTOR, CRITIC, MODEL, ROLLOUT, TASKSET, VERL
+from fivefold.config.dialects.trinity_models import critic, epochs, layout, memory, optimizer, weights
+from fivefold.config.dialects.trinity_placement import engine, low_rank
 from fivefold.config.dialects.trinity_releases import FIRST, RELEASE, VERSIONS, moved, named, release_of, remove
-from fivefold.config.dialects.trinity_rows import ACTOR, CRITIC, ROLLOUT, SECTIONS, TASKSET, VERL
-from fivefold.config.dialects.trinity_steps import ahead, batch, critic, optimizer, period, periods, replayed
+from fivefold.config.dialects.trinity_rows import SECTIONS
+from fivefold.config.dialects.trinity_steps import ahead, batch, period, periods, replayed
 from fivefold.config.loader import read
 
 DEFAULTS: dict[str, Any] = {
@@ -43,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.optimizer.lr_scheduler_type": "constant",
     "algorithm.optimizer.betas": [0.9, 0.999],
     "algorithm.optimizer.weight_decay": 0.01,
+    "algorithm.optimizer.clip_grad": 1.0,
     "model.temperature": 1.0,
     "model.top_p": 1.0,
     "model.top_k": -1,
@@ -69,8 +74,15 @@ DEFAULTS: dict[str, Any] = {
     ACTOR + "megatron.sequence_parallel": True,
     ACTOR + "ppo_micro_batch_size_per_gpu": 4,
     ACTOR + "ppo_max_token_len_per_gpu": 16384,
-    CRITIC + "cliprange_value": 0.5,
-    CRITIC + "optim.lr": 1e-5,
+    ACTOR + "ppo_epochs": 1,
+    MODEL + "enable_gradient_checkpointing": True,
+    CRITIC + "cliprange_value": 0.0,
+    CRITIC + "ppo_epochs": 1,
+    CRITIC + "optim.lr": 1e-6,
+    CRITIC + "optim.betas": [0.9, 0.999],
+    CRITIC + "optim.weight_decay": 0.01,
+    CRITIC + "optim.clip_grad": 1.0,
+    CRITIC + "model.enable_gradient_checkpointing": True,
 }
 HALVES = "explore and train"
 """The mode of two files that are one run."""
@@ -129,7 +141,7 @@ def program(source: Source) -> dict[str, Any]:
 def run(source: Source) -> dict[str, Any]:
     place = "/".join(filter(None, (source.text("checkpoint_root_dir"), source.text("project"), source.text("name"))))
     place = source.text("model.checkpoint_path") or place
-    keep = source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
+    keep = source.whole("trainer.max_checkpoints_to_keep") or source.whole(VERL + "trainer.max_actor_ckpt_to_keep")
     key = "buffer.total_steps" if source.whole("buffer.total_steps") else "trainer.total_steps"
     steps = source.whole(key)
     if steps and steps % period(source):
@@ -159,14 +171,16 @@ DERIVED = (
     ahead,
     replayed,
     layout,
-    offload,
+    memory,
     lengths,
     batch,
+    epochs,
     algorithm,
     loss,
     kl,
     optimizer,
     critic,
+    weights,
     engine,
     data,
     run,
@@ -194,6 +208,22 @@ TABLE = Table(
 )
 
 
+def _second_file(path: str) -> Tree:
+    """The settings of verl's own file, whose references (`${critic.optim.lr}`) begin at its own root."""
+    whole = read(path)
+
+    def moved_below(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: moved_below(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [moved_below(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        return re.sub(r"\$\{(\w+)(?=[.}])", lambda name: f"${{{VERL if name[1] in whole else ''}{name[1]}", value)
+
+    return {key: moved_below(value) for key, value in whole.items()}
+
+
 def translate(
     tree: Tree, overrides: list[str], environment: Mapping[str, str] | None = None, version: str = ""
 ) -> Translation:
@@ -203,7 +233,7 @@ def translate(
     """
     version, trainer = version or release_of(tree), tree.get("trainer")
     if isinstance(trainer, dict) and Path(str(trainer.get("trainer_config_path") or "")).is_file():
-        inner = {**read(str(trainer["trainer_config_path"])), **(trainer.get("trainer_config") or {})}
+        inner = {**_second_file(str(trainer["trainer_config_path"])), **(trainer.get("trainer_config") or {})}
         rest = {key: value for key, value in trainer.items() if key != "trainer_config_path"}
         tree = {**tree, "trainer": {**rest, "trainer_config": inner}}
     today, names = moved(tree)

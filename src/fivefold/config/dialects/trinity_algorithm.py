@@ -7,8 +7,8 @@ from typing import Any
 
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.trinity_keys import ACTOR, VERL
 from fivefold.config.dialects.trinity_releases import FIRST, RELEASE
-from fivefold.config.dialects.trinity_rows import ACTOR, VERL
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "ppo", "loss": "ppo", "kl": "k2", "repeat": 1},

@@ -7,8 +7,8 @@ from typing import Any
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.trinity_algorithm import kind, mixes, offline
+from fivefold.config.dialects.trinity_keys import ACTOR, BUFFER, EXPERTS, ROLLOUT, TASKSET
 from fivefold.config.dialects.trinity_releases import FIRST, RELEASE
-from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, EXPERTS, ROLLOUT, TASKSET
 
 
 def longest(source: Source, name: str) -> int | None:

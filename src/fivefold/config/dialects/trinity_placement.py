@@ -1,4 +1,4 @@
-"""Trinity-RFT's GPUs, layouts, engine and adapters -> ours."""
+"""Trinity-RFT's GPUs, engine and adapters -> ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fivefold.config.dialects import shared
 from fivefold.config.dialects.adapters import adapters
 from fivefold.config.dialects.source import Source, UnreadableError
 from fivefold.config.dialects.trinity_algorithm import offline
-from fivefold.config.dialects.trinity_rows import ACTOR, ROLLOUT, TASKSET
+from fivefold.config.dialects.trinity_keys import ACTOR, ROLLOUT, TASKSET
 
 
 def is_megatron(source: Source) -> bool:
@@ -28,31 +28,6 @@ def gpus(source: Source) -> int:
     return rest
 
 
-def layout(source: Source) -> dict[str, Any]:
-    world = gpus(source)
-    if not is_megatron(source):
-        cp = max(
-            source.whole("trainer.ulysses_sequence_parallel_size") or 1,
-            source.whole(ACTOR + "ulysses_sequence_parallel_size") or 1,
-        )
-        return {"policy.backend": str(shared.world_layout(world, cp=cp)), "policy.recompute": "full"}
-    said = source.under(ACTOR + "megatron.")
-    found: dict[str, Any] = {
-        "policy.backend": str(shared.world_layout(world, **shared.parallel_sizes(said))),
-        "policy.sequence_parallel": said.flag("sequence_parallel"),
-    }
-    if (virtual := said.whole("virtual_pipeline_model_parallel_size") or 1) > 1:
-        found["policy.megatron.pipeline.virtual_pipeline_model_parallel_size"] = virtual
-    start = ACTOR + "megatron.override_transformer_config"
-    return found | shared.recompute(source, start, "policy") | shared.megatron_options(source, start, "policy.megatron")
-
-
-def offload(source: Source) -> dict[str, Any]:
-    where = "megatron" if is_megatron(source) else "fsdp_config"
-    parts = {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}
-    return {f"policy.offload.{part}": True for part, name in parts.items() if source.flag(f"{ACTOR}{where}.{name}_offload")}
-
-
 def engine(source: Source) -> dict[str, Any]:
     if offline(source):
         return {}
@@ -67,6 +42,10 @@ def engine(source: Source) -> dict[str, Any]:
         "engine.sampling.top_p": drawn.number("top_p") if drawn.has("top_p") else source.number("model.top_p"),
         "engine.sampling.top_k": max(0, (drawn.whole("top_k") if drawn.has("top_k") else source.whole("model.top_k")) or 0),
     }
+    dtype = said.text("dtype") if said.has("dtype") else "bfloat16"
+    if dtype not in (*shared.DTYPES, "auto"):
+        said.lacks("dtype", f"numbers of the type {dtype}: known here are {', '.join(shared.DTYPES)}")
+    found["engine.dtype"] = None if shared.DTYPES.get(str(dtype)) == "bfloat16" else shared.DTYPES.get(str(dtype))
     for name in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"):
         if said.has(name):
             found[f"engine.vllm.{name}"] = said.flag(name)

@@ -14,13 +14,16 @@ from typing import Any
 
 from fivefold.config.dialects import Outcome, Translation, Tree
 from fivefold.config.dialects.source import flatten
-from fivefold.config.dialects.trinity_rows import BUFFER, ROLLOUT, TASKSET, VERL
+from fivefold.config.dialects.trinity_keys import BUFFER, CRITIC, ROLLOUT, TASKSET, VERL
 
 RELEASE = "release"
 """A default that no configuration can set: the month of the release that it is read as."""
 VERSIONS: dict[str, dict[str, Any]] = {}
 """Month of an older release -> defaults that were others then."""
-VERSIONS["2026-01"] = {RELEASE: "2026-01", "model.enable_thinking": False}
+VERSIONS["2026-06"] = {CRITIC + "optim.lr": 1e-5, CRITIC + "cliprange_value": 0.5}
+"""0.6.0 with verl 0.8, which builds verl's configuration anew (trainer/verl/config.py)."""
+VERSIONS["2026-02"] = {RELEASE: "2026-02", "algorithm.optimizer.min_lr_ratio": 0.0}
+VERSIONS["2026-01"] = {**VERSIONS["2026-02"], RELEASE: "2026-01", "model.enable_thinking": False}
 VERSIONS["2025-11"] = {**VERSIONS["2026-01"], RELEASE: "2025-11", "algorithm.policy_loss_fn_args.clip_ratio_c": None}
 VERSIONS["2025-09"] = {**VERSIONS["2025-11"], RELEASE: "2025-09", "cluster.gpu_per_node": 8}
 VERSIONS["2025-05"] = {**VERSIONS["2025-09"], RELEASE: "2025-05", "model.max_prompt_tokens": 2048}

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from fivefold.config.dialects import shared
-from fivefold.config.dialects.shared import KERNELS, SHOWN
+from fivefold.config.dialects.shared import SHOWN
 from fivefold.config.dialects.source import Source
-from fivefold.config.dialects.table import Section, fixed, lacks, to, used
-
-VERL = "trainer.trainer_config."
-ACTOR, CRITIC = VERL + "actor_rollout_ref.actor.", VERL + "critic."
-TASKSET, BUFFER = "buffer.explorer_input.taskset.", "buffer.trainer_input.experience_buffer."
-ROLLOUT = "explorer.rollout_model."
-EXPERTS = "buffer.trainer_input.auxiliary_buffers.sft_dataset."
-
-
-def _below(start: str, names: str) -> list[str]:
-    return [start + name for name in names.split()]
-
+from fivefold.config.dialects.table import Section, below, fixed, lacks, to, used
+from fivefold.config.dialects.trinity_keys import BUFFER, EXPERTS, ROLLOUT, TASKSET
+from fivefold.config.dialects.trinity_rows_trainer import TRAINER
 
 _SECOND_FILE = "a file for trainer.trainer_config_path, which is no run of its own"
 _KEPT = "where Trinity keeps samples"
@@ -133,7 +124,6 @@ SECTIONS = (
             "verl's: steps of the run, the first with rate 0.",
         ),
         lacks("algorithm.optimizer.optimizer_type", "another optimizer than AdamW", ["adam", "adamw"]),
-        fixed("algorithm.optimizer.clip_grad", "trainer.grad_clip says it"),
     ),
     Section.of(
         "Model",
@@ -250,7 +240,7 @@ SECTIONS = (
             "without priorities. With it samples come back after seconds of the clock: refused.",
         ),
         fixed(
-            _below(
+            below(
                 BUFFER,
                 "name storage_type format max_read_timeout max_retry_* split subset_name index batch_size "
                 "enable_progress_bar schema_type tokenizer_path total_epochs total_steps ray_namespace wrap_in_ray",
@@ -263,11 +253,11 @@ SECTIONS = (
             "Of mix and mix_chord; begun anew at its end, as there until total_epochs.",
         ),
         used(
-            _below(EXPERTS + "format.", "prompt_type messages_key prompt_key response_key"),
+            below(EXPERTS + "format.", "prompt_type messages_key prompt_key response_key"),
             "data.messages_key data.response_key",
         ),
         fixed(
-            _below(
+            below(
                 EXPERTS, "algorithm_type name storage_type schema_type split subset_name total_epochs total_steps batch_size"
             ),
             _KEPT,
@@ -319,6 +309,7 @@ SECTIONS = (
         ),
         used(ROLLOUT + "gpu_memory_utilization", "engine.memory_fraction"),
         used(f"{ROLLOUT}enforce_eager {ROLLOUT}enable_prefix_caching {ROLLOUT}enable_chunked_prefill", "engine.vllm"),
+        used(ROLLOUT + "dtype", "engine.dtype"),
         used("explorer.eval_interval", "trainer.eval_every"),
         used("explorer.eval_on_startup", "trainer.eval_before_train"),
         used(
@@ -334,14 +325,14 @@ SECTIONS = (
             "another chat template or RoPE: write it into the model's directory",
         ),
         fixed(
-            _below(
+            below(
                 ROLLOUT,
-                "name engine_type use_v1 dtype seed temperature top_p top_k logprobs max_model_len "
+                "name engine_type use_v1 seed temperature top_p top_k logprobs max_model_len "
                 "model_path trust_remote_code enable_prompt_truncation enable_history enable_openai_api "
                 "enable_log_requests enable_auto_tool_choice tool_call_parser reasoning_parser bundle_indices ray_namespace "
                 "cuda_visible_devices enable_lora enable_runtime_lora_updating lora_modules lora_kwargs",
             )
-            + _below(
+            + below(
                 "explorer.",
                 "name runner_per_model runner_num max_timeout max_retry_times env_vars concurrent_mode "
                 "max_repeat_times_per_runner bench_on_latest_checkpoint proxy_port listen_address db_url "
@@ -353,99 +344,7 @@ SECTIONS = (
         lacks("explorer.over_rollout.ratio", "samples that are left out when they take long", [0, 0.0]),
         fixed("explorer.over_rollout.* explorer.dynamic_timeout.* explorer.env_vars.**", "read with a ratio only"),
     ),
-    Section.of(
-        "Trainer",
-        used("trainer.save_interval", "trainer.save_every"),
-        used("trainer.grad_clip", "policy.optimizer.clip_grad"),
-        used(
-            "trainer.use_dynamic_bsz trainer.max_token_len_per_gpu "
-            + f"{ACTOR}use_dynamic_bsz {ACTOR}ppo_max_token_len_per_gpu {ACTOR}ppo_micro_batch_size_per_gpu",
-            "policy.tokens_per_micro_batch",
-        ),
-        used(f"trainer.ulysses_sequence_parallel_size {ACTOR}ulysses_sequence_parallel_size", "policy.backend"),
-        used(
-            f"trainer.trainer_strategy {ACTOR}strategy",
-            "policy.backend",
-            "fsdp becomes data-parallel Megatron-Core on as many GPUs.",
-        ),
-        used(
-            " ".join(
-                f"{ACTOR}megatron.{name}_parallel_size"
-                for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-            ),
-            "policy.backend",
-        ),
-        used(f"{ACTOR}megatron.virtual_pipeline_model_parallel_size", "policy.megatron.pipeline"),
-        used(f"{ACTOR}megatron.sequence_parallel", "policy.sequence_parallel"),
-        used(
-            f"{ACTOR}megatron.override_transformer_config.*",
-            "policy.recompute policy.megatron.transformer policy.megatron.pipeline",
-        ),
-        used(
-            f"{ACTOR}megatron.param_offload {ACTOR}megatron.grad_offload {ACTOR}megatron.optimizer_offload "
-            f"{ACTOR}fsdp_config.param_offload {ACTOR}fsdp_config.grad_offload {ACTOR}fsdp_config.optimizer_offload",
-            "policy.offload",
-        ),
-        used(f"{ACTOR}optim.lr", "policy.optimizer.lr"),
-        used(f"{ACTOR}optim.betas", "policy.optimizer.betas"),
-        used(f"{ACTOR}optim.warmup_style {ACTOR}optim.lr_scheduler_type", "policy.optimizer.schedule"),
-        used(f"{ACTOR}optim.lr_warmup_steps {ACTOR}optim.lr_warmup_steps_ratio", "policy.optimizer.warmup_steps"),
-        used(f"{ACTOR}optim.min_lr_ratio", "policy.optimizer.min_lr"),
-        used(f"{ACTOR}optim.weight_decay", "policy.optimizer.weight_decay"),
-        used(
-            f"{CRITIC}cliprange_value {CRITIC}optim.lr {CRITIC}ppo_max_token_len_per_gpu",
-            "critic.value_clip critic.optimizer.lr critic.tokens_per_micro_batch",
-        ),
-        used(VERL + "trainer.critic_warmup", "critic.warmup_steps"),
-        used(VERL + "trainer.max_actor_ckpt_to_keep", "trainer.keep"),
-        lacks(f"{VERL}algorithm.rollout_correction.bypass_mode", "verl's correction below Trinity's losses", [False]),
-        used(
-            f"{ACTOR}tau {ACTOR}opmd_baseline",
-            "algorithm.tau algorithm.advantage algorithm.baseline_temperature",
-            "OPMD's of before 2025-06; later in policy_loss_fn_args and advantage_fn_args.",
-        ),
-        fixed(f"{ACTOR}use_uid {ACTOR}algorithm_type", "of pairwise_opmd"),
-        used(
-            f"{ACTOR}alg_type",
-            "algorithm.updates_per_step",
-            "algorithm_type came over it (verl_config.py); where it is, DPO made two updates of a step (until 2025-04-30).",
-        ),
-        used(
-            f"{VERL}algorithm.adv_estimator {VERL}algorithm.gamma {VERL}algorithm.lam {VERL}algorithm.kl_penalty "
-            f"{VERL}algorithm.kl_ctrl.type {VERL}algorithm.kl_ctrl.kl_coef {VERL}algorithm.kl_ctrl.horizon "
-            f"{VERL}algorithm.kl_ctrl.target_kl",
-            "algorithm.name algorithm.advantage algorithm.gamma algorithm.lam algorithm.kl",
-            "Read until 2025-06: without a KL in the loss there was one in the reward (verl_trainer.py).",
-        ),
-        used(f"{CRITIC}ppo_mini_batch_size", "critic", "Until 2025-05 in samples, where the policy's was in prompts."),
-        used(f"{VERL}trainer.save_freq", "trainer.save_every", "Until 2025-05."),
-        fixed(
-            f"{VERL}data.* {VERL}reward_model.** {VERL}actor_rollout_ref.rollout.*",
-            "verl's own data, reward model and sampler, which Trinity never starts",
-            takes_any=True,
-        ),
-        fixed(f"{ACTOR}checkpoint.contents {CRITIC}checkpoint.contents", "a checkpoint has the whole state"),
-        fixed(VERL + "**", "Trinity overwrites it by keys of its own, or it is the policy's layout"),
-        used("trainer.trainer_config_path", "policy.backend"),
-        used("trainer.actor_grad_clip", "policy.optimizer.clip_grad", "As trainer.grad_clip since 2025-10."),
-        used(
-            _below("trainer.actor_", "use_kl_loss kl_loss_coef entropy_coef clip_ratio")
-            + _below(ACTOR, "use_kl_loss kl_loss_coef kl_loss_type entropy_coeff clip_ratio"),
-            "algorithm.kl algorithm.beta algorithm.entropy_coef algorithm.clip_low algorithm.clip_high",
-            "Before 2025-06 trainer.actor_* came over verl's keys for the same, which are read where one of them is set "
-            "(verl_config.py); with dpo the coefficient is β (dp_actor.py).",
-        ),
-        fixed(
-            f"{ACTOR}optim.beta1 {ACTOR}optim.beta2 {CRITIC}optim.beta1 {CRITIC}optim.beta2",
-            "no optimizer of Trinity's reads them: it asks for betas, which are 0.9 and 0.999 (fsdp_workers.py)",
-        ),
-        fixed(
-            "trainer.name trainer.trainer_type trainer.enable_preview trainer.save_hf_checkpoint "
-            "trainer.save_strategy trainer.max_checkpoints_to_keep trainer.fix_actor_microbatch_loss_scale "
-            "trainer.trainer_config",
-            KERNELS,
-        ),
-    ),
+    TRAINER,
     Section.of(
         "verl's own file",
         lacks(

@@ -1,4 +1,4 @@
-"""Trinity-RFT's steps, which are counted between two syncs, batches, and how the models learn in them -> ours."""
+"""Trinity-RFT's steps, which are counted between two syncs, and their batches -> ours."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 from fivefold.config.dialects import shared
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.trinity_algorithm import ADVANTAGES, ALGORITHMS, chosen, expert_batch, kind, mixes, offline
-from fivefold.config.dialects.trinity_data import lengths, response_tokens
-from fivefold.config.dialects.trinity_placement import is_megatron
-from fivefold.config.dialects.trinity_releases import RELEASE
-from fivefold.config.dialects.trinity_rows import ACTOR, BUFFER, CRITIC, VERL
+from fivefold.config.dialects.trinity_keys import ACTOR, BUFFER
 
 
 def period(source: Source) -> int:
@@ -100,71 +97,3 @@ def batch(source: Source) -> dict[str, Any]:
         "algorithm.updates_per_step": steps,
         "algorithm.values_per": "update" if with_critic and steps > 1 else None,
     }
-
-
-def optimizer(source: Source) -> dict[str, Any]:
-    """algorithm.optimizer, or verl's keys where those are set instead."""
-    new, old = source.under("algorithm.optimizer."), source.under(ACTOR + "optim.")
-
-    def of(key: str) -> Source:
-        return old if old.has(key) and not new.has(key) else new
-
-    lr = of("lr").number("lr")
-    style = (
-        (old.text("warmup_style") if old.has("warmup_style") else None)
-        or of("lr_scheduler_type").text("lr_scheduler_type")
-        or "constant"
-    )
-    if style not in ("constant", "cosine"):
-        new.lacks("lr_scheduler_type", f"the schedule {style}")
-        style = "constant"
-    steps, share = (
-        of("lr_warmup_steps").whole("lr_warmup_steps"),
-        of("lr_warmup_steps_ratio").number("lr_warmup_steps_ratio"),
-    )
-    found: dict[str, Any] = {
-        "lr": lr,
-        "weight_decay": of("weight_decay").number("weight_decay"),
-        "betas": [float(beta) for beta in of("betas").items("betas")],
-        "clip_grad": source.number("trainer.actor_grad_clip") or source.number("trainer.grad_clip"),
-        "schedule": style,
-        "schedule_per": "step" if period(source) == 1 else "update",
-        "warmup_from": 0,
-        "warmup_steps": steps if steps is not None and steps >= 0 else share or 0,
-    }
-    if style != "constant":
-        found["min_lr"] = (of("min_lr_ratio").number("min_lr_ratio") or 0.0) * (lr or 0.0)
-    if is_megatron(source):
-        found["betas"] = [0.9, 0.999]
-    return {f"policy.optimizer.{key}": value for key, value in found.items()}
-
-
-def _own_updates(source: Source) -> None:
-    """Before 2025-05-15 the critic's mini-batch counted samples where the policy's counted prompts (fsdp_workers.py:867)."""
-    key, group = CRITIC + "ppo_mini_batch_size", source.whole("algorithm.repeat_times") or 1
-    if source.count("buffer.batch_size") * group > (source.whole(key) or 0):
-        source.lacks(key, "several updates of the critic beside one of the policy: until 2025-05 it counted samples")
-
-
-def critic(source: Source) -> dict[str, Any]:
-    if chosen(source, "advantage", "advantage_fn") != "ppo" or offline(source):
-        return {}
-    found: dict[str, Any] = {
-        "critic.value_clip": source.number(CRITIC + "cliprange_value"),
-        "critic.optimizer.lr": source.number(CRITIC + "optim.lr"),
-        "critic.optimizer.schedule_per": "step" if period(source) == 1 else "update",
-        "critic.optimizer.warmup_from": 0,
-    }
-    if source.text(RELEASE) == "2025-04":
-        _own_updates(source)
-    if path := source.text("model.critic_model_path"):
-        found["critic.path"] = path
-    if budget := source.whole(CRITIC + "ppo_max_token_len_per_gpu"):
-        found["critic.tokens_per_micro_batch"] = max(
-            budget, lengths(source)["data.max_prompt_tokens"] + response_tokens(source)
-        )
-    if (warmup := source.whole(VERL + "trainer.critic_warmup") or 0) > 1:
-        if (warmup - 1) % period(source):
-            source.lacks(VERL + "trainer.critic_warmup", "a critic that learns alone until between two syncs")
-        found["critic.warmup_steps"] = periods(source, warmup - 1)
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fivefold.models.config_json import read_decoder, read_expert_counts, read_window
+from fivefold.models.config_json import read_balance_coef, read_decoder, read_expert_counts, read_window
 from fivefold.models.family import Family
 from fivefold.models.parameters import Table, decoder, experts
 from fivefold.models.spec import ModelSpec, MoESpec
@@ -19,7 +19,7 @@ def _read(config: dict[str, Any]) -> ModelSpec:
     return replace(
         spec,
         sliding_window=read_window(config, None),
-        moe=MoESpec(count, top_k, spec.ffn, (True,) * spec.layers),
+        moe=MoESpec(count, top_k, spec.ffn, (True,) * spec.layers, balance_coef=read_balance_coef(config)),
     )
 
 
