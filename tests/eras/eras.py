@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import yaml
@@ -44,16 +44,17 @@ class Era:
 
     def whole(self, switches: Mapping[str, Any]) -> Translation:
         """The run with all keys at their defaults but the switches."""
-        return self._translated({**self.settings, **self.added, **switches})
+        return self._translated(self.settings, switches)
 
     def bare(self, switches: Mapping[str, Any]) -> Translation:
         """The run with none but the switches, with the defaults of the release."""
         stated = {key: self.settings[key] for key in self.run if key in self.settings}
-        return self._translated({**stated, **self.added, **switches})
+        return self._translated(stated, switches)
 
-    def _translated(self, settings: Mapping[str, Any]) -> Translation:
+    def _translated(self, settings: Mapping[str, Any], switches: Mapping[str, Any]) -> Translation:
         translate: Any = find_dialect(self.system)
-        return translate(nested(settings), [], environment=HOME, version=self.release)
+        words = [f"{key}={value}" for key, value in {**self.added, **switches}.items()]
+        return translate(nested(settings), words, environment=HOME, version=self.release)
 
 
 def nested(settings: Mapping[str, Any]) -> Tree:
@@ -71,7 +72,10 @@ def nested(settings: Mapping[str, Any]) -> Tree:
 
 
 def _verl() -> list[Era]:
-    releases = {"0.1": "2025-02", "0.2": "2025-02", "0.2.0.post2": "2025-02", "0.3.0.post1": "2025-03"}
+    releases = {
+        "0.1": "2024-11", "0.2": "2025-02", "0.2.0.post2": "2025-02", "0.3.0.post1": "2025-03", "0.4.0": "2025-06",
+        "0.4.1": "2025-06", "0.5.0": "2025-07", **dict.fromkeys(("0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0"), "2026-06"),
+    }  # fmt: skip
     files = "data.train_files", "data.val_files"
     rl = (
         *files,
@@ -94,7 +98,7 @@ def _verl() -> list[Era]:
             reader: Any = reader, version: str = version,
         ) -> None:  # fmt: skip
             if reader(f"{name}.yaml", directory) is not None:
-                read = lambda: compose(lambda place: reader(place, directory), name, choices)  # noqa: E731
+                read = partial(compose, partial(reader, directory=directory), name, choices)
                 release = releases.get(version, "")
                 named = {"--config-name": name} if trainer != "ppo" else {}
                 eras.append(Era("verl", "verl", version, trainer, read, release, keys, {**named, **(added or {})}))
@@ -149,6 +153,17 @@ def classes(package: str, version: str, files: tuple[str, ...]) -> Classes:
     return Classes.of(text for text in texts if text is not None)
 
 
+_TRINITY = {
+    "model.model_path": "/m", "buffer.explorer_input.taskset.path": "/d", "model.max_prompt_tokens": 512,
+    "model.max_response_tokens": 512, "cluster.node_num": 1, "cluster.gpu_per_node": 8, "buffer.batch_size": 32,
+}  # fmt: skip
+_AREAL = {
+    "actor.backend": "fsdp:d8", "rollout.backend": "vllm:d8", "actor.path": "/m", "train_dataset.path": "/d",
+    "train_dataset.batch_size": 32, "actor.kl_ctl": 0.0, "critic.path": "/m",
+}  # fmt: skip
+"""What a run must say, since the classes have nothing for it or what no run can start with."""
+
+
 def every() -> list[Era]:
     """The trainers of all wheels; a trainer that a release lacks is left out."""
     siirl = tuple(f"siirl/{place}/{name}_args.py" for place in ("params", "utils/params")
@@ -158,11 +173,14 @@ def every() -> list[Era]:
         *_of_classes("siirl", "siirl", {"dag": "SiiRLArguments"}, siirl,
                      ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")),
         *_of_classes("trinity", "trinity-rft", {"rft": "Config"}, ("trinity/common/config.py", "trinity/common/constants.py"),
-                     ("model.model_path",), {"rft": {"model.model_path": "/m", "buffer.explorer_input.taskset.path": "/d"}}),
+                     (), {"rft": _TRINITY}),
         *_of_classes("areal", "areal", {each: f"{each.upper()}Config" for each in ("grpo", "ppo", "sft", "rw", "dpo")},
-                     ("areal/api/cli_args.py", "areal/utils/constants.py"), ()),
+                     ("areal/api/cli_args.py", "areal/utils/constants.py"), ("experiment_name", "trial_name"),
+                     {name: _AREAL | {"-m": f"examples.{name}", "total_train_epochs": 1} for name in ("grpo", "ppo", "sft", "rw", "dpo")}),
         *_of_classes("skyrl", "skyrl", {"rl": "SkyRLTrainConfig", "sft": "SFTConfig"},
-                     ("skyrl/train/config/config.py", "skyrl/train/config/sft_config.py"), ()),
+                     ("skyrl/train/config/config.py", "skyrl/train/config/sft_config.py"),
+                     ("trainer.policy.model.path", "data.train_data", "data.val_data", "model.path", "dataset_name", "dataset_split"),
+                     {"sft": {"-m": "skyrl.train.main_sft"}}),
     ]  # fmt: skip
     return [era for era in eras if _is_there(era)]
 
