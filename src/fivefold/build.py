@@ -111,7 +111,9 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     training, evaluation_set = build_data(config, tokenizer, tokenizer_directory, ranks)
     pool, first_prompts = build_reward_pool(config, training, evaluation_set)
     loader = build_loader(config, training)
-    steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
+    of_data = config.trainer.epochs * loader.steps_per_epoch
+    steps = config.trainer.steps or of_data
+    steps = min(steps, of_data) if config.trainer.ends_with_data else steps
     if config.uses_critic and config.critic.warmup_steps >= steps:
         raise ValueError(
             f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: "
@@ -371,7 +373,9 @@ def build_rollouts(
     steps: int,
 ) -> RolloutSource:
     """Where the groups of each step come from."""
-    algorithm, rollout, prompts = config.algorithm, config.rollout, PromptQueue(loader, logger)
+    algorithm, rollout = config.algorithm, config.rollout
+    of_data = config.trainer.epochs * loader.steps_per_epoch * config.prompts_taken
+    prompts = PromptQueue(loader, logger, end=of_data if config.trainer.ends_with_data else None)
     if algorithm.offline:
         return DatasetRollouts(prompts, ranks, config.data.prompts_per_step)
     assert generator is not None

@@ -170,8 +170,9 @@ class Stream(Protocol):
 class RolloutSource(Protocol):
     """Where a step's groups come from. Every method is called on all ranks."""
 
-    def next(self, step: int) -> list[Group]:
-        """This rank's groups of the step: every group on one rank only, each with its `index` among all of the step."""
+    def next(self, step: int) -> list[Group] | None:
+        """This rank's groups of the step: every group on one rank only, each with its `index` among all of the step. None
+        where too few prompts are left for it."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

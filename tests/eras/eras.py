@@ -157,6 +157,10 @@ _TRINITY = {
     "model.model_path": "/m", "buffer.explorer_input.taskset.path": "/d", "model.max_prompt_tokens": 512,
     "model.max_response_tokens": 512, "cluster.node_num": 1, "cluster.gpu_per_node": 8, "buffer.batch_size": 32,
 }  # fmt: skip
+_TRINITY_RELEASES = {
+    "0.1.0": "2025-05", "0.1.1": "2025-05", "0.2.0": "2025-09", "0.2.1": "2025-09", "0.3.0": "2025-09", "0.3.3": "2025-11",
+    "0.4.0": "2026-01", "0.4.1": "2026-01", "0.5.0": "2026-02", "0.5.2": "2026-02", "0.6.0": "2026-06",
+}  # fmt: skip
 _AREAL = {
     "actor.backend": "fsdp:d8", "rollout.backend": "vllm:d8", "actor.path": "/m", "train_dataset.path": "/d",
     "train_dataset.batch_size": 32, "actor.kl_ctl": 0.0, "critic.path": "/m",
@@ -173,7 +177,7 @@ def every() -> list[Era]:
         *_of_classes("siirl", "siirl", {"dag": "SiiRLArguments"}, siirl,
                      ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")),
         *_of_classes("trinity", "trinity-rft", {"rft": "Config"}, ("trinity/common/config.py", "trinity/common/constants.py"),
-                     (), {"rft": _TRINITY}),
+                     (), {"rft": _TRINITY}, _TRINITY_RELEASES),
         *_of_classes("areal", "areal", {each: f"{each.upper()}Config" for each in ("grpo", "ppo", "sft", "rw", "dpo")},
                      ("areal/api/cli_args.py", "areal/utils/constants.py"), ("experiment_name", "trial_name"),
                      {name: _AREAL | {"-m": f"examples.{name}", "total_train_epochs": 1} for name in ("grpo", "ppo", "sft", "rw", "dpo")}),

@@ -216,6 +216,9 @@ class TrainerConfig:
     """Steps of the run; when left out, as many as `epochs` passes over the data take."""
     epochs: Annotated[int, above(0), HARMLESS] = 1
     """Passes over the data."""
+    ends_with_data: bool = False
+    """End the run with the data of `epochs`, even where `steps` are more. Every prompt that dynamic sampling draws counts;
+    a step for which too few are left is not taken."""
     seed: Annotated[int, within(f"[0, {2**32 - 1}]")] = 0
     """Of the order of prompts and of every random draw."""
     device: Annotated[Literal["auto", "cpu", "cuda"], HARMLESS] = "auto"
@@ -452,9 +455,10 @@ class RunConfig:
 
     @property
     def prompts_taken(self) -> int:
-        """Prompts that an epoch counts for a step: those of the round, where every step of dynamic sampling has one."""
+        """Prompts that an epoch counts for a step: those of one round of dynamic sampling, where rounds are counted."""
         algorithm = self.algorithm
-        has_one = bool(algorithm.resolved.dynamic_sampling) and algorithm.sampling_rounds == 1 and not self.data.mixture
+        counts_rounds = algorithm.sampling_rounds == 1 or self.trainer.ends_with_data
+        has_one = bool(algorithm.resolved.dynamic_sampling) and counts_rounds and not self.data.mixture
         return (algorithm.prompts_per_round if has_one else None) or self.data.prompts_per_step
 
     @property

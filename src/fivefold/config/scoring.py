@@ -89,6 +89,8 @@ class RewardConfig:
     chosen by `data_source`."""
     by_source: dict[str, dict[str, Annotated[float, within("[-1000000, 1000000]")]]] = field(default_factory=dict)
     """data_source -> its own `functions`."""
+    chosen_as: Literal["fivefold", "verl", "siirl"] = "fivefold"
+    """Whose choice it is that a `data_source` without functions has: docs/rewards.md."""
     accuracy: str | None = None
     """Function that decides whether a response is correct (it gives 1 or more): accuracy, pass@k. When left out, and for a
     data_source that does not use it: the first by name of those that take a ground truth, or of all where none does."""

@@ -200,6 +200,12 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
         f"must be a multiple of algorithm.updates_per_step, so that the updates are equal: "
         f"got {data.prompts_per_step} and {algorithm.updates_per_step}",
     )
+    counts_rounds = bool(chosen.dynamic_sampling) and config.trainer.ends_with_data
+    findings.require(
+        not counts_rounds or (not data.mixture and config.rollout.max_staleness is None),
+        "trainer.ends_with_data",
+        "must be false with dynamic sampling and data.mixture or rollout.max_staleness, which draw prompts in another order",
+    )
     _check_expert(findings, config)
     if config.uses_prm:
         _check_prm(findings, config)

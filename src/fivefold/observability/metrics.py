@@ -22,7 +22,8 @@ PLACEHOLDERS = {
     # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
     "<part>": (
         r"(?:gsm8k|math|math_any|format|code|code_fraction|think|think_answer|countdown|ifeval|ifeval_fraction"
-        r"|multiple_choice|multiple_choice_soft|repetition|judge|model|.+:.+)"
+        r"|multiple_choice|multiple_choice_soft|repetition|verl_gsm8k|verl_gsm8k_first|verl_math|verl_math_dapo|verl_math_dapo_boxed"
+        r"|judge|model|.+:.+)"
     ),
     "<source>": r".+",
     "<k>": r"\d+",

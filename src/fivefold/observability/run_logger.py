@@ -158,6 +158,10 @@ class RunLogger:
                 self._progress.update(self._steps_task, completed=step)
         return metrics
 
+    def discard(self) -> None:
+        """Leave out what was recorded since the last step's metrics were written."""
+        self._spans, self._times, self._metrics, self._curves = [], {}, {}, {}
+
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Append to samples.jsonl."""
         if self._main:

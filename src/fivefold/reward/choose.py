@@ -12,7 +12,7 @@ from fivefold.config.findings import Findings
 from fivefold.config.scoring import JudgeConfig, RewardConfig
 from fivefold.layout import ParallelLayout
 from fivefold.reward.code.confine import layers, missing
-from fivefold.reward.rules import CODE, JUDGED, SOURCES, check_name, takes_ground_truth
+from fivefold.reward.rules import CODE, JUDGED, SOURCES_OF, check_name, reward_of, takes_ground_truth
 from fivefold.user_code import is_user_code
 
 
@@ -33,12 +33,13 @@ def choose_rewards(config: RewardConfig, source: str) -> ChosenRewards:
     """
     weights = config.by_source.get(source) or config.functions
     if not weights and config.model.path is None:
-        if source not in SOURCES:
+        name = reward_of(source, config.chosen_as)
+        if name is None:
             raise ValueError(
                 f"no reward is known for data_source {source!r}: name one in reward.functions or reward.by_source; "
-                f"chosen by themselves: {', '.join(SOURCES)}"
+                f"chosen by themselves: {', '.join(SOURCES_OF[config.chosen_as])}"
             )
-        weights = {SOURCES[source]: 1.0}
+        weights = {name: 1.0}
     for name in weights:
         check_name(name)
     _check_accuracy(config)
@@ -55,7 +56,7 @@ def _check_accuracy(config: RewardConfig) -> None:
     """Raise ValueError where `accuracy` is none of the functions that any data_source uses."""
     named = {*config.functions, *(name for own in config.by_source.values() for name in own)}
     if not config.functions and config.model.path is None:
-        named |= set(SOURCES.values())
+        named |= set(SOURCES_OF[config.chosen_as].values())
     if config.accuracy is not None and config.accuracy not in named:
         used = ", ".join(sorted(named)) or "of which there is none"
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from fivefold.reward import verl
 from fivefold.reward.code.cases import FORMS, read_cases
 from fivefold.reward.ifeval import read_instructions
 from fivefold.reward.rules import CODE, gsm8k
@@ -20,6 +21,8 @@ def is_list_of_texts(text: str) -> bool:
 
 def ground_truth_fault(name: str, ground_truth: str) -> str | None:
     """What must hold of a row's ground truth for a reward of this name, where it does not; the user's own take any."""
+    if name in verl.REWARDS:
+        return verl.ground_truth_fault(name, ground_truth)
     if name == "gsm8k" and not (
         gsm8k(f"#### {ground_truth}", ground_truth) or gsm8k(f"\\boxed{{{ground_truth}}}", ground_truth)
     ):

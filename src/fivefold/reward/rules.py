@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from fivefold.reward import verl
 from fivefold.reward.boxed import last_boxed
 from fivefold.reward.code.reward import code, code_fraction, start_sandbox
 from fivefold.reward.ifeval import ifeval, ifeval_fraction
@@ -176,6 +177,7 @@ BUILT_IN: dict[str, RewardFunction] = {
     "multiple_choice": multiple_choice,
     "multiple_choice_soft": multiple_choice_soft,
     "repetition": repetition,
+    **verl.REWARDS,
 }
 JUDGED = ("judge",)
 """Those that a model gives, and no function."""
@@ -190,6 +192,18 @@ SOURCES |= {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningG
 SOURCES |= {"HuggingFaceH4/MATH-500": "math", "agentica-org/DeepScaleR-Preview-Dataset": "math"}
 
 SOURCES |= dict.fromkeys(("apps", "taco", "codecontests", "codeforces", "livecodebench"), "code")
+
+
+SOURCES_OF = {"fivefold": SOURCES, "verl": SOURCES | verl.SOURCES, "siirl": SOURCES | verl.OF_SIIRL}
+"""System -> built-in reward of each data_source, as that system chooses it, or ours where it chooses none; a name that ends
+with * stands for all that begin so."""
+
+
+def reward_of(source: str, system: str) -> str | None:
+    """The built-in reward that a system chooses for a data_source; None where there is none."""
+    chosen = SOURCES_OF[system]
+    begins = (name for form, name in chosen.items() if form.endswith("*") and source.startswith(form[:-1]))
+    return chosen.get(source) or next(begins, None)
 
 
 def check_name(name: str) -> None:

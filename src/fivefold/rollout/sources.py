@@ -23,9 +23,14 @@ from fivefold.types import Group, Prompt, Sample, Sampling
 class PromptQueue:
     """The prompts of a run in their order, as far as they were taken."""
 
-    def __init__(self, loader: Loader[Prompt], log: RunLogger, metric: str = "epoch") -> None:
-        self._loader, self._log, self._metric = loader, log, metric
+    def __init__(self, loader: Loader[Prompt], log: RunLogger, metric: str = "epoch", end: int | None = None) -> None:
+        """`end`: prompts that the run may take; when left out, as many as are asked for."""
+        self._loader, self._log, self._metric, self._end = loader, log, metric, end
         self.position = 0
+
+    def has(self, count: int) -> bool:
+        """So many prompts are left."""
+        return self._end is None or self.position + count <= self._end
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; the epoch of the first one is recorded."""
@@ -67,8 +72,10 @@ class EngineRollouts:
         self._with_greedy = with_greedy
         self._step, self._round = -1, 0
 
-    def next(self, step: int) -> list[Group]:
+    def next(self, step: int) -> list[Group] | None:
         """This rank's groups of the next prompts; asked again in the same step it takes further prompts."""
+        if not self._prompts.has(self._count):
+            return None
         self._round = self._round + 1 if step == self._step else 0
         self._step = step
         prompts = self._prompts.take(self._count)
@@ -121,13 +128,12 @@ class ExpertRollouts:
         self._source, self._experts, self._ranks = source, experts, ranks
         self._groups, self._count, self._updates = groups, per_step, updates
 
-    def next(self, step: int) -> list[Group]:
+    def next(self, step: int) -> list[Group] | None:
         """This rank's groups: in each optimizer step first the source's, then the expert's."""
+        if (groups := self._source.next(step)) is None:
+            return None
         own, more = self._groups // self._updates, self._count // self._updates
-        sampled = [
-            replace(group, index=group.index + more * min(group.index // own, self._updates))
-            for group in self._source.next(step)
-        ]
+        sampled = [replace(group, index=group.index + more * min(group.index // own, self._updates)) for group in groups]
         experts = [
             replace(group, index=own * (group.index // more + 1) + group.index, is_expert=True)
             for group in groups_from_dataset(self._experts.take(self._count))
@@ -164,14 +170,15 @@ class DynamicSampling:
         self._source, self._ranks, self._log = source, ranks, log
         self._needed, self._max_rounds, self._informative = groups_per_step, max_rounds, informative or Informative()
 
-    def next(self, step: int) -> list[Group]:
+    def next(self, step: int) -> list[Group] | None:
         """This rank's groups of all rounds, the chosen ones first."""
         own: dict[int, Group] = {}
         informative: list[int] = []
         zero_variance: list[int] = []
         rounds = begin = 0
         while len(informative) < self._needed and rounds < self._max_rounds:
-            groups = self._source.next(step)
+            if (groups := self._source.next(step)) is None:
+                return None
             mine = [[begin + group.index, self._informative(group.samples)] for group in groups]
             own |= {begin + group.index: group for group in groups}
             gathered = torch.cat(self._ranks.all_gather_world(torch.tensor(mine, dtype=torch.long).view(-1, 2)))

@@ -19,6 +19,8 @@ def train(run: Run) -> None:
                 weight_sync(models.policy, engine)
             with stage("rollout"), models.on_device(), sleeping_after(engine):
                 groups = rollouts.next(step)
+            if groups is None:
+                continue
             with stage("pack"):
                 stats = gather_stats(groups, ranks, plan)
                 batch = pack(groups, stats, ranks, plan)

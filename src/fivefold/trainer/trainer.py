@@ -105,6 +105,9 @@ class Trainer:
             trace = profiled(self.config.profile, self.run_dir, self.ranks.rank, self.step + 1)
             with trace, self.logger.stage("step"):
                 yield self.step
+            if self.work is None:
+                self._end_with_data()
+                break
             self._finish_step()
         self.logger.log(f"finished {self.total_steps} steps in {self.run_dir}")
         self.logger.end("finished", self.total_steps)
@@ -184,6 +187,17 @@ class Trainer:
         """Whether the step that has just ended is the last one of such an interval; 0 is never."""
         count = self.steps_per_epoch if every == "epoch" else every
         return bool(count) and self.step % count == 0
+
+    def _end_with_data(self) -> None:
+        """End the run with the step before the one in progress, for which too few prompts are left."""
+        self._before, self.total_steps = None, self.step
+        self.logger.discard()
+        self.logger.log(f"the data of the run were used up after step {self.step}")
+        if self.evaluation is not None and not self._is_due(self.config.eval_every):
+            self._evaluate(self.evaluation)
+            self._last_metrics = self.logger.end_step(self.step)
+        self._settle(wait=False)
+        self.save(True)
 
     def _record_metrics(self, done: StepWork) -> None:
         record = self.logger.record

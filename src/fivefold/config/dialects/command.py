@@ -34,6 +34,8 @@ class _Words:
     options: dict[str, str] = field(default_factory=dict)
     scripts: set[Path] = field(default_factory=set)
     """Scripts that were read."""
+    exported: dict[str, str] = field(default_factory=dict)
+    """Variables that these scripts hand on."""
     work: Work = field(default_factory=Work)
 
 
@@ -92,6 +94,10 @@ def _translated(system: str, words: Sequence[str], environment: Mapping[str, str
     said = [f"{option}={value}" for option, value in options.items()]
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
     notes = [] if path is None else [f"--config-name is the file {path}"]
+    variables: Mapping[str, str] = getattr(module, "VARIABLES", {})
+    notes += [
+        f"{key}={found.exported[key]} has no effect: {where}" for key, where in variables.items() if key in found.exported
+    ]
     return with_own(replace(translation, notes=[*notes, *translation.notes]), own)
 
 
@@ -156,6 +162,7 @@ def _take_script(
     if caller:
         handed |= {key: value for key, value in caller.variables.items() if key in caller.exported}
     inner = read_script(text, handed, arguments, lambda other: _text_near(place, other, found.work), str(place), found.work)
+    found.exported |= {key: inner.variables[key] for key in inner.exported if key in inner.variables}
     if not inner.command:
         raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
     _take(inner.command, found, environment, inner)

@@ -96,6 +96,12 @@ def interval(source: Source, key: str) -> int | None:
     return {"false": 0, "true": 1}[word] if word in ("false", "true") else max(0, source.whole(key) or 0)
 
 
+def epochs_and_steps(source: Source) -> dict[str, Any]:
+    """The length of a run of verl's: its epochs, or its steps where they are fewer."""
+    steps, epochs = source.whole("trainer.total_training_steps") or 0, source.count("trainer.total_epochs")
+    return {"trainer.epochs": epochs} | ({"trainer.steps": steps, "trainer.ends_with_data": True} if steps > 0 else {})
+
+
 def validation_rows(source: Source, key: str) -> dict[str, int]:
     """`eval.max_prompts` where the key names a number of rows."""
     count = (source.whole(key) if source.has(key) else None) or 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_training
+from fivefold.config.dialects import shared, verl, verl_algorithm, verl_layout, verl_rewards, verl_training
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.source import Source
 from fivefold.config.dialects.table import Section, Table, fixed, lacks, used
@@ -18,6 +18,12 @@ from fivefold.config.dialects.verl_rows import SECTIONS
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
 CONFIG_NAMES = ("ppo_trainer", "ppo_megatron_trainer")
+VARIABLES = {
+    "TENSORBOARD_DIR": "TensorBoard's files are in `tensorboard` of trainer.run_dir",
+    "SIIRL_LOG_VERBOSITY": "the terminal has one line for each step",
+    "SIIRL_LOGGING_FILENAME": "what each rank prints is in `logs` of trainer.run_dir",
+}
+"""Variables that a script exports -> where what they are about is here."""
 DEFAULTS: dict[str, Any] = VERL | {
     _A + "strategy": "fsdp",
     _A + "optim.lr_decay_style": "linear",
@@ -61,12 +67,30 @@ def optimizer(source: Source) -> dict[str, Any]:
                 _A + "optim.lr_warmup_steps",
                 "siiRL never steps the schedule of its Megatron path, so that with a warm-up the rate stays 0: leave it out",
             )
+        for name in ("lr_decay_style", "lr_decay_steps", "min_lr", "lr_warmup_init"):
+            source.fixed(f"{_A}optim.{name}", "siiRL never steps the schedule of its Megatron path: the rate stays the same")
         found |= {
             "policy.optimizer.schedule": "constant",
             "policy.optimizer.min_lr": None,
             "policy.optimizer.decay_steps": None,
         }
     return found
+
+
+def memory(source: Source) -> dict[str, Any]:
+    found = verl_layout.memory(source)
+    if verl_layout.is_megatron(source):
+        source.fixed(
+            "actor_rollout_ref.model.enable_gradient_checkpointing",
+            "siiRL's Megatron path sets a method without a granularity (megatron/worker.py:93), so nothing is recomputed; "
+            "override_transformer_config.recompute_granularity decides",
+        )
+    return found
+
+
+def rewards(source: Source) -> dict[str, Any]:
+    found = verl_rewards.rewards(source)
+    return found | ({"reward.chosen_as": "siirl"} if "reward.chosen_as" in found else {})
 
 
 def is_cpgd(source: Source) -> bool:
@@ -203,14 +227,16 @@ _REPLACED: dict[Any, Any] = {
     verl_algorithm.advantage: advantage,
     verl_algorithm.loss: loss,
     verl_layout.layout: layout,
+    verl_layout.memory: memory,
     verl_training.optimizer: optimizer,
+    verl_rewards.rewards: rewards,
     verl_training.batch: batch,
 }
 
 TABLE = Table(
     "siiRL",
     (*SECTIONS, _OWN),
-    tuple(_REPLACED.get(function, function) for function in verl.DERIVED),
+    tuple(_REPLACED.get(function, function) for function in verl.DERIVED if function is not verl.say_which_entropy),
     DEFAULTS,
     known=known("verl", "siirl"),
     command=(

@@ -72,6 +72,10 @@ OTHER_PROGRAMS = {
 """Programs that are refused, with what they do besides their keys."""
 
 
+_DAPO = {name: {"reward_model.reward_manager": "dapo"} for name in PROGRAMS if name.startswith("recipe.dapo.")}
+_OF_2025_04 = known("verl-2025-04")
+
+
 def program(source: Source) -> dict[str, Any]:
     name = source.text("-m")
     if name is not None and name not in (*PROGRAMS, *verl_async.DEFAULTS):
@@ -112,8 +116,11 @@ def run(source: Source) -> dict[str, Any]:
 def length_of_run(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return {"trainer.steps": verl_async.steps(source)}
-    steps = source.whole("trainer.total_training_steps")
-    return {"trainer.steps": steps} if steps and steps > 0 else {"trainer.epochs": source.count("trainer.total_epochs")}
+    found = shared.epochs_and_steps(source)
+    if source.flag("algorithm.filter_groups.enable") and not verl_async.is_v1(source) and not verl_async.ahead(source):
+        # The loop goes over the batches that are drawn (dapo_ray_trainer.py); the newer trainer's over updates.
+        found["trainer.ends_with_data"] = True
+    return found
 
 
 def evaluation_interval(source: Source) -> dict[str, Any]:
@@ -122,6 +129,17 @@ def evaluation_interval(source: Source) -> dict[str, Any]:
         return {}
     found = {"trainer.eval_every": shared.interval(source, key) if source.items("data.val_files") else 0}
     return found | shared.validation_rows(source, "data.val_max_samples")
+
+
+def say_which_entropy(source: Source) -> dict[str, Any]:
+    """Name the older default of a coefficient that is left out, where no key shows that the configuration is a later one."""
+    key, programs = "actor_rollout_ref.actor.entropy_coeff", (None, "verl.trainer.main_ppo", *_DAPO)
+    is_of_then = source.settings.get("-m") in programs and all(
+        name in _OF_2025_04 for name in source.settings if name != "-m"
+    )
+    if is_of_then and not source.has(key) and not source.number(key):
+        source.note(f"{key} is left out: 0, as in verl since 2025-04-17; it was 0.001 before, with --from verl@2025-04")
+    return {}
 
 
 def profiler(source: Source) -> dict[str, Any]:
@@ -163,6 +181,7 @@ DERIVED = (
     length_of_run,
     evaluation_interval,
     profiler,
+    say_which_entropy,
     tracked,
     verl_prime.prime,
     verl_older.older,
@@ -193,7 +212,6 @@ TABLE = Table(
 
 
 OTHER_TABLES = (verl_sft.TABLE,)
-_DAPO = {name: {"reward_model.reward_manager": "dapo"} for name in PROGRAMS if name.startswith("recipe.dapo.")}
 _PROGRAMS = verl_async.DEFAULTS | {verl_prime.PROGRAM: verl_prime.DEFAULTS} | _DAPO
 _OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, own in _PROGRAMS.items()}
 """Tables of programs whose configuration has other defaults."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.config.dialects import shared, verl_older
 from fivefold.config.dialects.source import Source, UnreadableError
-from fivefold.config.dialects.verl_async import bypasses
+from fivefold.config.dialects.verl_async import bypasses, is_v1
 from fivefold.config.dialects.verl_defaults import UNLESS_IN_LOSS
 from fivefold.config.dialects.verl_prime import is_prime
 
@@ -118,9 +118,7 @@ def advantage(source: Source) -> dict[str, Any]:
 def has_engine_workers(source: Source) -> bool:
     """The configuration is of a release, or asks for workers, whose losses count all tokens of an update."""
     legacy = "trainer.use_legacy_worker_impl"
-    return (source.has("trainer.use_v1") and source.flag("trainer.use_v1")) or (
-        source.has(legacy) and source.text(legacy) == "disable"
-    )
+    return is_v1(source) or (source.has(legacy) and source.text(legacy) == "disable")
 
 
 def loss(source: Source) -> dict[str, Any]:

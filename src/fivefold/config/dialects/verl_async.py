@@ -60,6 +60,11 @@ def mode(source: Source) -> str:
     return "sync" if is_other else source.text(_MODE) or "sync"
 
 
+def is_v1(source: Source) -> bool:
+    """The configuration asks for the trainer of 2026-08 and after (ppo/v1), by what no other one reads."""
+    return (source.has("trainer.use_v1") and source.flag("trainer.use_v1")) or bool(source.keys(_V1))
+
+
 def is_separate(source: Source) -> bool:
     return mode(source) == "separate_async"
 

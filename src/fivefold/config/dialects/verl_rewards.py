@@ -13,6 +13,12 @@ OWN_REWARDS = {"recipe.entropy.main_entropy": "recipe/entropy/reward_score/__ini
 """Programs with a reward function of their own for all data, and its place beside verl."""
 
 
+CHOSEN_BY_SOURCE = (
+    "the reward of each data_source is that system's own (docs/rewards.md), but for numina_*, which math scores instead of "
+    "PRIME's grader, and programs, of which code_fraction runs all tests instead of the first ten"
+)
+
+
 def rewards(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for start in ("reward.custom_reward_function.", "custom_reward_function."):
@@ -39,6 +45,9 @@ def rewards(source: Source) -> dict[str, Any]:
                 found["reward.model.first_rank"] = gpus(source)
                 if source.text("actor_rollout_ref.rollout.name") != "hf":
                     found["engine.mode"] = "server"
+    if "reward.functions" not in found and "reward.model.path" not in found:
+        found["reward.chosen_as"] = "verl"
+        source.note(CHOSEN_BY_SOURCE)
     for key in MANAGERS:
         name = source.text(key)
         if source.has(key) and name not in (None, "naive", "dapo", "prime", "batch"):

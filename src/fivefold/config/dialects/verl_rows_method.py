@@ -91,15 +91,16 @@ ALGORITHM = Section.of(
     used(
         ("algorithm.filter_groups.enable algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches"),
         "algorithm.dynamic_sampling algorithm.dynamic_sampling_by algorithm.sampling_rounds",
-        "Groups whose responses all have the same reward. After the last round verl ends the run, here "
-        "what is missing is "
-        "filled up with such groups.",
+        "Groups whose responses all have the same reward. The run ends with the data of total_epochs, of which each round "
+        "takes gen_batch_size (trainer.ends_with_data); with trainer.use_v1 it counts updates. After the last round verl "
+        "ends the run, here what is missing is filled up with such groups.",
     ),
     fixed("algorithm.filter_groups.max_inflight_gen_batches", "rounds follow each other: the same groups are kept"),
     used(
         "data.gen_batch_size",
-        "algorithm.prompts_per_round",
-        "Of dynamic sampling; without it verl reads the same key for nothing.",
+        "algorithm.prompts_per_round data.prompts_per_step",
+        "Prompts of a round of dynamic sampling; without it the batch of a step (ray_trainer.py of 0.4 to 0.8), not with "
+        "trainer.use_v1.",
     ),
     lacks("algorithm.use_pf_ppo", "samples drawn again by their reward", [False]),
     fixed("algorithm.pf_ppo.*", "read with use_pf_ppo only"),

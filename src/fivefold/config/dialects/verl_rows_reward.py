@@ -20,7 +20,7 @@ REWARD = Section.of(
     used(
         "reward_model.reward_manager reward.reward_manager.name reward_manager.name",
         "reward.functions",
-        "naive, dapo, prime, batch: the reward function of each data_source.",
+        "naive, dapo, prime, batch: verl's reward function of each data_source (reward.chosen_as: verl, docs/rewards.md).",
     ),
     used(
         (

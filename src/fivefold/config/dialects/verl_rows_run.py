@@ -11,8 +11,8 @@ TRAINER = Section.of(
     "Trainer",
     used(
         "trainer.total_epochs trainer.total_training_steps",
-        "trainer.epochs trainer.steps",
-        "Steps where both are said.",
+        "trainer.epochs trainer.steps trainer.ends_with_data",
+        "What is shorter ends the run.",
     ),
     to("trainer.save_freq", "trainer.save_every", shared.interval, "Here the end of the run is always saved."),
     used("trainer.test_freq", "trainer.eval_every"),

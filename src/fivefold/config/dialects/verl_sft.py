@@ -197,11 +197,6 @@ def lengths(source: Source) -> dict[str, Any]:
     return each
 
 
-def length_of_run(source: Source) -> dict[str, Any]:
-    steps = source.whole("trainer.total_training_steps")
-    return {"trainer.steps": steps} if steps and steps > 0 else {"trainer.epochs": source.count("trainer.total_epochs")}
-
-
 def intervals(source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, ours in (("save_freq", "save_every"), ("test_freq", "eval_every")):
@@ -347,7 +342,7 @@ TABLE = Table(
             mtp.rows_of_verl("model."),
             to("model.trust_remote_code", "model.trust_remote_code", shared.flag),
             fixed("model.fsdp_config.** model.external_lib model.use_shm model.name model", SPREAD),
-            used("trainer.total_epochs trainer.total_training_steps", "trainer.epochs trainer.steps"),
+            used("trainer.total_epochs trainer.total_training_steps", "trainer.epochs trainer.steps trainer.ends_with_data"),
             used("trainer.save_freq trainer.test_freq", "trainer.save_every trainer.eval_every"),
             used("trainer.resume_mode trainer.resume_from_path", "trainer.resume"),
             lacks("trainer.resume_path", "the older name of resume_from_path, which resumed weights only"),
@@ -384,7 +379,7 @@ TABLE = Table(
         memory,
         micro_batch,
         optimizer,
-        length_of_run,
+        shared.epochs_and_steps,
         intervals,
         run,
         tracked,

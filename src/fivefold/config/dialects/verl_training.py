@@ -17,16 +17,29 @@ _A, _M, _C = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "critic."
 def batch(source: Source) -> dict[str, Any]:
     if verl_async.is_fully_async(source):
         return verl_async.batch(source)
-    prompts, mini = source.count("data.train_batch_size"), source.count(_A + "ppo_mini_batch_size")
+    key = batch_key(source)
+    prompts, mini = source.count(key), source.count(_A + "ppo_mini_batch_size")
     if not 0 < mini <= prompts:
-        raise UnreadableError(f"{_A}ppo_mini_batch_size = {mini} must be in 1 to data.train_batch_size = {prompts}")
+        raise UnreadableError(f"{_A}ppo_mini_batch_size = {mini} must be in 1 to {key} = {prompts}")
     updates, rest = divmod(prompts, mini)
     if rest:
-        source.lacks(
-            _A + "ppo_mini_batch_size", f"updates of unequal size: data.train_batch_size = {prompts} is no multiple of it"
-        )
+        source.lacks(_A + "ppo_mini_batch_size", f"updates of unequal size: {key} = {prompts} is no multiple of it")
     found = {"data.prompts_per_step": prompts, "algorithm.updates_per_step": updates}
     return verl_async.separate_batch(source, found) if verl_async.is_separate(source) else found
+
+
+def batch_key(source: Source) -> str:
+    """The key with the prompts of a step: without dynamic sampling verl until 0.8 trains on all that its loader draws."""
+    drawn, usual = "data.gen_batch_size", "data.train_batch_size"
+    if source.flag("algorithm.filter_groups.enable") or verl_async.is_v1(source) or not source.has(drawn):
+        return usual
+    if source.whole(drawn) in (None, source.whole(usual)):
+        return usual
+    source.note(
+        f"{drawn} = {source.whole(drawn)} is the batch of a step, as in verl until 0.8; with trainer.use_v1=True, which 0.9 "
+        f"has, it is {usual}"
+    )
+    return drawn
 
 
 def optimizer(source: Source, role: str = _A, ours: str = "policy.optimizer") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Keys that other systems know and that rows with a wildcard stand for: so that such a row takes no misspelt key.
 
-A file for each system, written by benchmarks/dialect_keys.py from its own defaults. A line is a section and the keys in it,
+A file for each system, written by benchmarks/dialect_keys.py from its own defaults; `verl-2025-04` has the keys that verl
+d6821a051 (2025-04-16) had, and those of its recipe DAPO. A line is a section and the keys in it,
 `a.b: c d`; `*` stands for any name, and `**` for whatever stands below, where the system takes any mapping.
 """
 
