@@ -54,7 +54,9 @@ def test_areals_sft_on_gsm8k_learns_the_solution_after_the_bare_question():
 
 
 def test_a_file_or_directory_of_a_similar_name_stays_what_it_is():
-    assert config("areal", "train_dataset.path=/data/gsm8k/train.parquet", tree=RL).data.train == ["/data/gsm8k/train.parquet"]
+    assert config("areal", "train_dataset.path=/data/gsm8k/train.parquet", tree=RL).data.train == [
+        "/data/gsm8k/train.parquet"
+    ]
 
 
 @pytest.mark.parametrize(

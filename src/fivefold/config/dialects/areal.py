@@ -60,9 +60,11 @@ DEFAULTS: dict[str, Any] = {
     "actor.importance_sampling_level": "token",
     "actor.recompute_logprob": False,
     "actor.use_decoupled_loss": False,
-    "actor.megatron.recompute_granularity": "full",
-    "actor.megatron.recompute_method": "uniform",
-    "actor.megatron.recompute_num_layers": 1,
+    **{
+        f"{role}.megatron.recompute_{name}": value
+        for role in ("actor", "model")
+        for name, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1))
+    },
     "actor.megatron.use_deterministic_algorithms": False,
     "actor.megatron.bridge_type": "mbridge",
     "critic.eps_clip": 0.5,
@@ -105,7 +107,7 @@ def model(source: Source) -> dict[str, Any]:
             role.lacks("dtype", f"training in {dtype}")
     if role.flag("gradient_checkpointing"):
         found |= (
-            shared.recompute(source, "actor.megatron", "policy")
+            shared.recompute(source, f"{trainer(source)}.megatron", "policy")
             if roles(source)[0].backend == "megatron"
             else {"policy.recompute": "full"}
         )

@@ -263,7 +263,7 @@ RUN = [
         SHOWN,
         takes_any=True,
     ),
-    *used("-m", "algorithm.name"),
+    *fixed("-m", "how the program is started"),
     *fixed("--config-name --config-path --config", "how the program is started"),
 ]
 """What all programs have of a run."""

@@ -444,7 +444,6 @@ SECTIONS = (
             takes_any=True,
         ),
         slower("*.fsdp.ulysses_sp_size", "an older name of the layout's c", [1]),
-        used("-m", "algorithm.name"),
-        fixed("--config-name --config-path", "how the program is started"),
+        fixed("-m --config-name --config-path", "how the program is started"),
     ),
 )

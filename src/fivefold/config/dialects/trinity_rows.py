@@ -61,8 +61,7 @@ SECTIONS = (
             "weights move on the GPUs",
         ),
         lacks("stages", "stages of different algorithms"),
-        used("-m", "algorithm.name"),
-        fixed("--config-name --config-path", "how the program is started"),
+        fixed("-m --config-name --config-path", "how the program is started"),
     ),
     Section.of(
         "Algorithm",

@@ -1,0 +1,81 @@
+"""What a dialect's functions read in a run: the keys that they ask a source for, and the sections that they go through."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fivefold.config.dialects import find_dialect, translator
+from fivefold.config.dialects.source import Source
+from fivefold.config.dialects.table import Row, Section, Table, _pattern
+from fivefold.config.loader import read_mapping
+from tests.support.dialects import HOME
+
+
+@dataclass
+class Reads:
+    """What the functions of one table read, over several runs."""
+
+    table: Table
+    keys: set[str] = field(default_factory=set)
+    starts: set[str] = field(default_factory=set)
+    """Beginnings of the keys that they go through."""
+
+    def has(self, row: Row) -> bool:
+        if not row.is_pattern:
+            return row.key in self.keys or any(row.key.startswith(start) for start in self.starts if start.endswith("."))
+        pattern = _pattern(row.key)
+        fixed = row.key.partition("*")[0]
+        return any(pattern.fullmatch(key) for key in self.keys) or any(
+            fixed.startswith(start) for start in self.starts if start
+        )
+
+
+def reads_of(system: str, runs: Iterable[tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch) -> list[Reads]:
+    """What is read of (words, YAML) by each table of a system; a run that is refused counts as far as it is read."""
+    found: dict[tuple[Section, ...], Reads] = {}
+    opened: list[Source] = []
+    starts: set[str] = set()
+    plain = translator.translate
+
+    class Listening(Source):
+        def recording(self) -> Source:
+            opened.append(super().recording())
+            return opened[-1]
+
+        def keys(self, start: str) -> list[str]:
+            starts.add(self.prefix + start)
+            return super().keys(start)
+
+    def opening(*arguments: Any) -> Source:
+        opened.append(Listening(*arguments))
+        return opened[-1]
+
+    def translate(table: Table, *arguments: Any) -> Any:
+        opened.clear()
+        starts.clear()
+        result = plain(table, *arguments)
+        reads = found.setdefault(table.sections, Reads(table))
+        reads.keys.update(*(source.read for source in opened))
+        reads.starts.update(starts)
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(translator, "Source", opening)
+        patched.setattr(translator, "translate", translate)
+        for words, tree in runs:
+            find_dialect(system)(read_mapping(tree, "a file"), words, environment=HOME)  # type: ignore[call-arg]
+    return list(found.values())
+
+
+def unread(reads: list[Reads]) -> dict[str, list[str]]:
+    """Rows of each table that say that a key is used, and that no function reads in any of the runs."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for each in reads:
+        rows = (row for section in each.table.sections for row in section.rows)
+        found[each.table.name] += [row.key for row in rows if row.form == "used" and not each.has(row)]
+    return {name: rows for name, rows in found.items() if rows}
