@@ -19,7 +19,7 @@ KERNELS_READY := $(KERNELS)/.ready
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
-.PHONY: setup check test test-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus test-layouts demo docs demo-curve \
+.PHONY: setup check test test-vllm test-sglang test-kernels test-routes test-trackers test-browser test-eras test-cpus test-layouts demo docs demo-curve \
 	gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
@@ -89,6 +89,11 @@ test-trackers: $(TRACKERS_READY)
 test-browser: $(READY)
 	$(BIN)/python -m pytest -m browser
 
+# Other systems' own default files, from their wheels on PyPI, which are read as archives. About three minutes.
+test-eras: $(READY)
+	$(BIN)/python -m tests.eras.archives
+	$(BIN)/python -m pytest -n 2 -m eras tests/eras
+
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
 # order in which one CPU adds. Three times as long as the suite.
 test-cpus: $(READY)
@@ -137,4 +142,4 @@ wheel:
 	sha256sum dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -99,7 +99,8 @@ def _verl() -> list[Era]:
         ) -> None:  # fmt: skip
             if reader(f"{name}.yaml", directory) is not None:
                 read = partial(compose, partial(reader, directory=directory), name, choices)
-                release = releases.get(version, "")
+                # Of the newer SFT trainer no default has changed that has an older release of its own here.
+                release = "" if trainer.startswith("sft-") else releases.get(version, "")
                 named = {"--config-name": name} if trainer != "ppo" else {}
                 eras.append(Era("verl", "verl", version, trainer, read, release, keys, {**named, **(added or {})}))
 
@@ -179,12 +180,12 @@ def every() -> list[Era]:
         *_of_classes("trinity", "trinity-rft", {"rft": "Config"}, ("trinity/common/config.py", "trinity/common/constants.py"),
                      (), {"rft": _TRINITY}, _TRINITY_RELEASES),
         *_of_classes("areal", "areal", {each: f"{each.upper()}Config" for each in ("grpo", "ppo", "sft", "rw", "dpo")},
-                     ("areal/api/cli_args.py", "areal/utils/constants.py"), ("experiment_name", "trial_name"),
-                     {name: _AREAL | {"-m": f"examples.{name}", "total_train_epochs": 1} for name in ("grpo", "ppo", "sft", "rw", "dpo")}),
+                     ("areal/api/cli_args.py", "areal/utils/constants.py"), ("experiment_name", "trial_name", "cluster.fileroot"),
+                     {"dpo": _AREAL | {"beta": 0.1}, "rw": _AREAL, "sft": _AREAL} | dict.fromkeys(("grpo", "ppo"), _AREAL)),
         *_of_classes("skyrl", "skyrl", {"rl": "SkyRLTrainConfig", "sft": "SFTConfig"},
                      ("skyrl/train/config/config.py", "skyrl/train/config/sft_config.py"),
                      ("trainer.policy.model.path", "data.train_data", "data.val_data", "model.path", "dataset_name", "dataset_split"),
-                     {"sft": {"-m": "skyrl.train.main_sft"}}),
+                     {"sft": {"-m": "skyrl.train.main_sft", "max_length": 512}}),
     ]  # fmt: skip
     return [era for era in eras if _is_there(era)]
 
