@@ -1,8 +1,8 @@
 """Write which keys other systems know: `python benchmarks/dialect_keys.py DIRECTORY`.
 
 DIRECTORY has the systems' defaults, `SYSTEM*.json`: a `tree` as it is composed, or `classes` by name with the type of each
-field; the trees of older releases are those of their wheels (`make test-eras` fetches them). Of their keys those that a row with a wildcard stands for go into src/fivefold/config/dialects/known/SYSTEM.txt: such
-a row takes these and no others.
+field; the trees of older releases are those of their wheels (`make test-eras` fetches them). Those of their keys that a row
+with a wildcard stands for go into src/fivefold/config/dialects/known/SYSTEM.txt: such a row takes these and no others.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fivefold.config.dialects.table import Section, fixed, lacks, slower, to
-from fivefold.config.dialects.trinity_keys import TASKSET
+from fivefold.config.dialects.table import Section, fixed, lacks, slower
+from fivefold.config.dialects.trinity_keys import REFERENCE, TASKSET
 
 
 def _below(section: str, names: str) -> str:
@@ -21,8 +21,7 @@ SECTION = Section.of(
     lacks("algorithm.use_token_level_loss", "a mean that is not over tokens: loss_agg_mode", [True]),
     lacks("algorithm.enable_router_replay", "experts that are replayed", [False]),
     lacks("algorithm.rollout_correction", "verl's correction of samples by older weights"),
-    to("algorithm.bypass_old_logprobs", "algorithm.rollout_correction.old_logprobs_from",
-       lambda source, key: "engine" if source.flag(key) else None, "Of 0.6, where it is written."),
+    lacks("algorithm.bypass_old_logprobs", "old log-probs that the trainer computes", [True]),
     lacks(_below("buffer.trainer_input.", "auxiliary_buffers experience_buffer sft_warmup_dataset"), "a buffer", [{}]),
     lacks("buffer.trainer_input.read_experience_strategy", "an order of experiences by the trainer's buffer"),
     fixed(
@@ -40,6 +39,8 @@ SECTION = Section.of(
     lacks("explorer.eval_on_latest_checkpoint explorer.collect_experiences", "what the explorer does besides", [False]),
     fixed(_below("explorer.", "api_port max_inflight_batches runner_prepare_concurrency runner_prepare_max_retries"),
           "how requests are spread; model and algorithm say the rest"),
+    fixed(_below(f"{REFERENCE}megatron.override_transformer_config.recompute_", "granularity method num_layers modules"),
+          "the reference has no backward pass"),
     fixed("synchronizer.group_name", "how processes find each other"),
     lacks("synchronizer.explorer_sync_interval synchronizer.trainer_sync_interval", "intervals of their own: sync_interval"),
     lacks(_below("explorer.rollout_model.", "data_parallel_size pipeline_parallel_size nnodes"),

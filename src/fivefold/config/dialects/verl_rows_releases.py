@@ -21,6 +21,7 @@ SECTION = Section.of(
     lacks("actor_rollout_ref.ref.model", "a model of its own for the reference", [{}]),
     lacks(f"{_A}optim.lr_min {_A}optim.lr_start critic.optim.lr_min critic.optim.lr_start",
           "VeOmni's learning rate before the warm-up and after the decay", [0, 0.0]),
+    lacks(f"{_A}megatron.param_dtype", "weights of another type than bfloat16: model.dtype", ["bfloat16", "bf16"]),
     lacks(f"{_R}router_config_path", "a file for a router of requests: the engines here share them by length"),
     lacks(f"{_R}skip.enable", "responses that are read from files", [False]),
     fixed(f"{_R}skip.*", "read with skip.enable only"),
