@@ -23,7 +23,8 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
@@ -274,7 +275,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
 def print_compared() -> None:
     """The table of what was compared: the run with all keys of a trainer's own default file against the run with none.
 
-    The oracle are the files in the wheels on PyPI (`make test-eras`), which each count every key of one trainer of one release.
+    The oracle are the files in the wheels on PyPI (`make test-eras`): each has every key of one trainer of one release.
     """
     from tests.eras import test_eras
 

@@ -30,8 +30,8 @@ def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collecti
     # `$(pwd)` of the root gives two slashes, which is another place to Python.
     directory = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
     directories = list(_places(Path(directory or "."), scripts))
-    for directory in directories:
-        for path in (directory / wanted, directory / f"{wanted}.yaml"):
+    for place in directories:
+        for path in (place / wanted, place / f"{wanted}.yaml"):
             if is_file(path):
                 del options["--config-name"]
                 return path
