@@ -22,7 +22,7 @@ TRACKERS_READY := $(TRACKERS)/.ready
 # Which part of a long target runs: K/N is the K-th of N.
 PART ?= 1/1
 
-.PHONY: setup check test test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-cpus \
+.PHONY: setup check test test-vllm test-slow test-slow-vllm test-sglang test-kernels test-routes test-trackers test-browser test-eras test-cpus \
 	test-layouts test-attacks test-by-turns test-all demo docs site demo-curve gsm8k gpu-test gpu-speed wheel clean
 
 setup: $(READY)
@@ -91,6 +91,11 @@ test-trackers: $(TRACKERS_READY)
 # The served report in a headless Chromium, or the browser that CHROMIUM names.
 test-browser: $(READY)
 	$(BIN)/python -m pytest -m browser
+
+# Other systems' own default files, from their wheels on PyPI, which are read as archives. About three minutes.
+test-eras: $(READY)
+	$(BIN)/python -m tests.eras.archives
+	$(BIN)/python -m pytest -n 2 -m eras tests/eras
 
 # The suite with the instructions of older CPUs and with two threads a rank: a bound must follow from rounding, not from the
 # order in which one CPU adds.
@@ -171,4 +176,4 @@ wheel:
 	sha256sum dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .eras $(VENV) $(VLLM) $(SGLANG) $(KERNELS) $(TRACKERS) $(SITE) dist demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

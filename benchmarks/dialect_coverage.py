@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
 from fivefold.config.dialects.source import flatten
 from fivefold.config.dialects.trinity import join
-from fivefold.config.packages import TRACKERS, missing_packages
+from fivefold.config.packages import LAUNCHERS, TRACKERS, missing_packages
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import load_spec
@@ -209,9 +211,9 @@ def stand_in(directory: Path, config: RunConfig) -> str:
     return str(path)
 
 
-def missing_but_trackers(names: tuple[str, ...]) -> list[str]:
-    """Trackers are packages that anybody installs; what a layout needs is not."""
-    return [] if names in TRACKERS.values() else missing_packages(names)
+def missing_but_optional(names: tuple[str, ...]) -> list[str]:
+    """Trackers and launchers are packages that every user can install; what a layout needs is not."""
+    return [] if names in (*TRACKERS.values(), *LAUNCHERS.values()) else missing_packages(names)
 
 
 def nothing(*_: object) -> None:
@@ -262,7 +264,7 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         patch.multiple("fivefold.plan.engine_placement", **many),
         patch.multiple("fivefold.plan.fit", **any_size),
         patch.multiple("fivefold.plan.check", check_tensor_files=nothing, tensor_places=lambda path: VALUE_HEAD.hf, **many),
-        patch.multiple("fivefold.plan.check", missing_packages=missing_but_trackers),
+        patch.multiple("fivefold.plan.check", missing_packages=missing_but_optional),
         patch.multiple(
             "fivefold.plan.engine_checks", check_vllm=nothing, check_sglang=nothing, check_servers=nothing, **any_size
         ),
@@ -270,10 +272,27 @@ def faults(translation: Translation, directory: Path) -> list[str]:
         return check(config).errors
 
 
+def print_compared() -> None:
+    """The table of what was compared: the run with all keys of a trainer's own default file against the run with none.
+
+    The oracle are the files in the wheels on PyPI (`make test-eras`): each has every key of one trainer of one release.
+    """
+    from tests.eras import test_eras
+
+    print("\n| system | default files compared | keys | accepted | keys of ours that differ, listed with a reason |")
+    print("|---|---|---|---|---|")
+    for system in SYSTEMS:
+        files = [era for era in test_eras.ERAS if era.system == system]
+        keys, refused = sum(len(era.settings) for era in files), sum(len(test_eras.refusals(era)) for era in files)
+        others = Counter(key for era in files for key in test_eras.differences(era))
+        print(f"| {system} | {len(files)} | {keys} | {keys - refused} | {len(others)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("systems", nargs="*", default=list(SYSTEMS))
+    parser.add_argument("--compared", action="store_true", help="also compare with the wheels' own default files")
     parser.add_argument("--show", type=int, default=0, help="also list so many of the reasons, by frequency")
     options = parser.parse_args()
     print("| system | configurations | keys | translated | fixed | refused by name | unknown | accepted |")
@@ -314,6 +333,8 @@ def main() -> None:
                 for reason, times in counted.most_common(options.show):
                     print(f"  {times:4d} {reason[:170]}")
         reasons.clear()
+    if options.compared:
+        print_compared()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Write which keys other systems know: `python benchmarks/dialect_keys.py DIRECTORY`.
 
 DIRECTORY has the systems' defaults, `SYSTEM*.json`: a `tree` as it is composed, or `classes` by name with the type of each
-field. Of their keys those that a row with a wildcard stands for go into src/fivefold/config/dialects/known/SYSTEM.txt: such
-a row takes these and no others.
+field; the trees of older releases are those of their wheels (`make test-eras` fetches them). Those of their keys that a row
+with a wildcard stands for go into src/fivefold/config/dialects/known/SYSTEM.txt: such a row takes these and no others.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
-sys.path.insert(0, str(SOURCE))
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+sys.path[:0] = [str(SOURCE), str(ROOT)]
 
 from fivefold.config.dialects import SYSTEMS  # noqa: E402
+from tests.eras import eras  # noqa: E402
 
 ROOTS = {
     "siirl": {"SiiRLArguments": ""},
@@ -76,6 +78,10 @@ def of_system(directory: Path, system: str) -> set[str]:
         if path.stem == "roll_strategy_config_classes":
             for fields in content["classes"].values():
                 found.update(f"*.strategy_args.strategy_config.{field}" for field in fields)
+    for era in eras.every():
+        if era.system == system:
+            # A mapping that was empty once is no section in which everything is known.
+            found.update(key for key in of_tree(eras.nested(era.settings), "") if not key.endswith(".**"))
     return found
 
 

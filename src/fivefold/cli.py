@@ -87,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument(
             "--env", action="append", default=[], metavar="NAME=value", help="a variable that its script leaves open"
         )
+        added.add_argument(
+            "--allow-secrets",
+            action="store_true",
+            help="let variables whose names say TOKEN, KEY, SECRET or PASSWORD into the configuration",
+        )
         configured(added)
 
     flags.init(command("init", _init, "write a commented YAML file of a run, from five questions or flags"))
@@ -100,7 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     added = command(
         "convert", _convert, "write another system's script, YAML or arguments as our YAML, with what became of each key"
     )
-    added.add_argument("--strict", action="store_true", help="fail on anything that is not supported")
+    added.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        help="--strict fails on settings that change only speed too; --no-strict accepts a run without what is refused",
+    )
     translated(added)
     added = command("eval", _eval, "evaluate a checkpoint on the validation files of a run")
     added.add_argument("--checkpoint", help="checkpoint directory; the newest of the run when left out")
@@ -145,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0}
+_OWN_OPTIONS = {"--from": 1, "--env": 1, "--strict": 0, "--no-strict": 0, "--allow-secrets": 0}
 
 
 def _words_of(arguments: Sequence[str]) -> list[str]:
@@ -167,7 +176,8 @@ def _translate(options: argparse.Namespace) -> Translation:
     variables = [each.partition("=") for each in options.env]
     if unset := [name for name, equals, _ in variables if not equals]:
         raise ConfigError([f"--env is written NAME=value: got {unset[0]}"])
-    return translate_words(options.system, options.words, {**os.environ, **{name: value for name, _, value in variables}})
+    given = {name: value for name, _, value in variables}
+    return translate_words(options.system, options.words, os.environ, given, allow_secrets=options.allow_secrets)
 
 
 def _configure(options: argparse.Namespace, quiet: bool = False) -> tuple[RunConfig, list[str]]:
@@ -204,9 +214,10 @@ def _convert(options: argparse.Namespace) -> int:
     translation = _translate(options)
     for refusal in translation.refusals:
         print(f"{'error   ' if refusal in translation.faults else 'refused '} {refusal}", file=sys.stderr)
-    print(writer.write(translation, options.system), end="")
-    lacking = [each for each in translation.outcomes if each.kind in ("unsupported", "unknown")]
-    return 2 if translation.faults or (options.strict and lacking) else 0
+    is_lenient = options.strict is False
+    print(writer.write(translation, options.system, strict=not is_lenient), end="")
+    lacks_any = options.strict and any(each.kind == "unsupported" for each in translation.outcomes)
+    return 2 if translation.faults or lacks_any or (translation.refusals and not is_lenient) else 0
 
 
 def _train(options: argparse.Namespace) -> int:

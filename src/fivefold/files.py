@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,11 @@ from typing import Any
 from fivefold.errors import shown
 
 
-def read_text(path: Path) -> str:
-    """The UTF-8 text of a file."""
+def read_text(path: Path, most: int | None = None) -> str:
+    """The UTF-8 text of a file; with `most`, of a regular file of at most so many bytes."""
     try:
+        if most is not None and not _holds_at_most(path, most):
+            return ""
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
@@ -135,6 +138,17 @@ def users_umask() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def _holds_at_most(path: Path, most: int) -> bool:
+    """Whether a file has bytes to read; raises ValueError for more than `most`, or for no regular file."""
+    there = path.stat()
+    if not stat.S_ISREG(there.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    if there.st_size > most:
+        raise ValueError(f"{path} has {there.st_size} bytes: at most {most} are read")
+    # A file of /proc says that it is empty, and reading it may never end.
+    return there.st_size > 0
 
 
 def _decode(content: bytes, where: str) -> str:

@@ -1969,3 +1969,8 @@ def test_weights_of_a_checkpoint_of_megatron_core_are_those_of_the_role_that_nam
     assert config(system, *words, *judge, "reward_model.model.path=hf").reward.model.path == "mj"
     (refused,) = translated(system, *words, *value, "critic.model.path=other").refusals
     assert "weights in Megatron-Core's form of another model" in refused
+
+
+def test_a_value_of_several_lines_does_not_leave_the_comment_that_shows_it():
+    found = translated("verl", "trainer.balance_batch=1\nmodel: {path: evil}", "trainer.x\nseed=1")
+    assert set(read_mapping(writer.write(found, "verl", strict=False), "run.yaml")) == set(found.tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 
 import pytest
@@ -176,3 +177,33 @@ def test_what_only_running_could_tell_stands_open():
 def test_nothing_of_a_script_is_run(tmp_path):
     read_script(f"touch {tmp_path}/ran\nX=$(touch {tmp_path}/ran)\nY=`touch {tmp_path}/ran`\npython3 -m m a.b=$X a.c=$Y", {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_patterns_fit_what_they_fit_in_bash(tmp_path):
+    """`case`, `${a#p}` and its kin, and replacements, for patterns and texts of few letters."""
+    rng = random.Random(7)
+    cases = [
+        ("".join(rng.choices("ab*?-c", k=rng.randint(1, 6))) + rng.choice(["", "[ab]", "[!a]", "[a-b]*"]),
+         "".join(rng.choices("abc-", k=rng.randint(0, 8))))
+        for _ in range(300)
+    ]  # fmt: skip
+    words, lines = ["{}={}", "{}#", "{}##", "{}%", "{}%%", "{}/", "{}//"], []
+    for number, (pattern, text) in enumerate(cases):
+        cuts = [f"${{a#{pattern}}}", f"${{a##{pattern}}}", f"${{a%{pattern}}}", f"${{a%%{pattern}}}", f"${{a/{pattern}/X}}",
+                f"${{a//{pattern}/X}}"]  # fmt: skip
+        lines.append(f"a='{text}'\ncase $a in {pattern}) f=1;; *) f=0;; esac")
+        lines.append("ARGS+=(" + " ".join(f'"x.k{number}_{place}=[{cut}]"' for place, cut in enumerate(["$f", *cuts])) + ")")
+    script = "ARGS=()\n" + "\n".join(lines) + '\npython3 -m m "${ARGS[@]}"\n'
+    shown = f"python3() {{ for word; do printf '%s\\0' \"$word\" >> {tmp_path}/words; done; }}\n{script}"
+    subprocess.run(["bash", "-c", shown], check=True, capture_output=True, env={"PATH": "/usr/bin:/bin", "LC_ALL": "C"})
+    expected = (tmp_path / "words").read_text().split("\0")[2:-1]
+    assert len(expected) == len(cases) * len(words)
+    assert read_script(script, {}).command[3:] == expected
+
+
+def test_whole_numbers_are_those_of_64_bits():
+    script = "a=99999\n" + "a=$((a*a))\n" * 3 + "python3 -m m x.a=$a x.b=$((-7 / 2)) x.c=$((-7 % 3)) x.d=$((7 / -2))\n"
+    shown = subprocess.run(
+        ["bash", "-c", script.replace("python3 -m m", "echo")], capture_output=True, text=True, check=True
+    )
+    assert read_script(script, {}).command[3:] == shown.stdout.split()

@@ -244,7 +244,7 @@ def test_a_run_that_would_be_another_does_not_start(root):
     assert not (root / "runs/refused").exists()
 
 
-def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
+def test_a_conversion_that_lacks_settings_exits_2_and_its_file_runs_only_once_accepted(root):
     words = [
         "--from",
         "verl",
@@ -253,16 +253,23 @@ def test_strict_conversion_fails_on_anything_that_is_not_supported(root):
         "trainer.default_local_dir=r",
         "trainer.logger=[console,clearml]",
     ]
+    quantized = "actor_rollout_ref.actor.megatron.qat.enable=True"
     assert fivefold("convert", *words).returncode == 0
-    refused = fivefold("convert", *words, "actor_rollout_ref.actor.megatron.qat.enable=True")
-    assert (
-        refused.returncode == 0
-        and "refused  actor_rollout_ref.actor.megatron.qat.enable=True: training for a quantized model" in refused.stderr
-    )
-    done = fivefold("convert", "--strict", *words)
-    assert (
-        done.returncode == 2 and "trainer.logger = [console,clearml]: clearml: metrics are in metrics.jsonl" in done.stdout
-    )
+    refused = fivefold("convert", *words, quantized)
+    sentence = f"{quantized}: training for a quantized model"
+    assert refused.returncode == 2 and f"refused  {sentence}" in refused.stderr
+    tree = yaml.safe_load(refused.stdout)
+    assert next(iter(tree)) == "refused" and len(tree["refused"]) == 1 and tree["refused"][0].startswith(sentence)
+    (root / "refused.yaml").write_text(refused.stdout)
+    for command in ("check", "train"):
+        done = fivefold(command, root / "refused.yaml")
+        assert done.returncode == 2 and "delete the key `refused`" in done.stderr and sentence in done.stderr
+    del tree["refused"]
+    lenient = fivefold("convert", "--no-strict", *words, quantized)
+    assert lenient.returncode == 0 and yaml.safe_load(lenient.stdout) == tree
+    strict = fivefold("convert", "--strict", *words)
+    assert strict.returncode == 2 and "refused:" not in strict.stdout
+    assert "trainer.logger = [console,clearml]: clearml: metrics are in metrics.jsonl" in strict.stdout
 
 
 def test_from_names_a_system(root):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from fivefold.config.allocated import allocated
-from fivefold.config.dialects import OWN, Dialect, Translation, Tree, find_dialect
+from fivefold.config.dialects import OWN, REFUSED, Dialect, Translation, Tree, find_dialect
 from fivefold.config.findings import Findings
 from fivefold.config.ranges import suggest
 from fivefold.config.schema import RunConfig
@@ -24,7 +24,7 @@ from fivefold.files import read_text
 from fivefold.user_code import name_of
 
 T = TypeVar("T")
-_MOST_VALUES, _DEEPEST = 100_000, 30
+_MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 30
 
 
 class ConfigError(ValueError):
@@ -94,7 +94,7 @@ def read(path: str | Path) -> Tree:
     if not path.is_file():
         raise ConfigError([f"no configuration file at {path}"])
     try:
-        text = read_text(path)
+        text = read_text(path, _MOST_BYTES)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     return read_mapping(text, str(path))
@@ -103,7 +103,7 @@ def read(path: str | Path) -> Tree:
 def read_mapping(text: str, path: str) -> Tree:
     """The mapping in the text of a YAML file."""
     try:
-        tree = _parse(text)
+        tree = parse_value(text)
     except ConfigError as error:
         raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from error
     if tree is None:
@@ -113,7 +113,7 @@ def read_mapping(text: str, path: str) -> Tree:
     return tree
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The value of a YAML text; raises ConfigError for what is not YAML or larger than any configuration."""
     try:
         # _UniqueKeyLoader is a SafeLoader: it builds plain values only.
@@ -159,11 +159,19 @@ def override(tree: Tree, overrides: list[str]) -> Tree:
 def build(tree: Tree) -> RunConfig:
     """The typed configuration of a tree; raises ConfigError for keys and types that it cannot have."""
     findings = Findings()
+    if REFUSED in tree:
+        raise ConfigError([_accept_first(tree[REFUSED])])
     config = _build(RunConfig, allocated(_name_functions(tree, findings), findings), findings)
     if findings.errors:
         raise ConfigError(findings.errors)
     assert config is not None
     return config
+
+
+def _accept_first(refused: Any) -> str:
+    """The sentence about settings that a translation from another system lacks."""
+    named = "".join(f"\n  {sentence}" for sentence in refused) if isinstance(refused, list) else ""
+    return f"this run lacks settings of the system that it comes from: delete the key `{REFUSED}` to accept that{named}"
 
 
 def dump_yaml(config: Any) -> str:
@@ -177,7 +185,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError([f"an override is written key=value, for example trainer.steps=10: got {shown(override)}"])
     try:
-        value = _parse(text)
+        value = parse_value(text)
     except ConfigError:
         value = text
     *parents, last = key.strip().split(".")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,11 @@ Tree = dict[str, Any]
 
 Kind = Literal["translated", "fixed", "unsupported", "unknown"]
 """What became of a key: a key of ours has its value; it is so here whatever it says, or says nothing here; we lack it."""
+
+REFUSED = "refused"
+"""The key with which the YAML of a run begins that lacks settings of its source: the loader refuses it."""
+_SECRET = re.compile(r"(api|access|secret|private)_?key$|token$|password$|secret$", re.IGNORECASE)
+"""Ends of the names of keys whose values are secrets."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,12 @@ class Outcome:
     """Our keys that its value went into."""
     changes_result: bool = True
     """Of what is unsupported: the numbers of the run would be others; otherwise only speed, memory or what is shown."""
+
+    @property
+    def shown(self) -> Any:
+        """The value for terminals and files of a run, where a secret has no place."""
+        hides = isinstance(self.value, str) and _SECRET.search(self.key.rpartition(".")[2])
+        return "***" if hides else self.value
 
     @property
     def is_refused(self) -> bool:
@@ -74,7 +86,7 @@ class Translation:
         """Everything that keeps the run from being the one that was asked for, one sentence each."""
         return [
             *self.faults,
-            *(f"{each.key}={each.value}: {each.reason}" for each in self.outcomes if each.is_refused),
+            *(f"{each.key}={each.shown}: {each.reason}" for each in self.outcomes if each.is_refused),
         ]
 
 

@@ -1,4 +1,4 @@
-"""What is written behind `--from SYSTEM` -> a tree and `key=value` words: a script, YAML, arguments as they were."""
+"""What is written after `--from SYSTEM` -> a tree and `key=value` words: a script, YAML, arguments as they were."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, merged
+from fivefold.config.dialects.bounds import LONGEST_KEY, TooMuchError, Work, is_file
 from fivefold.config.dialects.config_names import named_yaml, with_defaults
+from fivefold.config.dialects.secret_variables import Hidden
 from fivefold.config.dialects.shell import read_script
 from fivefold.config.dialects.shell_words import Script
 from fivefold.config.dialects.translator import with_own
-from fivefold.config.loader import ConfigError, read, read_mapping
-from fivefold.files import read_text
+from fivefold.config.loader import ConfigError, read_mapping
 
+_MOST_SETTINGS = 5000
 _CONFIG = ("--config", "--config-path", "--config-dir", "--config-name")
 _SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 """Hydra's short options -> the long ones."""
@@ -34,15 +36,38 @@ class _Words:
     """Scripts that were read."""
     exported: dict[str, str] = field(default_factory=dict)
     """Variables that these scripts hand on."""
+    work: Work = field(default_factory=Work)
 
 
-def translate_words(system: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
-    """The run that these words ask `system` (or `system@version`) for; raises ConfigError where there is none.
+def translate_words(
+    system: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    given: Mapping[str, str] | None = None,
+    *,
+    allow_secrets: bool = False,
+) -> Translation:
+    """The run that these words describe for `system` (or `system@version`); raises ConfigError where there is none.
+
+    `given` are variables that the user names; those of the environment that may be secrets need `allow_secrets`.
 
     What follows `--` are settings of ours, over those of the system.
 
     Example: `translate_words("verl", ["algorithm.adv_estimator=grpo", "data.train_files=a.parquet"], os.environ)`.
     """
+    hidden = Hidden({} if allow_secrets else environment)
+    variables = {**environment, **hidden.environment, **(given or {})}
+    try:
+        return hidden.checked(_translated(system, words, variables))
+    except TooMuchError as error:
+        raise ConfigError([str(error)]) from error
+    except RecursionError:
+        raise ConfigError(
+            ["brackets, functions or scripts are nested too deeply: give the settings of the command that starts training"]
+        ) from None
+
+
+def _translated(system: str, words: Sequence[str], environment: Mapping[str, str]) -> Translation:
     name, _, version = system.partition("@")
     if name not in SYSTEMS:
         raise ConfigError([f"--from must be one of {', '.join(SYSTEMS)}: got {name}"])
@@ -55,15 +80,17 @@ def translate_words(system: str, words: Sequence[str], environment: Mapping[str,
     file = options.pop("--config", None)
     path = None if file is not None else named_yaml(options, found.scripts, known)
     if file is not None:
-        found.trees.insert(0, _yaml(file, None))
+        found.trees.insert(0, _yaml(file, found.work, None))
     elif path is not None:
         found.trees.insert(0, with_defaults(path, known))
+    if len(found.settings) > _MOST_SETTINGS:
+        raise ConfigError([f"a command has {len(found.settings)} settings: at most {_MOST_SETTINGS} are read"])
     try:
         tree: Tree = getattr(module, "join", merged)(found.trees)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     if not tree and not found.settings:
-        raise ConfigError([f"no setting of {name} in {' '.join(theirs) or 'an empty command'}"])
+        raise ConfigError([f"no setting of {name} in {' '.join(theirs)[:LONGEST_KEY] or 'an empty command'}"])
     said = [f"{option}={value}" for option, value in options.items()]
     translation: Translation = module.translate(tree, [*said, *found.settings], environment, version)
     notes = [] if path is None else [f"--config-name is the file {path}"]
@@ -84,7 +111,7 @@ def _take(words: list[str], found: _Words, environment: Mapping[str, str], scrip
         if option in _CONFIG:
             value = value if equals else next(rest, "")
             if option == "--config":
-                found.trees.append(_yaml(value, script))
+                found.trees.append(_yaml(value, found.work, script))
             else:
                 found.options[option] = value
         elif word == "-m":
@@ -94,11 +121,11 @@ def _take(words: list[str], found: _Words, environment: Mapping[str, str], scrip
         elif equals:
             found.settings.append(word)
         elif word.endswith((".yaml", ".yml")):
-            found.trees.append(_yaml(word, script))
+            found.trees.append(_yaml(word, found.work, script))
         elif script is not None and word.endswith(".sh"):
-            # What stands behind it are that script's arguments.
+            # The words after it are that script's arguments.
             _take_script(word, found, environment, script, list(rest))
-        elif script is None and Path(word).is_file() and not word.endswith(".py"):
+        elif script is None and is_file(Path(word)) and not word.endswith(".py"):
             _take_script(word, found, environment, None, None)
         elif word.endswith(".sh"):
             raise ConfigError([f"no file at {word}"])
@@ -123,41 +150,42 @@ def _take_script(
     if caller and text is None:
         # From where the script that calls it was meant to be run: its own directory or one above.
         above = Path(caller.variables.get("0", "")).parents
-        place = next((path for path in (place, *(parent / place for parent in above)) if path.is_file()), place)
+        place = next((path for path in (place, *(parent / place for parent in above)) if is_file(path)), place)
     if text is None:
-        if not place.is_file():
-            raise ConfigError([f"no file at {name}"])
-        text = _text(place)
+        if not is_file(place):
+            raise ConfigError([f"no file at {name[:LONGEST_KEY]}"])
+        text = _text(place, found.work)
     if place in found.scripts:
         raise ConfigError([f"{name} starts itself: give the script or command that starts training"])
     found.scripts.add(place)
     handed = dict(environment)
     if caller:
         handed |= {key: value for key, value in caller.variables.items() if key in caller.exported}
-    try:
-        inner = read_script(text, handed, arguments, lambda other: _beside(place, other), str(place))
-    except RecursionError:
-        raise ConfigError([f"{name} calls itself without end: give the command that starts training"]) from None
+    inner = read_script(text, handed, arguments, lambda other: _text_near(place, other, found.work), str(place), found.work)
     found.exported |= {key: inner.variables[key] for key in inner.exported if key in inner.variables}
     if not inner.command:
         raise ConfigError([f"{name} has no command with key=value settings or a configuration file"])
     _take(inner.command, found, environment, inner)
 
 
-def _beside(place: Path, name: str) -> str | None:
-    known = [path for path in (Path(name), *(parent / name for parent in place.parents)) if path.is_file()]
-    return _text(known[0]) if known else None
+def _text_near(place: Path, name: str, work: Work) -> str | None:
+    """The text of a script that another one at `place` sources: from the directory of either, or one above."""
+    known = [path for path in (Path(name), *(parent / name for parent in place.parents)) if is_file(path)]
+    return _text(known[0], work) if known else None
 
 
-def _text(place: Path) -> str:
+def _text(place: Path, work: Work) -> str:
     try:
-        return read_text(place)
+        return work.text(place)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
 
-def _yaml(name: str, script: Script | None) -> Tree:
+def _yaml(name: str, work: Work, script: Script | None) -> Tree:
     """A YAML file, or one that the script writes."""
     if script is not None and name in script.files:
         return read_mapping(script.files[name], name)
-    return read(name)
+    place = Path(name)
+    if not is_file(place):
+        raise ConfigError([f"no configuration file at {name[:LONGEST_KEY]}"])
+    return read_mapping(_text(place, work), name)

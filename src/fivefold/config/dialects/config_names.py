@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from fivefold.config.dialects import Tree, merged
+from fivefold.config.dialects.bounds import is_file
 from fivefold.config.loader import ConfigError, read
 
 _DIRECTORIES = ("--config-path", "--config-dir")
@@ -27,11 +28,11 @@ def named_yaml(options: dict[str, str], scripts: Iterable[Path], known: Collecti
     if given is None and wanted.removesuffix(".yaml") in known:
         return None
     # `$(pwd)` of the root gives two slashes, which is another place to Python.
-    begin = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
-    directories = list(_places(Path(begin or "."), scripts))
-    for directory in directories:
-        for path in (directory / wanted, directory / f"{wanted}.yaml"):
-            if path.is_file():
+    directory = _COMPUTED.sub("", given or ".").removeprefix("file://").replace("//", "/")
+    directories = list(_places(Path(directory or "."), scripts))
+    for place in directories:
+        for path in (place / wanted, place / f"{wanted}.yaml"):
+            if is_file(path):
                 del options["--config-name"]
                 return path
     if wanted.removesuffix(".yaml") in known:
@@ -53,7 +54,7 @@ def with_defaults(path: Path, known: Collection[str]) -> Tree:
         if not isinstance(name, str) or name == "_self_" or name in known:
             continue
         file = path.parent / f"{name.removesuffix('.yaml')}.yaml"
-        if not file.is_file() or file == path:
+        if not is_file(file) or file == path:
             raise ConfigError(
                 [f"{path}: defaults must name YAML files next to it, or {', '.join(known)}: got {name}, and no {file}"]
             )

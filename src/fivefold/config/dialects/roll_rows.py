@@ -382,6 +382,10 @@ SECTIONS = (
             _of("actor_train sft_train", "strategy_args.strategy_config.*_parallel_size model_args.ulysses_size"),
             "policy.backend policy.megatron.pipeline",
         ),
+        fixed(
+            _of("actor_train", "strategy_args.strategy_config.sequence_parallel"),
+            "always on where there are tensor ranks: the same numbers up to rounding",
+        ),
         used(
             _of("actor_train sft_train", "strategy_args.strategy_config.**"),
             "policy.megatron policy.recompute policy.sequence_parallel",
@@ -408,7 +412,8 @@ SECTIONS = (
             "lora_* lora_rank lora_target lora_alpha",
             "the engine is given the merged weights",
         ),
-        lacks("actor_train.model_args.model_type", "other models than language models"),
+        lacks("actor_train.model_args.model_type reference.model_args.model_type", "other models than language models"),
+        fixed("reference.model_args.disable_gradient_checkpointing", "the reference has no backward pass"),
         lacks("**.model_args.model_config_kwargs.**", "changes of config.json"),
         used(
             _of("actor_train sft_train", "model_args.moe_aux_loss_coef"),

@@ -9,16 +9,17 @@ unknown test leaves) stands open: it stays `${NAME}`, and who asks for its value
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from fivefold.config.dialects.bounds import Work, whole_number
 from fivefold.config.dialects.shell_words import (
     ASSIGNMENT,
     OPEN,
     Script,
     expand,
     expand_word,
+    fits,
     parts,
     skip,
     split,
@@ -39,10 +40,12 @@ def read_script(
     arguments: Sequence[str] | None = None,
     read_file: Callable[[str], str | None] = lambda name: None,
     name: str = "",
+    work: Work | None = None,
 ) -> Script:
     """Read a bash script; `environment` has the variables that it finds set, `read_file` the text of scripts that it
-    sources, `name` is what it calls `$0`."""
-    script = Script(dict(environment), read_file=read_file)
+    sources, `name` is what it calls `$0`. Raises TooMuchError where reading takes more than is left of `work`."""
+    script = Script(dict(environment), read_file=read_file, work=work or Work())
+    script.work.spend(len(text))
     script.exported.update(environment)
     if name:
         script.variables.update({"0": name, "BASH_SOURCE": name})
@@ -107,7 +110,8 @@ class _Lines:
 
 def _statements(text: str) -> Iterator[str]:
     """Statements as text: cut at line ends and `;`, not within quotes, parentheses or after a backslash; `;;` is one."""
-    text = re.sub(r"[ \t]*\\[ \t]*\r?\n[ \t]*", " ", text)
+    # Without the look behind, each of many spaces in a row would be tried as the first.
+    text = re.sub(r"(?<![ \t])[ \t]*\\[ \t]*\r?\n[ \t]*", " ", text)
     piece, depth, i = "", 0, 0
     while i < len(text):
         letter = text[i]
@@ -117,7 +121,8 @@ def _statements(text: str) -> Iterator[str]:
             continue
         if letter in "\\'\"`$":
             end = skip(text, i)
-            piece, i = piece + text[i:end], end
+            piece += text[i:end]
+            i = end
             continue
         depth = depth + 1 if letter == "(" else max(0, depth - 1) if letter == ")" else depth
         is_end = text.startswith(";;", i) and depth == 0
@@ -138,6 +143,8 @@ def _statements(text: str) -> Iterator[str]:
 def _read_block(script: Script, lines: _Lines, known: bool, ends: tuple[str, ...] = ()) -> str:
     """Read statements up to one of `ends`, which is returned; where it is not `known` whether they run, names stay open."""
     for statement in lines:
+        # Each counts for the list that it may be put back into.
+        script.work.spend(len(statement) + len(lines.statements) // 100)
         first, _, rest = statement.partition(" ")
         if first in ends:
             if rest.strip() and first in ("then", "else", "do"):
@@ -233,11 +240,11 @@ def _read_for(script: Script, lines: _Lines, known: bool, rest: str) -> None:
 
 
 def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
-    subject = re.match(r"(.*?)\s+in(?:\s+(.*))?$", rest, re.DOTALL)
-    value = expand_word(subject[1], script) if subject else ""
+    subject, inside, first = _in(rest)
+    value = expand_word(subject, script) if inside else ""
     value = re.sub(r"\$\{([A-Za-z_]\w*|\d+)\}", lambda name: name[0] if name[1] in script.open else "", value)
-    if subject and subject[2]:
-        lines.statements.insert(lines.place, subject[2])
+    if first:
+        lines.statements.insert(lines.place, first)
     done: bool | None = False if "$" not in value else None
     for statement in lines:
         if statement.startswith("esac"):
@@ -247,7 +254,7 @@ def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
         if branch[2]:
             lines.statements.insert(lines.place, branch[2])
         patterns = [expand_word(each.strip(), script) for each in branch[1].split("|")]
-        holds = done is False and any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns)
+        holds = done is False and any(fits(value, pattern, script) for pattern in patterns)
         if done is None or holds:
             end = _read_block(script, lines, known and holds, (";;", "esac"))
         else:
@@ -255,6 +262,13 @@ def _read_case(script: Script, lines: _Lines, known: bool, rest: str) -> None:
         done = True if holds else done
         if end.startswith("esac"):
             return
+
+
+def _in(text: str) -> tuple[str, str, str]:
+    """`SUBJECT in REST` as (SUBJECT, "in", REST); empty texts where there is no `in`."""
+    for word in re.finditer(r"(?<!\S)in(?!\S)", text):
+        return text[: word.start()].strip(), "in", text[word.end() :].strip()
+    return "", "", ""
 
 
 def _read_statement(script: Script, lines: _Lines, statement: str, known: bool, depth: int = 0) -> None:
@@ -283,7 +297,7 @@ def _read_statement(script: Script, lines: _Lines, statement: str, known: bool, 
         name, append, value = match.groups()
         if value.startswith(OPEN + "("):
             array = value[2:].split(OPEN) if value[2:] else []
-            script.arrays[name] = (script.arrays.get(name, []) if append else []) + array
+            script.assign_array(name, (script.arrays.get(name, []) if append else []) + array)
         else:
             _assign(script, name, (script.variables.get(name, "") if append else "") + value, known)
 
@@ -313,7 +327,7 @@ def _read_command(script: Script, lines: _Lines, command: list[str], known: bool
             script.variables.pop(name, None)
         return
     if first == "shift" and script.arguments is not None:
-        _hand_over(script, script.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :])
+        _hand_over(script, script.arguments[max(0, (whole_number(rest[0]) if rest else None) or 1) :])
         return
     if first in script.functions:
         _call(script, first, rest, known)
@@ -330,13 +344,14 @@ def _read_command(script: Script, lines: _Lines, command: list[str], known: bool
     if shell is not None and len(command) > shell + 2 and re.fullmatch(r"-\w*c", command[shell + 1]):
         _read_block(script, _Lines(command[shell + 2]), known)
         return
-    if (number := next((word[2:] for word in command if word.startswith("<<") and word[2:].isdigit()), None)) is not None:
+    places = (whole_number(word[2:]) for word in command if word.startswith("<<"))
+    if (number := next((place for place in places if place in range(len(lines.heredocs))), None)) is not None:
         written = next((command[i + 1] for i, word in enumerate(command[:-1]) if word in (">", ">|")), None)
         written = written or next((word[1:] for word in command if word.startswith(">") and len(word) > 1), None)
-        body = lines.heredocs[int(number)]
+        body = lines.heredocs[number]
         text = expand(body[1:], script, quoted=True) if body.startswith("$") else body
         if written is not None:
-            script.files[written] = text
+            script.files[written] = script.work.value(text, written)
         elif shell is not None:
             _read_block(script, _Lines(text), known)
     script.commands.append(command)
@@ -345,7 +360,7 @@ def _read_command(script: Script, lines: _Lines, command: list[str], known: bool
 def _assign(script: Script, name: str, value: str, known: bool) -> None:
     """Where nobody can tell whether this runs, the name stands open."""
     if known:
-        script.variables[name] = value
+        script.assign(name, value)
         script.open.discard(name)
     else:
         script.variables.pop(name, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import fnmatch
 import operator
 import os.path
 import re
@@ -11,16 +10,30 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fivefold.config.dialects.bounds import LONGEST, Work, whole_number
+from fivefold.config.dialects.shell_glob import Glob
+
 OPEN = "\x00"
 """Stands before a quoted character that is not special any more."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _SETTING = re.compile(r"[+~]{0,2}[A-Za-z_@][\w.@/-]*=.*", re.DOTALL)
 _ARGUMENTS = ('"$@"', "$@", '"${@}"', "${@}", "$*", '"$*"')
 _NAME = re.compile(r"\$\{([A-Za-z_]\w*|\d+)\}")
+_LONGEST_EXPRESSION = 2000
+_SILENCED = ("--", "2>&1", ">/dev/null", "&>/dev/null", ">", "&>", "/dev/null")
+"""Words of `cd` that do not say where to."""
+
+
+def _quotient(left: int, right: int) -> int:
+    """Division towards zero, as in C."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
 _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv, ast.Mod: operator.mod, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt,
-    ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
 
 
@@ -43,6 +56,7 @@ class Script:
     functions: dict[str, Any] = field(default_factory=dict)
     """Statements of functions that were not called yet."""
     sourced: set[str] = field(default_factory=set)
+    work: Work = field(default_factory=Work)
     read_file: Callable[[str], str | None] = lambda name: None
     """The text of another script, None where there is none."""
 
@@ -54,7 +68,17 @@ class Script:
         return found if _weight(found) else max(self.skipped, key=_weight, default=found)
 
     def state(self) -> tuple[dict[str, str], dict[str, list[str]], set[str]]:
+        self.work.spend(len(self.variables) + len(self.open) + sum(map(len, self.arrays.values())))
         return dict(self.variables), {key: list(value) for key, value in self.arrays.items()}, set(self.open)
+
+    def assign(self, name: str, value: str) -> None:
+        """Set a variable."""
+        self.variables[name] = self.work.value(value, name)
+
+    def assign_array(self, name: str, items: list[str]) -> None:
+        """Set an array."""
+        self.work.value(" ".join(items), name)
+        self.arrays[name] = items
 
     def restore(self, state: tuple[dict[str, str], dict[str, list[str]], set[str]]) -> None:
         self.variables, self.arrays, self.open = state
@@ -111,20 +135,20 @@ def parts(text: str, signs: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def split(text: str) -> list[str]:
     """Words at white space, quotes kept."""
-    words, word, i = [], "", 0
+    words, start, i = [], 0, 0
     while i < len(text):
         if text[i].isspace():
-            if word:
-                words.append(word)
-            word, i = "", i + 1
+            if i > start:
+                words.append(text[start:i])
+            start = i = i + 1
         else:
-            end = skip(text, i)
-            word, i = word + text[i:end], end
-    return [*words, word] if word else words
+            i = skip(text, i)
+    return [*words, text[start:]] if len(text) > start else words
 
 
 def words_of(script: Script, statement: str) -> list[str]:
     """The words of a statement, expanded; an array assignment keeps its elements apart."""
+    script.work.spend(len(statement))
     array = re.match(r"((?:export |declare -a |local |readonly )?)([A-Za-z_]\w*\+?)=\((.*)\)\s*$", statement, re.DOTALL)
     if array:
         return [f"{array[2]}={OPEN}(" + OPEN.join(words_of(script, array[3].replace("\n", " ")))]
@@ -132,9 +156,11 @@ def words_of(script: Script, statement: str) -> list[str]:
     for raw in split(statement):
         name = re.fullmatch(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\](?:\+\"?\$\{\1\[[@*]\]\}\"?)?\}\"?", raw)
         if name and name[1] in script.arrays:
+            script.work.spend(sum(map(len, script.arrays[name[1]])) + len(script.arrays[name[1]]))
             words += script.arrays[name[1]]
             continue
         if raw in _ARGUMENTS:
+            script.work.spend(1 + sum(map(len, script.arguments or [])))
             words += script.arguments or []
             continue
         found = expand_word(raw, script)
@@ -149,6 +175,7 @@ def words_of(script: Script, statement: str) -> list[str]:
 
 def expand_word(raw: str, script: Script) -> str:
     """A word without its quotes, variables in their place (not within single quotes)."""
+    script.work.spend(len(raw))
     text, i = "", 0
     while i < len(raw):
         end = skip(raw, i)
@@ -167,6 +194,7 @@ def expand_word(raw: str, script: Script) -> str:
 
 def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
     """Variables, defaults and arithmetic in a text; what stands open stays as it is written."""
+    script.work.spend(len(text))
     found, i = "", 0
     while i < len(text):
         if text[i] == "\\" and i + 1 < len(text):
@@ -195,7 +223,9 @@ def expand(text: str, script: Script, *, quoted: bool, depth: int = 0) -> str:
         else:
             found += text[i]
         i = end
-    return found
+        if len(found) > LONGEST:
+            script.work.value(found, text)
+    return script.work.value(found, text)
 
 
 def _parameter(inside: str, script: Script, depth: int) -> str:
@@ -222,7 +252,7 @@ def _parameter(inside: str, script: Script, depth: int) -> str:
         if sign == "?":
             return value if there else "${" + name + "}"
         if sign == "=" and not there:
-            script.variables[name] = other
+            script.assign(name, other)
         return value if there else other
     if not rest:
         if name in script.arrays and not is_set:
@@ -232,13 +262,15 @@ def _parameter(inside: str, script: Script, depth: int) -> str:
         return "${" + inside + "}"
     if rest in (",,", "^^"):
         return value.lower() if rest == ",," else value.upper()
-    if cut := re.fullmatch(r":(\d+)(?::(\d+))?", rest):
+    if cut := re.fullmatch(r":([0-9]{1,9})(?::([0-9]{1,9}))?", rest):
         start = int(cut[1])
         return value[start : start + int(cut[2])] if cut[2] else value[start:]
     if cut := re.match(r"(##?|%%?)(.*)", rest, re.DOTALL):
-        return _trim(value, cut[1], expand(cut[2], script, quoted=True, depth=depth + 1))
-    if swap := re.match(r"//?(\\?[^/]+)/?(.*)", rest, re.DOTALL):
-        return value.replace(swap[1].removeprefix("\\"), swap[2], -1 if rest.startswith("//") else 1)
+        return _trim(value, cut[1], expand(cut[2], script, quoted=True, depth=depth + 1), script.work)
+    if swap := re.fullmatch(r"(//?)((?:\\.|[^/\\])+)(?:/(.*))?", rest, re.DOTALL):
+        pattern, other = (expand(part or "", script, quoted=True, depth=depth + 1) for part in (swap[2], swap[3]))
+        if not pattern.startswith(("#", "%")) and "$" not in pattern:
+            return _swapped(value, pattern, other, swap[1] == "//", script.work)
     return "${" + inside + "}"
 
 
@@ -254,27 +286,45 @@ def _value_of(script: Script, name: str) -> str:
     return script.variables[name] if name in script.variables else "${" + name + "}"
 
 
-def _trim(value: str, sign: str, pattern: str) -> str:
-    """`${name#pattern}` and its kin, where * stands for anything."""
-    made = re.escape(pattern).replace(r"\*", ".*" if len(sign) == 2 else ".*?")
-    if sign.startswith("#"):
-        return re.sub(f"^{made}", "", value, count=1)
-    starts = [i for i in range(len(value) + 1) if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), value[i:])]
-    return value[: (min(starts) if len(sign) == 2 else max(starts))] if starts else value
+def _trim(value: str, sign: str, pattern: str, work: Work) -> str:
+    """`${name#pattern}` and its kin."""
+    glob, reads_back = Glob(pattern), sign.startswith("%")
+    work.spend(glob.cost(value))
+    ends = list((glob.backwards if reads_back else glob).ends(value[::-1] if reads_back else value))
+    length = 0 if not ends else max(ends) if len(sign) == 2 else min(ends)
+    return value[: len(value) - length] if reads_back else value[length:]
+
+
+def _swapped(value: str, pattern: str, other: str, every: bool, work: Work) -> str:
+    """`${name/pattern/other}`, and `${name//pattern/other}` of every match: the longest at each place."""
+    glob, kept, i = Glob(pattern), "", 0
+    while i < len(value):
+        work.spend(glob.cost(value, i))
+        end = max(glob.ends(value, i), default=i)
+        if end == i:
+            kept, i = kept + value[i], i + 1
+            continue
+        kept = work.value(kept + other, pattern)
+        i = end
+        if not every:
+            break
+    return kept + value[i:]
 
 
 def arithmetic(text: str, script: Script) -> int | None:
-    """A whole-number expression; None where a name in it stands open."""
+    """A whole-number expression of 64 bits; None where a name in it stands open."""
+    if len(text) > _LONGEST_EXPRESSION:
+        return None
     if choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text.strip(), re.DOTALL):
         holds = arithmetic(choice[1], script)
         return None if holds is None else arithmetic(choice[2] if holds else choice[3], script)
-    plain = re.sub(r"[A-Za-z_]\w*", lambda name: script.variables.get(name[0], name[0]), text.replace("/", "//"))
+    plain = re.sub(r"[A-Za-z_]\w*", lambda name: script.variables.get(name[0], name[0]), text.replace("/", "//")).strip()
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
+            return _of_64_bits(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return int(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
+            return _of_64_bits(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             return int(_OPERATORS[type(node.ops[0])](value(node.left), value(node.comparators[0])))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -282,9 +332,15 @@ def arithmetic(text: str, script: Script) -> int | None:
         raise ValueError(text)
 
     try:
-        return value(ast.parse(plain.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, ZeroDivisionError, KeyError):
+        return value(ast.parse(plain, mode="eval").body) if len(plain) <= _LONGEST_EXPRESSION else None
+    except (ValueError, SyntaxError, ZeroDivisionError, KeyError, RecursionError, MemoryError):
+        # Python's parser raises the last two for brackets that are nested too deeply.
         return None
+
+
+def _of_64_bits(number: int) -> int:
+    """The number as a shell holds it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def test(script: Script, condition: str) -> bool | None:
@@ -315,12 +371,14 @@ def _single(script: Script, condition: str) -> bool | None:
     if number := re.fullmatch(r"\(\((.*)\)\)", condition, re.DOTALL):
         value = arithmetic(expand(number[1], script, quoted=True), script)
         return None if value is None else value != 0
-    match = re.fullmatch(r"(\[\[|\[|test)\s+(.*?)(?:\s+\]\]?)?", condition, re.DOTALL)
-    if match is None:
+    opening, *rest = condition.split(None, 1)
+    if opening not in ("[[", "[", "test") or not rest:
         return None
-    is_double = match[1] == "[["
+    is_double = opening == "[["
     signs = {" -a ": " && ", " -o ": " || "} if not is_double else {}
-    inner = match[2]
+    inner = rest[0].rstrip()
+    closing = next((end for end in ("]]", "]") if inner.endswith(end) and inner[: -len(end)][-1:].isspace()), "")
+    inner = inner.removesuffix(closing).rstrip()
     for sign, other in signs.items():
         inner = inner.replace(sign, other)
     return _joined(inner, lambda piece: _compared(script, split(piece), is_double))
@@ -344,10 +402,18 @@ def _compared(script: Script, raw: list[str], is_double: bool) -> bool | None:
     left, sign, right = known
     if sign in ("=", "==", "!="):
         is_pattern = is_double and not raw[2].startswith(('"', "'"))
-        return (fnmatch.fnmatchcase(left, right) if is_pattern else left == right) == (sign != "!=")
-    if sign in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le") and left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
-        return bool(getattr(operator, sign[1:])(int(left), int(right)))
+        return (fits(left, right, script) if is_pattern else left == right) == (sign != "!=")
+    one, other = whole_number(left), whole_number(right)
+    if sign in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le") and one is not None and other is not None:
+        return bool(getattr(operator, sign[1:])(one, other))
     return None
+
+
+def fits(text: str, pattern: str, script: Script) -> bool:
+    """Whether a text fits a pattern of the shell."""
+    glob = Glob(pattern)
+    script.work.spend(glob.cost(text))
+    return glob.fits(text)
 
 
 def _without_unset(text: str, script: Script) -> str | None:
@@ -358,10 +424,8 @@ def _without_unset(text: str, script: Script) -> str | None:
 
 def _printed(command: str, script: Script) -> str | None:
     """What a command prints that only makes text of text; None for any other."""
-    if place := re.fullmatch(
-        r"cd\s+(?:--\s+)?(.+?)\s*(?:&?>\s*/dev/null\s*(?:2>&1)?\s*)?&&\s*pwd(?:\s+-P)?", command.strip()
-    ):
-        directory = expand_word(place[1], script)
+    if (place := _entered(command)) is not None:
+        directory = expand_word(place, script)
         return None if "$" in directory else os.path.normpath(os.path.join(script.variables.get("PWD", ""), directory))
     text, holds = "", True
     for sign, piece in parts(command, ("&&", "||")):
@@ -377,6 +441,15 @@ def _printed(command: str, script: Script) -> str | None:
         else:
             text, holds = text + shown, True
     return text
+
+
+def _entered(command: str) -> str | None:
+    """DIRECTORY of `cd DIRECTORY && pwd`; None for any other command."""
+    (_, first), *rest = parts(command, ("&&",))
+    words = [word for word in split(first) if word not in _SILENCED]
+    if [piece.split() for _, piece in rest] not in ([["pwd"]], [["pwd", "-P"]]) or len(words) != 2 or words[0] != "cd":
+        return None
+    return words[1]
 
 
 def _piped(command: str, script: Script) -> str | None:
@@ -412,10 +485,10 @@ def _filtered(words: list[str], text: str) -> str | None:
     name, *rest = words
     if name == "tr" and len(rest) == 2 and not any(word.startswith("[") for word in rest):
         if rest[0] == "-d":
-            return "".join(letter for letter in text if letter not in rest[1])
-        return "".join(
-            rest[1][min(rest[0].index(letter), len(rest[1]) - 1)] if letter in rest[0] else letter for letter in text
-        )
+            return text.translate(dict.fromkeys(map(ord, rest[1])))
+        # The first of two places that a letter has in the set counts.
+        ordered, last = reversed(list(enumerate(rest[0]))), len(rest[1]) - 1
+        return text.translate({ord(letter): rest[1][min(place, last)] for place, letter in ordered}) if rest[1] else None
     if name == "wc" and rest in (["-w"], ["-l"]):
         return str(len(text.split()) if rest == ["-w"] else text.count("\n") + 1)
     if name == "awk" and "{print NF}" in rest:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from fivefold.config.dialects import shared, skyrl_sft
+from fivefold.config.dialects import skyrl_rows_releases as releases
 from fivefold.config.dialects.adapters import adapters, refuse
 from fivefold.config.dialects.known import known
 from fivefold.config.dialects.sampler import say_replaced
@@ -508,7 +509,7 @@ def release_of(settings: Mapping[str, Any]) -> str:
 
 TABLE = Table(
     "SkyRL",
-    SECTIONS,
+    (*SECTIONS, releases.RL),
     DERIVED,
     DEFAULTS,
     elsewhere={TOKEN_MEAN: "token-mean"},
@@ -529,7 +530,7 @@ TABLE = Table(
 
 SFT = Table(
     "SkyRL",
-    skyrl_sft.SECTIONS,
+    (*skyrl_sft.SECTIONS, releases.SFT),
     (
         skyrl_sft.program,
         skyrl_sft.data,

@@ -101,6 +101,8 @@ def _parts(source: Source, sets: str, splits: str, older_set: str, older_split: 
         names, slices = source.texts(older_set), _slices(source, older_split)
     else:
         names, slices = source.texts(sets), _slices(source, splits)
+    if not names:
+        return []
     if len(names) != len(slices):
         raise UnreadableError(f"{splits} must have one entry for each of {sets}: got {len(slices)} for {len(names)}")
     found = []

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import yaml
-
 from fivefold.config.dialects import Outcome
+from fivefold.config.dialects.bounds import Work
+from fivefold.config.loader import ConfigError, parse_value
+from fivefold.errors import shown
 
 _VARIABLE = re.compile(r"\$\{([^${}]*)\}|\$([A-Za-z_][A-Za-z0-9_]*|[0-9@*#])")
 _NONE = ("null", "none", "~", "")
@@ -34,6 +35,7 @@ class Source:
     """Full keys that were asked for."""
     found: list[Outcome] = field(default_factory=list)
     """What functions say of keys."""
+    work: Work = field(default_factory=Work)
     notes: list[str] = field(default_factory=list)
     """What functions say of the run."""
 
@@ -79,14 +81,14 @@ class Source:
             if isinstance(raw, bool):
                 raise ValueError
             return float(_unquoted(str(raw)))
-        except ValueError:
-            raise UnreadableError(f"{self.prefix}{key} must be a number: got {raw!r}") from None
+        except (ValueError, OverflowError):
+            raise UnreadableError(f"{self.prefix}{key} must be a number: got {shown(raw)}") from None
 
     def whole(self, key: str) -> int | None:
         number = self.number(key)
         if number is None:
             return None
-        if number != int(number):
+        if not number.is_integer():
             raise UnreadableError(f"{self.prefix}{key} must be a whole number: got {number}")
         return int(number)
 
@@ -143,8 +145,9 @@ class Source:
 
     def _resolved(self, key: str, depth: int) -> Any:
         if depth > 20:
-            raise UnreadableError(f"{key} refers to itself")
+            raise UnreadableError(f"{key} refers to itself, or to others more than 20 deep")
         self.read.add(key)
+        self.work.spend(20)
         value = self.settings[key] if key in self.settings else self.defaults.get(key)
         return self._interpolated(key, value, depth)
 
@@ -158,6 +161,7 @@ class Source:
             return self._reference(key, whole, depth)
         while match := _VARIABLE.search(value):
             inner = self._reference(key, match, depth)
+            self.work.value(value, key)
             value = value[: match.start()] + ("null" if inner is None else str(inner)) + value[match.end() :]
             if _VARIABLE.fullmatch(value.strip()):
                 return self._interpolated(key, value, depth + 1)
@@ -217,7 +221,9 @@ def typed(text: str) -> Any:
     plain = _unquoted(text)
     if plain.lower() in _NONE:
         return None
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", plain):
+        return float(plain)
     try:
-        return float(plain) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", plain) else yaml.safe_load(plain)
-    except yaml.YAMLError:
+        return parse_value(plain)
+    except ConfigError:
         return plain

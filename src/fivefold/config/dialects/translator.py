@@ -11,12 +11,15 @@ from functools import cache
 from typing import Any, Protocol
 
 from fivefold.config.dialects import Line, Outcome, Translation, Tree, clusters
+from fivefold.config.dialects.bounds import LONGEST_KEY, TooMuchError
 from fivefold.config.dialects.source import Source, UnreadableError, flatten
 from fivefold.config.dialects.table import Row, Table
 from fivefold.config.loader import ConfigError, override
 from fivefold.config.ranges import OneOf
 from fivefold.config.schema import RunConfig
 
+_MOST_SUGGESTIONS = 50
+"""Unknown keys for which a known one is looked for, which takes a hundredth of a second each."""
 AFTER = "after --"
 """Where settings of ours stand in another system's command."""
 
@@ -87,8 +90,9 @@ def translate(
         except UnreadableError as error:
             faults.append(str(error))
         source.read.update(seen.read)
+    suggests = iter(range(_MOST_SUGGESTIONS))
     for key, value in settings.items():
-        outcomes[key] = _outcome(table, source, key, value, values)
+        outcomes[key] = _outcome(table, source, key, value, values, suggests)
     for each in source.found:
         outcomes[each.key] = each
     lines = [Line(ours, value, _sources(table, settings, ours, read)) for ours, (value, read) in values.items()]
@@ -111,6 +115,8 @@ def settings_of(tree: Tree, overrides: list[str]) -> dict[str, Any]:
                 del settings[below]
         else:
             settings[key.lstrip("+")] = value
+    if long := next((key for key in settings if len(key) > LONGEST_KEY), None):
+        raise TooMuchError(f"a key has {len(long)} letters, more than {LONGEST_KEY}: {long[:LONGEST_KEY]}...")
     return settings
 
 
@@ -130,11 +136,16 @@ def _rows(table: Table, settings: Mapping[str, Any]) -> list[Row]:
 
 
 def _outcome(
-    table: Table, source: Source, key: str, value: Any, values: Mapping[str, tuple[Any, frozenset[str]]]
+    table: Table,
+    source: Source,
+    key: str,
+    value: Any,
+    values: Mapping[str, tuple[Any, frozenset[str]]],
+    suggests: Iterator[int],
 ) -> Outcome:
     row = table.row(key)
     if row is None:
-        return Outcome(key, value, "unknown", _suggestion(table, key))
+        return Outcome(key, value, "unknown", _unknown(table, key, next(suggests, None) is not None))
     if row.form == "fixed":
         return Outcome(key, value, "fixed", row.note)
     if row.form == "lacks":
@@ -170,15 +181,21 @@ def with_own(translation: Translation, settings: Sequence[str]) -> Translation:
     return dataclasses.replace(translation, lines=lines, tree=_nested(lines))
 
 
-def _suggestion(table: Table, key: str) -> str:
+def _unknown(table: Table, key: str, suggests: bool) -> str:
     if key in known_keys():
         return f"a key of fivefold, not of {table.name}: it stands after --, as in -- {key}=..."
+    near = _near(table, key) if suggests else None
+    return f"no key of {table.name} that is known here" + (f": did you mean {near}?" if near else "")
+
+
+def _near(table: Table, key: str) -> str | None:
+    """The known key that a misspelt one is most like."""
     known = [*table.exact, *table.defaults, *sorted(_filled(name, key) for name in table.known.names)]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not close:
         last = key.rpartition(".")[2]
         close = [name for name in known if name.rpartition(".")[2] == last][:1]
-    return f"no key of {table.name} that is known here" + (f": did you mean {close[0]}?" if close else "")
+    return close[0] if close else None
 
 
 def _filled(name: str, key: str) -> str:

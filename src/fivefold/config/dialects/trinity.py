@@ -27,6 +27,7 @@ from fivefold.config.dialects.trinity_models import critic, epochs, layout, memo
 from fivefold.config.dialects.trinity_placement import engine, low_rank
 from fivefold.config.dialects.trinity_releases import FIRST, RELEASE, VERSIONS, moved, named, release_of, remove
 from fivefold.config.dialects.trinity_rows import SECTIONS
+from fivefold.config.dialects.trinity_rows_releases import SECTION as RELEASES
 from fivefold.config.dialects.trinity_steps import ahead, batch, period, periods, replayed
 from fivefold.config.loader import read
 
@@ -188,7 +189,7 @@ DERIVED = (
 )
 TABLE = Table(
     "Trinity-RFT",
-    SECTIONS,
+    (*SECTIONS, RELEASES),
     DERIVED,
     DEFAULTS,
     elsewhere={RELEASE: None},

@@ -123,7 +123,8 @@ _EVALUATED = "buffer.explorer_input.eval_tasksets"
 
 def release_of(tree: Tree) -> str:
     """The release that the keys' names tell of; empty for one of which they tell nothing, which is today's."""
-    keys = [key for key, _ in flatten(tree)]
+    # Keys that are kept for older configurations are empty in later ones.
+    keys = [key for key, value in flatten(tree) if value not in (None, "", {})]
     return next((release for release, is_of in _SIGNS if is_of(keys)), "")
 
 

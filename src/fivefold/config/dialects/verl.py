@@ -25,7 +25,7 @@ from fivefold.config.dialects.verl_algorithm import (
     loss,
     overlong,
 )
-from fivefold.config.dialects.verl_defaults import DEFAULTS, VERSIONS, release_of
+from fivefold.config.dialects.verl_defaults import DEFAULTS, MEGATRON_VERSIONS, VERSIONS, release_of
 from fivefold.config.dialects.verl_engine import engine, evaluation, sampling
 from fivefold.config.dialects.verl_layout import (
     dtypes,
@@ -217,11 +217,17 @@ _OWN_DEFAULTS = {program: replace(TABLE, defaults=DEFAULTS | own) for program, o
 """Tables of programs whose configuration has other defaults."""
 
 
+MEGATRON = replace(TABLE, versions=MEGATRON_VERSIONS)
+"""The table of ppo_megatron_trainer.yaml, which had other defaults in older releases."""
+
+
 def table_of(settings: Mapping[str, Any]) -> Table:
     """The table of a program's settings: PPO's, or that of the SFT trainers."""
     is_rl = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
     if (own := _OWN_DEFAULTS.get(str(settings.get("-m")))) is not None:
         return own
+    if "ppo_megatron_trainer" in str(settings.get("--config-name")):
+        return MEGATRON
     if not is_rl and verl_sft.looks_like(settings):
         return verl_sft.table_of(settings)
     return TABLE

@@ -141,11 +141,43 @@ _BEFORE_2025_04: dict[str, Any] = {
     # One bound, clip_ratio, and no second clip.
     **{f"{_A}clip_ratio_{name}": None for name in ("low", "high", "c")},
 }
+_BEFORE_2026_08: dict[str, Any] = {_R + "max_num_seqs": 1024}
+_BEFORE_2025_10: dict[str, Any] = {**_BEFORE_2026_08, _R + "enforce_eager": True}
+_BEFORE_2025_06: dict[str, Any] = {**_BEFORE_2025_10, **_BEFORE_2025_04_17}
 VERSIONS: dict[str, dict[str, Any]] = {
-    "2025-04": _BEFORE_2025_04_17,
-    "2025-03": _BEFORE_2025_04,
-    "2025-02": {**_BEFORE_2025_04, "data.filter_overlong_prompts": True},
+    "2026-06": _BEFORE_2026_08,
+    "2025-07": _BEFORE_2025_10,
+    "2025-06": _BEFORE_2025_10,
+    "2025-04": _BEFORE_2025_06,
+    "2025-03": {**_BEFORE_2025_06, **_BEFORE_2025_04},
+    "2025-02": {**_BEFORE_2025_06, **_BEFORE_2025_04, "data.filter_overlong_prompts": True},
+    "2024-11": {
+        **_BEFORE_2025_06,
+        **_BEFORE_2025_04,
+        "data.filter_overlong_prompts": True,
+        "trainer.test_freq": 2,
+        _M + "enable_gradient_checkpointing": False,
+        "critic.model.enable_gradient_checkpointing": False,
+    },
 }
+_ENGINE_OF_MEGATRON = {_R + "tensor_model_parallel_size": 1}
+_LAYOUT_OF_MEGATRON: dict[str, Any] = {
+    "trainer.test_freq": 2,
+    # Only the Megatron trainer had these.
+    **{
+        f"{role}.megatron.tensor_model_parallel_size": 4
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    },
+}
+_OF_MEGATRON: dict[str, dict[str, Any]] = {
+    "2025-07": {**_ENGINE_OF_MEGATRON, "critic.optim.lr": 1e-6, "critic.optim.lr_decay_style": "linear"},
+    "2025-06": _ENGINE_OF_MEGATRON,
+    "2025-03": _LAYOUT_OF_MEGATRON,
+    "2025-02": {**_LAYOUT_OF_MEGATRON, "trainer.resume_mode": "disable"},
+    "2024-11": _LAYOUT_OF_MEGATRON,
+}
+MEGATRON_VERSIONS = {month: {**defaults, **_OF_MEGATRON.get(month, {})} for month, defaults in VERSIONS.items()}
+"""The same for ppo_megatron_trainer.yaml, which says more of itself."""
 """Month of a release -> defaults that were others then (ppo_trainer.yaml of volcengine/verl; ray_trainer.py and dp_actor.py
 before 072fc9fee, 6272b8ce1 and 3a27a9864, of 2025-04-01 to 04; 25b0f2262 of 2025-04-17; rl_dataset.py before 386cfabed)."""
 GONE = {

@@ -10,9 +10,10 @@ from fivefold.config.dialects.verl_forks import SECTION as FORKS
 from fivefold.config.dialects.verl_older import SECTION as OLDER
 from fivefold.config.dialects.verl_rows_data import DATA, MODEL
 from fivefold.config.dialects.verl_rows_method import ALGORITHM
+from fivefold.config.dialects.verl_rows_releases import SECTION as RELEASES
 from fivefold.config.dialects.verl_rows_reward import REWARD
 from fivefold.config.dialects.verl_rows_rollout import ROLLOUT
 from fivefold.config.dialects.verl_rows_run import TRAINER
 from fivefold.config.dialects.verl_rows_training import ROLES, TRAINING
 
-SECTIONS = (ALGORITHM, DATA, MODEL, TRAINING, ROLES, ROLLOUT, REWARD, TRAINER, OLDER, FORKS)
+SECTIONS = (ALGORITHM, DATA, MODEL, TRAINING, ROLES, ROLLOUT, REWARD, TRAINER, OLDER, RELEASES, FORKS)

@@ -127,7 +127,6 @@ TRAINING = Section.of(
                 "dist_checkpointing_prefix",
                 "use_distributed_optimizer",
                 "seed",
-                "param_dtype",
                 "forward_only",
                 "dist_ckpt_optim_fully_reshardable",
                 "distrib_optim_fully_reshardable_mem_efficient",

@@ -54,7 +54,7 @@ OLDER_DEFAULTS = _COMMON | {
 }
 """Of `fsdp_sft_trainer` (sft_trainer.yaml of verl 0.1 to 0.7)."""
 _BEFORE_2025_06 = {"model.enable_gradient_checkpointing": False}
-OLDER_VERSIONS: dict[str, dict[str, Any]] = dict.fromkeys(VERSIONS, _BEFORE_2025_06)
+OLDER_VERSIONS: dict[str, dict[str, Any]] = {month: _BEFORE_2025_06 if month <= "2025-06" else {} for month in VERSIONS}
 """Month of a release -> defaults of `fsdp_sft_trainer` that were others then (sft_trainer.yaml of 0.1 to 0.4)."""
 DEFAULTS = _COMMON | {
     "data.use_dynamic_bsz": True,
@@ -346,6 +346,7 @@ TABLE = Table(
             used("trainer.total_epochs trainer.total_training_steps", "trainer.epochs trainer.steps trainer.ends_with_data"),
             used("trainer.save_freq trainer.test_freq", "trainer.save_every trainer.eval_every"),
             used("trainer.resume_mode trainer.resume_from_path", "trainer.resume"),
+            lacks("trainer.resume_path", "the older name of resume_from_path, which resumed weights only"),
             used("trainer.max_ckpt_to_keep", "trainer.keep"),
             to("trainer.default_local_dir", "trainer.run_dir", shared.path),
             used("trainer.project_name trainer.experiment_name", "trainer.run_dir tracking.project tracking.name"),

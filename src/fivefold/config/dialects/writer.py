@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
 import yaml
 
-from fivefold.config.dialects import Kind, Line, Outcome, Translation
+from fivefold.config.dialects import REFUSED, Kind, Line, Outcome, Translation
 
 _WIDTH = 60
-_SECRET = re.compile(r"(api|access|secret|private)_?key$|token$|password$|secret$", re.IGNORECASE)
-"""How names of keys end whose values are secrets."""
 TITLES: dict[Kind, str] = {
     "translated": "translated",
     "fixed": "fixed here",
@@ -21,10 +18,16 @@ TITLES: dict[Kind, str] = {
 }
 
 
-def write(translation: Translation, system: str) -> str:
-    """The configuration as YAML; each line names the keys that it comes from, a table at the end counts them."""
+def write(translation: Translation, system: str, *, strict: bool = True) -> str:
+    """The configuration as YAML; each line names the keys that it comes from, a table at the end counts them.
+
+    When `strict`, the file of a run that is refused begins with the key `refused`, with which no run starts.
+    """
     release = f", with the defaults of its release {translation.release}" if translation.release else ""
-    parts = [f"# Translated from {system}{release}. Behind each value stands the key that it comes from.", ""]
+    parts = [f"# Translated from {system}{release}. Each value is followed by the key that it comes from.", ""]
+    if strict and translation.refusals:
+        parts += ["# The run below lacks these settings. Delete this key to accept that.", f"{REFUSED}:"]
+        parts += [*(f"  - {_flow(refusal)}" for refusal in translation.refusals), ""]
     path: tuple[str, ...] = ()
     for line in translation.lines:
         *sections, last = line.key.split(".")
@@ -34,8 +37,8 @@ def write(translation: Translation, system: str) -> str:
         parts += [f"{'  ' * depth}{sections[depth]}:" for depth in range(common, len(sections))]
         path = tuple(sections)
         setting = f"{'  ' * len(sections)}{last}: {_flow(line.value)}"
-        parts.append(f"{setting:<{_WIDTH}}  # {_sources(line, system)}")
-    said = [f"# Note: {sentence}." for sentence in translation.notes]
+        parts.append(f"{setting:<{_WIDTH}}  {_comment(_sources(line, system))}")
+    said = [_comment(f"Note: {sentence}.") for sentence in translation.notes]
     return "\n".join([*parts, "", *said, *_table(translation.outcomes, system), ""])
 
 
@@ -48,7 +51,7 @@ def summary(translation: Translation) -> str:
 
 def notes(translation: Translation) -> list[str]:
     """What its users should know of the run, and what is not supported and changes no number, one sentence each."""
-    return [*translation.notes, *(f"{each.key}={each.value}: {each.reason}" for each in translation.outcomes
+    return [*translation.notes, *(f"{each.key}={each.shown}: {each.reason}" for each in translation.outcomes
             if each.kind == "unsupported" and not each.changes_result)]  # fmt: skip
 
 
@@ -73,15 +76,14 @@ def _table(outcomes: list[Outcome], system: str) -> list[str]:
             continue
         lines.append(f"# {counts[kind]:4d} {title}")
         if kind != "translated":
-            lines += [f"#        {each.key} = {_shown(each)}: {_marked(each)}" for each in outcomes if each.kind == kind]
+            of_kind = [each for each in outcomes if each.kind == kind]
+            lines += [_comment(f"       {each.key} = {each.shown}: {_marked(each)}") for each in of_kind]
     return lines
 
 
-def _shown(each: Outcome) -> str:
-    """A value as it was written; what is written here lies in the run's directory, where a secret has no place."""
-    if _SECRET.search(each.key.rpartition(".")[2]) and isinstance(each.value, str):
-        return "***"
-    return each.value if isinstance(each.value, str) else _flow(each.value)
+def _comment(text: str) -> str:
+    """A comment of one line, whatever keys and values of the source hold."""
+    return "# " + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _marked(each: Outcome) -> str:

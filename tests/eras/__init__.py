@@ -1,0 +1,1 @@
+"""Other systems' releases: their wheels' own default files, read as archives."""
