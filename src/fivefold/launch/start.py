@@ -44,7 +44,9 @@ def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
         from fivefold.launch.ray import driver
 
         return driver.spawn([module, *arguments], config)
-    return local.spawn([module, *arguments], config.world_size, config.run_dir / "logs", config.launch.threads, inherited)
+    return local.spawn(
+        [module, *arguments], config.roles.world_size, config.run_dir / "logs", config.launch.threads, inherited
+    )
 
 
 def train(config: RunConfig) -> Path:
