@@ -214,7 +214,7 @@ def test_a_prompt_that_comes_twice_in_a_round_draws_other_responses_the_second_t
     )
 
 
-class Unequal:
+class Unequal(RolloutSource):
     """Another source's groups with some samples left out: eight, seven, six, five of them."""
 
     def __init__(self, source) -> None:
