@@ -17,9 +17,10 @@ from fivefold.build_engine import as_engines_know, build_engine, start_judges
 from fivefold.checkpoint.checkpoints import RunState
 from fivefold.checkpoint.fingerprint import Fingerprint
 from fivefold.config import RunConfig, dump_yaml
-from fivefold.config.learners import LoraConfig, PolicyConfig
+from fivefold.config.learners import PolicyConfig
 from fivefold.config.methods import LearnsFrom
 from fivefold.config.mixture import counts, domains_of
+from fivefold.config.roles import Role
 from fivefold.data.mixture import MixedLoader, places_by_domain
 from fivefold.data.prompt_cache import is_large, open_prompts, store_prompts
 from fivefold.data.prompt_loader import Loader, PromptLoader
@@ -56,6 +57,7 @@ from fivefold.rollout.staleness import Admission
 from fivefold.rollout.stats import BatchPlan, Informative, gather_stats, nothing_skipped
 from fivefold.trainer.checks import AdapterGuard, Bounds, LogprobGate, Probe, SkipGuard
 from fivefold.trainer.evaluation import Evaluation, EvaluationSet
+from fivefold.trainer.learners import CriticLearner, Learner, PolicyLearner, ProcessRewardLearner
 from fivefold.trainer.minibatches import MiniBatches
 from fivefold.trainer.models import Models
 from fivefold.trainer.run import Run
@@ -122,7 +124,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     of_data = config.trainer.epochs * loader.steps_per_epoch
     steps = config.trainer.steps or of_data
     steps = min(steps, of_data) if config.trainer.ends_with_data else steps
-    if config.uses_critic and config.critic.warmup_steps >= steps:
+    if "critic" in config.roles and config.critic.warmup_steps >= steps:
         raise ValueError(
             f"critic.warmup_steps must be below the {steps} steps of the run, or the policy never learns: "
             f"got {config.critic.warmup_steps}"
@@ -196,7 +198,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
         rollouts=rollouts,
         plan=plan,
         objective=objective,
-        minibatches=MiniBatches(objective, config.algorithm.ppo_epochs),
+        updates=config.algorithm.updates,
         gate=build_gate(config, ranks, logger, probe),
         trainer=Trainer(
             config.trainer,
@@ -206,6 +208,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
             ranks,
             logger,
             models,
+            objective,
             rollouts,
             evaluation,
             plan,
@@ -305,92 +308,75 @@ def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[st
 def build_models(
     config: RunConfig, directories: Mapping[str, Path], meshes: Meshes, objective: Objective, steps: int, logger: RunLogger
 ) -> Models:
-    """Every model that the method needs, but a reward model that scores responses; `directories` has where they lie."""
+    """Every model of the run but a reward model that reads texts; `directories` has where they lie."""
+    ranks, roles, spec = meshes.ranks, config.roles, load_spec(directories[config.described_by(config.model.path)])
+    placed: dict[str, tuple[Ranks, MegatronModel | None]] = {}
+    warmup = config.critic.warmup_steps if "critic" in roles else 0
+    engine_dtype = None if config.algorithm.offline else config.engine.dtype or config.policy.dtype
+    lost: AdapterGuard | None = None
 
-    def files_of(path: str) -> dict[str, Any]:
-        return {"directory": directories[config.described_by(path)], "torch_dist": find_torch_dist(directories[path])}
+    def learning(role: Role) -> dict[str, Any]:
+        if not role.is_learner:
+            return {}
+        lora, updates = role.settings.lora, role.updates_per_step
+        adapters = {"adapters": directories.get(lora.path or ""), "seed": config.trainer.seed} if lora.rank else {}
+        total = (steps - (warmup if role.name == "policy" else 0)) * updates
+        return {
+            "updates_per_step": updates, "total_updates": total, "bucket_mb": config.engine.sync_bucket_mb, **adapters,
+            **({"engine_dtype": engine_dtype} if role.name == "policy" else {}),
+        }  # fmt: skip
 
-    updates, bucket_mb = config.algorithm.updates_per_step * config.algorithm.ppo_epochs, config.engine.sync_bucket_mb
-    warmup = config.critic.warmup_steps if config.uses_critic else 0
-    learning: dict[str, Any] = {"updates_per_step": updates, "bucket_mb": bucket_mb}
-    ranks, spec = meshes.ranks, load_spec(directories[config.described_by(config.model.path)])
-    trained = files_of(config.model.path) | learning
-
-    def adapters_of(lora: LoraConfig) -> dict[str, Any]:
-        return {"adapters": directories.get(lora.path or ""), "seed": config.trainer.seed} if lora.rank else {}
-
-    def without_adapters(learner: MegatronModel | None, own: Ranks) -> FrozenModel:
-        return on_replicas_of(ranks, None if learner is None else cast(Model, WithoutAdapters(learner)), own)
-
-    def frozen(where: str, key: str, path: str | None) -> FrozenModel:
-        files = files_of(path or config.model.path)
-        same_vocabulary(key, load_spec(files["directory"]), spec)
-        return build_model(meshes, config.settings(where), config.others[where].first_rank, **files)
-
-    dtype = None if config.algorithm.offline else config.engine.dtype or config.policy.dtype
-    own, learner = _on_its_ranks(
-        meshes,
-        config.policy,
-        0,
-        total_updates=(steps - warmup) * updates,
-        engine_dtype=dtype,
-        **trained,
-        **adapters_of(config.policy.lora),
-    )
-    policy, guard = on_replicas_of(ranks, learner, own), None
-    if config.policy.lora.rank and dtype is not None:
-        measure = None if learner is None else learner.lost_to_rounding
-        guard = AdapterGuard(measure, own, config.policy.lora.max_lost, dtype, logger.record, logger.log)
-    reference: FrozenModel | None = None
-    critic: Model | None = None
-    prm: Model | None = None
-    prm_reference: FrozenModel | None = None
-    if config.reference_is_base:
-        reference = without_adapters(learner, own)
-    elif objective.needs_reference:
-        reference = frozen("reference", "reference.path", config.reference.path)
-    if objective.needs_critic:
-        trained = files_of(config.critic.path or config.model.path) | learning | adapters_of(config.critic.lora)
-        same_vocabulary("critic.path", load_spec(trained["directory"]), spec)
-        settings, trained["total_updates"] = config.settings("critic"), steps * updates
-        critic = build_model(meshes, settings, config.critic.first_rank, value_head=True, **trained)
-    if objective.needs_prm:
-        trained = files_of(config.prm.path or config.model.path) | learning | adapters_of(config.prm.lora)
-        same_vocabulary("prm.path", load_spec(trained["directory"]), spec)
-        trained["updates_per_step"] = config.prm.updates_per_step
-        settings, trained["total_updates"] = config.settings("prm"), steps * config.prm.updates_per_step
-        own, learner = _on_its_ranks(meshes, settings, config.prm.first_rank, **trained)
-        prm = on_replicas_of(ranks, learner, own)
-        if config.prm_reference_is_base:
-            prm_reference = without_adapters(learner, own)
-        elif config.has_prm_reference:
-            prm_reference = frozen("prm.reference", "prm.reference_path", config.prm.reference.path)
+    models: dict[str, FrozenModel] = {}
+    for name, role in roles.items():
+        if role.reads_text:
+            continue
+        if role.served_by is not None:
+            own, model = placed[role.served_by]
+            base = None if model is None else cast(Model, WithoutAdapters(model))
+            models[name] = on_replicas_of(ranks, base, own) if role.without_adapters else models[role.served_by]
+            continue
+        directory, torch_dist = directories[config.described_by(role.path)], find_torch_dist(directories[role.path])
+        if name != "policy":
+            same_vocabulary(role.path_key, load_spec(directory), spec)
+        placed[name] = own, model = _on_its_ranks(
+            meshes,
+            roles.settings(name),
+            role.first_rank,
+            directory=directory,
+            torch_dist=torch_dist,
+            value_head=role.has_value_head,
+            **learning(role),
+        )
+        if name == "policy" and role.settings.lora.rank and engine_dtype is not None:
+            measure = None if model is None else model.lost_to_rounding
+            lost = AdapterGuard(measure, own, role.settings.lora.max_lost, engine_dtype, logger.record, logger.log)
+        models[name] = on_replicas_of(ranks, model, own)
     return Models(
-        policy,
-        reference,
-        critic,
-        objective,
-        ValueLoss(config.critic.value_clip),
+        models,
         ranks,
         SkipGuard(ranks, config.trainer.guard.max_skipped, config.run_dir, logger.log),
-        seed=config.trainer.seed,
-        critic_warmup=warmup,
-        values_per_update=config.algorithm.values_per == "update",
-        reference_is_base=config.reference_is_base,
-        updates=updates,
-        prm=prm,
-        prm_reference=prm_reference,
-        prm_reference_is_base=config.prm_reference_is_base,
-        prm_updates=config.prm.updates_per_step,
+        build_learners(config, objective, ranks),
+        served_by={name: role.served_by for name, role in roles.items() if role.served_by is not None},
+        stage=logger.stage,
+        updates=config.algorithm.updates,
         router_replay=config.policy.router_replay,
-        adapters=guard,
+        adapters=lost,
     )
 
 
-def build_model(meshes: Meshes, settings: PolicyConfig, first_rank: int, **arguments: Any) -> Model:
-    """A model on the ranks from `first_rank` on, for callers on the policy's replicas."""
-    own, model = _on_its_ranks(meshes, settings, first_rank, **arguments)
-    return on_replicas_of(meshes.ranks, model, own)
+def build_learners(config: RunConfig, objective: Objective, ranks: Ranks) -> dict[str, Learner]:
+    """How each model that is trained learns, in the order in which they begin."""
+    algorithm, roles = config.algorithm, config.roles
+    minibatches = MiniBatches(objective, algorithm.ppo_epochs)
+    warmup = config.critic.warmup_steps if "critic" in roles else 0
+    learners: dict[str, Learner] = {}
+    if objective.process is not None:
+        learners["prm"] = ProcessRewardLearner(objective.process, ranks, roles["prm"].updates_per_step)
+    if "critic" in roles:
+        value_loss, per_update = ValueLoss(config.critic.value_clip), algorithm.values_per == "update"
+        learners["critic"] = CriticLearner(objective, minibatches, value_loss, ranks, per_update)
+    learners["policy"] = PolicyLearner(objective, minibatches, ranks, config.trainer.seed, first_step=warmup)
+    return learners
 
 
 def _on_its_ranks(
@@ -525,7 +511,7 @@ def build_reward_model(config: RunConfig, directories: Mapping[str, Path], meshe
     path = str(config.reward.model.path)
     directory = directories[config.described_by(path)]
     tokenizer = load_tokenizer(str(directory), config.model.trust_remote_code)
-    settings = config.settings("reward.model")
+    settings = config.roles.settings("reward.model")
     ranks, mesh = meshes.of(settings.layout, config.reward.model.first_rank)
     files: dict[str, Any] = {"directory": directory, "torch_dist": find_torch_dist(directories[path])}
     model = None if mesh is None else MegatronModel(policy=settings, mesh=mesh, value_head=True, **files)

@@ -64,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from fivefold.config.roles import LEARNERS
+
     parser = argparse.ArgumentParser(prog="fivefold", description="RL post-training of language models on Megatron-Core")
     parser.add_argument("--version", action="version", version=f"fivefold {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -119,9 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     added.add_argument("checkpoint", type=Path)
     added.add_argument("out", type=Path)
-    added.add_argument(
-        "--model", choices=["policy", "critic", "prm"], default="policy", help="model to write (default policy)"
-    )
+    added.add_argument("--model", choices=LEARNERS, default="policy", help="model to write (default policy)")
     forms = ["huggingface", "megatron", "adapter"]
     added.add_argument("--to", choices=forms, default=forms[0], help="form (default huggingface); adapter: as PEFT has it")
     added.add_argument("--shard-gb", type=flags.above_0(float), default=5.0, help="largest safetensors file (default 5)")

@@ -175,6 +175,11 @@ class RolloutSource(Protocol):
         where too few prompts are left for it."""
         ...
 
+    def begin(self, step: int, sync: Callable[[], None]) -> None:
+        """Begin with the groups of a step while others train, for sources that work ahead; `sync` gives the engine the
+        policy's weights. Others do nothing."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold and `load_state_dict` needs to resume after the groups that were given out."""
         ...

@@ -126,12 +126,9 @@ def test_the_weights_of_a_known_change_equal_the_closed_form(name):
 @pytest.mark.parametrize("by_token", [True, False])
 def test_the_age_of_a_token_counts_steps_of_several_updates(by_token):
     """Of a policy after 12 updates, three a step: tokens of 4, 3, 2, 1 and 0 steps ago, and of a version within a step."""
-    model, objective = (
-        ToyModel(),
-        make_objective("grpo", rollout_correction=methods.CorrectionConfig(old_logprobs_from="loglinear")),
-    )
+    model = ToyModel()
     model.version = 12
-    models = Models(model, None, None, objective, None, ranks=None, guard=None, updates=3)
+    models = Models({"policy": model}, ranks=None, guard=None, updates=3)
     versions, ways = (
         ([0, 3, 6, 9, 12, 4], [3 / 4, 2 / 3, 1 / 2, 0.0, 0.0, 5 / 8])
         if by_token

@@ -46,8 +46,8 @@ def test_the_other_models_may_be_named_beside_the_actor():
 )
 def test_models_that_stand_apart_have_the_ranks_behind_the_policy_s(text, spans):
     config = made(text, algorithm={"name": "ppo", "kl": {"coef": 0.1}})
-    assert [config.spans[name] for name in ("policy", "reference", "critic")] == spans
-    assert config.world_size == max(span.stop for span in spans)
+    assert [config.roles[name].ranks for name in ("policy", "reference", "critic")] == spans
+    assert config.roles.world_size == max(span.stop for span in spans)
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_ranks_that_cannot_be_shared_so_are_refused(sections, says):
 
 def test_ranks_of_a_model_that_the_run_does_not_have_are_not_there():
     config = RunConfig.of(model={"path": "m"}, reference={"first_rank": 1}, algorithm={"name": "grpo", "kl": {"coef": 0}})
-    assert config.world_size == 1
+    assert config.roles.world_size == 1

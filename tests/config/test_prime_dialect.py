@@ -137,8 +137,8 @@ CHANGES = {
                         {"algorithm.resolved.dynamic_sampling_high": None, "algorithm.resolved.dynamic_sampling_max_tokens": 3070}),
     "by accuracy alone": (["data.filter_truncate=False"], {"algorithm.resolved.dynamic_sampling_max_tokens": None}),
     "no more than needed": (["data.oversample_factor=1"], {"algorithm.resolved.dynamic_sampling": False, "data.prompts_per_step": 64}),
-    "outcomes alone": (["algorithm.reward_dpo_coef=0"], {"uses_prm": False, "algorithm.resolved.whiten": True}),
-    "without the model": (["reward_model.enable=False"], {"uses_prm": False}),
+    "outcomes alone": (["algorithm.reward_dpo_coef=0"], {"roles.further_learners": {}, "algorithm.resolved.whiten": True}),
+    "without the model": (["reward_model.enable=False"], {"roles.further_learners": {}}),
     "weights": (["algorithm.reward_gt_coef=2", "algorithm.reward_dpo_coef=3"],
                 {"algorithm.resolved.process_reward.coef": 3.0, "algorithm.resolved.process_reward.outcome_coef": 2.0}),
     # Steps are counted from 1, and the run ends where the number is that of the total.

@@ -96,7 +96,7 @@ def waits_for_groups_in_step_5():
 
 def sends_weights_for_ever_after_step_4():
     """Whose update is taken: done anew on the same groups it would be taken twice."""
-    begin = AsyncRollouts.begin
+    begin = AsyncRollouts._begin
 
     def never(self, step):
         if step == 4:
@@ -106,7 +106,7 @@ def sends_weights_for_ever_after_step_4():
                 time.sleep(0.01)
         begin(self, step)
 
-    AsyncRollouts.begin = never
+    AsyncRollouts._begin = never
 
 
 @pytest.mark.parametrize("hook", [waits_for_groups_in_step_5, sends_weights_for_ever_after_step_4])

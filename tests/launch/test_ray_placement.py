@@ -175,7 +175,7 @@ def test_ranks_have_the_gpus_of_the_servers_that_they_start_on_their_node(alloca
     found = place([role], nodes, spread=False)
     assert (found and [(each.node.id, len(each.members)) for each in found]) == expected
     if found:
-        assert sum(each.amount.gpus for each in found) == config.world_size + config.engine.layout.world_size
+        assert sum(each.amount.gpus for each in found) == config.roles.world_size + config.engine.layout.world_size
 
 
 @pytest.mark.parametrize(
@@ -196,5 +196,5 @@ def test_tensor_parallel_neighbours_of_a_model_on_ranks_of_its_own_share_a_node(
     nodes = [node(f"n{number}", 8) for number in range(2)]
     role = rank_role(config, nodes)
     found = place([role], nodes, spread=False)
-    assert (role.count, role.together) == (config.world_size, together)
+    assert (role.count, role.together) == (config.roles.world_size, together)
     assert (found and [(each.node.id, len(each.members)) for each in found]) == expected

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fivefold.algo import make_objective
-from fivefold.algo.values import ValueLoss
 from fivefold.config.methods import ProcessRewardConfig
+from fivefold.config.roles import Learns
 from fivefold.layout import ParallelLayout
 from fivefold.types import RolloutStats
 from tests.support.tiny_models import load_tensors
@@ -80,7 +80,9 @@ def learned(mesh, case: Case, directory: Path, other: Path):
     from fivefold.megatron.mesh import Meshes
     from fivefold.megatron.model import MegatronModel
     from fivefold.trainer.checks import SkipGuard
+    from fivefold.trainer.learners import ProcessRewardLearner
     from fivefold.trainer.models import Models
+    from fivefold.trainer.step_work import StepWork
 
     settings = replace(POLICY, tokens_per_micro_batch=32)
     meshes = Meshes(mesh.ranks.on_layout(case.layout("policy")), mesh.device, 0, 10)
@@ -92,22 +94,24 @@ def learned(mesh, case: Case, directory: Path, other: Path):
 
     prm = model("prm", directory, case.first, total_updates=2, updates_per_step=2)
     is_policy = case.reference == "policy"
-    models = Models(
-        model("policy", other, 0) if is_policy else None, None, None, objective, ValueLoss(), ranks,
-        SkipGuard(ranks, 0, directory, print), prm=prm, prm_reference=None if is_policy else model("prm", other, case.first),
-        prm_updates=2,
-    )  # fmt: skip
+    by_role = {"prm": prm, "prm.reference": model("policy", other, 0) if is_policy else model("prm", other, case.first)}
+    learner, guard = (
+        ProcessRewardLearner(objective.process, ranks, updates_per_step=2),
+        SkipGuard(ranks, 0, directory, print),
+    )
+    models = Models(by_role, ranks, guard, {"prm": learner})
     mine = ranks.shard_of_replica(range(len(LENGTHS)))
-    batch, reports = whole_batch().select(mine), []
+    batch = whole_batch().select(mine)
     models.annotate(batch, objective.needs(1), stats)
-    models.update_prm(batch, stats, reports, 0)
+    work = StepWork(stats, batch, [])
+    models.update(Learns.BEFORE_ADVANTAGES, work, 0)
     objective.assign_advantages(batch, stats, ranks)
     whole_T = torch.zeros(sum(LENGTHS))
     whole_T[whole_batch().token_index(mine)] = batch.advantages_T
     prm.verify()
     state = {name: tensor.clone() for name, tensor in prm.weights()}
-    numbers = [(report.loss, report.grad_norm) for report in reports]
-    return numbers, ranks.all_reduce_sum(whole_T), state, reports[-1].metrics["prm/pair_accuracy"]
+    numbers = [(report.loss, report.grad_norm) for report in work.reports["prm"]]
+    return numbers, ranks.all_reduce_sum(whole_T), state, work.reports["prm"][-1].metrics["prm/pair_accuracy"]
 
 
 def oracle(directory: Path, other: Path, tmp: Path, update: str, loss: str):

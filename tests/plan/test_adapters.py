@@ -19,7 +19,7 @@ from fivefold.plan.check import check
 from fivefold.plan.efficiency import Efficiencies, load_rates
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.memory import Sharded, checkpoint_bytes, rank_parameters, trained_parameters, training_flops
-from fivefold.plan.roles import memory_of, roles
+from fivefold.plan.roles import memory_of
 from fivefold.plan.step_time import Batch, update_time
 
 ALL = LoraSpec(4, 6.0, ("all-linear",))
@@ -68,18 +68,22 @@ def test_frozen_weights_have_no_gradients_no_moments_and_no_place_in_a_checkpoin
     assert training_flops(spec, 9, 0, ALL) == pytest.approx(training_flops(spec, 9, 0) * 4 / 6)
 
 
+def is_base(config) -> bool:
+    return config.roles["reference"].without_adapters
+
+
 def test_a_reference_that_is_the_base_takes_no_memory(models):
     tree: dict[str, Any] = {"model": {"path": str(models("qwen3"))}, "algorithm": {"kl": {"coef": 0.1}}}
     tree["policy"] = {"backend": "megatron:d2", "lora": {"rank": 4}}
     config, spec = make_config(tree), load_spec(models("qwen3"))
-    assert config.reference_is_base and memory_of(config, spec).reference == 0 and len(roles(config)) == 1
+    assert is_base(config) and "reference" not in memory_of(config, spec).others and list(config.roles.models) == ["policy"]
     for own in (
         {"reference": {"backend": "megatron:t2"}},
         {"reference": {"path": "other"}},
         {"policy": {"lora": {"rank": 0}}},
     ):
-        assert not make_config({**tree, **own}).reference_is_base
-    assert make_config({**tree, "reference": {"backend": "megatron:d2"}}).reference_is_base
+        assert not is_base(make_config({**tree, **own}))
+    assert is_base(make_config({**tree, "reference": {"backend": "megatron:d2"}}))
 
 
 def test_an_update_of_adapters_takes_less_time_and_no_gradients_of_frozen_experts(models):

@@ -17,7 +17,7 @@ from fivefold.models.families import spec_from_config
 from fivefold.plan.check import _check_packages
 from fivefold.plan.devices import Device
 from fivefold.plan.fit import check_fit
-from fivefold.plan.memory import Memory
+from fivefold.plan.memory import Memory, OtherMemory
 from fivefold.plan.roles import memory_of
 
 LLAMA_8B = {
@@ -81,7 +81,7 @@ def test_a_reference_on_a_layout_of_its_own_is_counted_by_it_and_may_be_sharded_
     """15 GiB of parameters whole on each of four GPUs, or half of them; while weights are synced there are 49 GiB of others."""
     sections = {"policy": {"backend": "megatron:t4", "tokens_per_micro_batch": 4096}, "algorithm": {"kl": {"coef": 0.1}}}
     halved, whole = (config(**sections, reference={"backend": f"megatron:{layout}"}) for layout in ("d2t2", "d4"))
-    sizes = [memory_of(one, SPEC).reference for one in (halved, whole)]
+    sizes = [memory_of(one, SPEC).others["reference"].resident for one in (halved, whole)]
     assert sizes == pytest.approx([SPEC.parameters, 2 * SPEC.parameters], rel=1e-3)
     monkeypatch.setattr("fivefold.plan.fit.device_of", lambda config: Device("a GPU", 60 * GIB))
     assert refused(halved) == ""
@@ -113,7 +113,7 @@ def test_a_run_that_nothing_helps_says_so():
 
 def test_each_phase_is_compared_and_named(monkeypatch):
     """Weight sync has both models on the device: policy 3, engine 4, reference 2 of 8 GiB; training has 8, sampling 7."""
-    parts = Memory(parameters=3 * GIB, gradients=GIB, optimizer=GIB, activations=GIB, reference=2 * GIB, engine=4 * GIB, cache=GIB,
+    parts = Memory(parameters=3 * GIB, gradients=GIB, optimizer=GIB, activations=GIB, others={"reference": OtherMemory(0, 2 * GIB)}, engine=4 * GIB, cache=GIB,
                    offload=frozenset({"gradients", "optimizer"}))  # fmt: skip
     assert {name: sum(found.values()) // GIB for name, found in parts.phases.items()} == {
         "training": 8, "syncing weights": 9, "sampling": 10,
@@ -175,6 +175,6 @@ def test_what_a_process_reward_model_can_give_up_is_named():
     )
     memory = memory_of(prime, SPEC)
     count = memory.parameters // 2
-    assert memory.learners["prm"].state == pytest.approx((2 + 4 + 12 / 4 + 2) * count / 2, rel=1e-3)
+    assert memory.others["prm"].state == pytest.approx((2 + 4 + 12 / 4 + 2) * count / 2, rel=1e-3)
     said = refused(prime)
     assert "prm.offload: {parameters: true, gradients: true, optimizer: true}" in said and "prm.reference" not in said

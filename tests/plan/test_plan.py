@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import load_spec
-from fivefold.plan.memory import Sharded, estimate_memory, rank_parameters
+from fivefold.plan.memory import Other, Sharded, estimate_memory, rank_parameters
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def estimate(spec, layout, **changes):
     recompute = changes.pop("recompute", "none")
     parsed = ParallelLayout.parse(f"megatron:{layout}")
     settings = {
-        "dtype": "bfloat16", "engine_sequences": 4, "max_sequence_tokens": 128, "reference": Sharded(spec, parsed),
+        "dtype": "bfloat16", "engine_sequences": 4, "max_sequence_tokens": 128, "others": {"reference": Other(Sharded(spec, parsed))},
     }  # fmt: skip
     policy = Sharded(spec, parsed, recompute=recompute, tokens_per_micro_batch=1024)
     return estimate_memory(policy, **{**settings, **changes})
@@ -64,15 +64,19 @@ def test_each_dimension_divides_what_it_shards(models):
 
 def test_a_model_on_ranks_of_its_own_fills_these_and_not_the_policy_s(models):
     spec, large = load_spec(models("qwen3")), load_spec(models("qwen3_moe"))
-    without = estimate(spec, "d2", reference=None, engine_sequences=0)
-    apart = estimate(spec, "d2", first_ranks={"reference": 2}, engine_sequences=0)
-    assert apart == without
+    without = estimate(spec, "d2", others={}, engine_sequences=0)
+    reference = Sharded(spec, ParallelLayout.parse("megatron:d2"))
+    apart = estimate(spec, "d2", others={"reference": Other(reference, first_rank=2)}, engine_sequences=0)
+    assert {name: sum(parts.values()) for name, parts in apart.phases.items()} == {
+        name: sum(parts.values()) for name, parts in without.phases.items()
+    }
     assert estimate(spec, "d2", engine_sequences=0).total == without.total + apart.parameters
     # A hundred times as wide, and waiting on the host where it would share its ranks.
     wide = Sharded(replace(large, hidden=100 * large.hidden), ParallelLayout())
-    fullest = estimate(spec, "d2", reference=wide, first_ranks={"reference": 2}, offload=frozenset({"parameters"}))
+    waiting = frozenset({"parameters"})
+    fullest = estimate(spec, "d2", others={"reference": Other(wide, 2, waiting)}, offload=waiting)
     assert (fullest.parameters, fullest.engine) == (0, 0)
-    assert fullest.total == fullest.reference == wide.held(2)[0].parameters > without.total
+    assert fullest.total == fullest.others["reference"].resident == wide.held(2)[0].parameters > without.total
 
 
 def test_the_head_s_chunks_are_those_of_the_layer(models):
@@ -94,18 +98,19 @@ def test_the_head_s_chunks_are_those_of_the_layer(models):
 
 def test_what_is_offloaded_is_not_there_while_responses_are_sampled(models):
     spec = load_spec(models("qwen3"))
-    stays, leaves = estimate(spec, "d1"), estimate(spec, "d1", offload=frozenset({"parameters", "gradients", "optimizer"}))
+    everything = frozenset({"parameters", "gradients", "optimizer"})
+    reference = Other(Sharded(spec, ParallelLayout.parse("megatron:d1")), offload=everything)
+    stays, leaves = estimate(spec, "d1"), estimate(spec, "d1", offload=everything, others={"reference": reference})
     assert set(stays.sampling) == {
         "engine",
         "cache",
-        "reward_model",
         "parameters",
         "reference",
         "gradients",
         "optimizer",
     }
-    assert set(leaves.sampling) == {"engine", "cache", "reward_model"}
-    assert stays.training["reference"] > 0 and "reference" not in leaves.training
+    assert {name for name, size in leaves.sampling.items() if size} == {"engine", "cache"}
+    assert stays.training["reference"] > 0 and not leaves.training["reference"]
     assert leaves.total < stays.total
 
 
@@ -122,7 +127,7 @@ def test_the_policy_s_optimizer_is_not_there_while_the_critic_learns(models):
     both = estimate(
         spec,
         "d1",
-        learners={"critic": Sharded(load_spec(models("qwen3"), value_head=True), ParallelLayout())},
+        others={"critic": Other(Sharded(load_spec(models("qwen3"), value_head=True), ParallelLayout()), learns=True)},
         offload=frozenset({"optimizer"}),
     )
     assert "optimizer" in both.training and "optimizer" not in both.training_of("critic")
@@ -137,14 +142,15 @@ def test_a_critic_and_a_reward_model_take_their_place(models):
     both = estimate(
         spec,
         "d1",
-        learners={"critic": Sharded(values, ParallelLayout())},
-        reward_model=Sharded(values, ParallelLayout()),
-        offloads={"critic": frozenset({"gradients", "optimizer"})},
+        others={
+            "critic": Other(Sharded(values, ParallelLayout()), 0, frozenset({"gradients", "optimizer"}), learns=True),
+            "reward.model": Other(Sharded(values, ParallelLayout())),
+        },
     )
     count = rank_parameters(values, ParallelLayout())[0].total
     assert both.training_of("critic")["critic"] == 18 * count
     assert both.training["critic"] == 2 * count, "its gradients and optimizer are not there while the policy learns"
-    assert both.sampling["critic"] == both.sampling["reward_model"] == 2 * count
+    assert both.sampling["critic"] == both.sampling["reward model"] == 2 * count
 
 
 def test_a_process_reward_model_is_counted_with_what_it_is_compared_with(models):
@@ -152,12 +158,11 @@ def test_a_process_reward_model_is_counted_with_what_it_is_compared_with(models)
     spec = load_spec(models("qwen3"))
     one = Sharded(spec, ParallelLayout(), tokens_per_micro_batch=64)
     count = rank_parameters(spec, ParallelLayout())[0].total
-    stays = estimate(spec, "d1", learners={"prm": one}, prm_reference=Sharded(spec, ParallelLayout()))
+    compared = Other(Sharded(spec, ParallelLayout()), compared_by="prm")
+    stays = estimate(spec, "d1", others={"prm": Other(one, learns=True), "prm.reference": compared})
     assert stays.training_of("prm")["prm"] == stays.training["prm"] == stays.sampling["prm"] == (18 + 2) * count
     everything = frozenset({"parameters", "gradients", "optimizer"})
-    leaves = estimate(
-        spec, "d1", learners={"prm": one}, prm_reference=Sharded(spec, ParallelLayout()), offloads={"prm": everything}
-    )
+    leaves = estimate(spec, "d1", others={"prm": Other(one, 0, everything, learns=True), "prm.reference": compared})
     assert leaves.training_of("prm")["prm"] == 18 * count and leaves.training["prm"] == leaves.sampling["prm"] == 0
 
 
@@ -165,17 +170,16 @@ def test_each_model_is_counted_by_its_own_layout_on_the_ranks_that_hold_most_tog
     """Of two stages the first of the policy has the embedding, the last one the output layer; a whole reference is everywhere."""
     spec, values = load_spec(models("qwen3")), load_spec(models("qwen3"), value_head=True)
     staged, whole = ParallelLayout.parse("megatron:p2"), ParallelLayout.parse("megatron:d2")
-    found = estimate(
-        spec, "p2", reference=Sharded(spec, whole), learners={"critic": Sharded(values, whole, tokens_per_micro_batch=64)}
-    )
-    assert found.reference == 2 * rank_parameters(spec, whole)[0].total
+    critic = Other(Sharded(values, whole, tokens_per_micro_batch=64), learns=True)
+    found = estimate(spec, "p2", others={"reference": Other(Sharded(spec, whole)), "critic": critic})
+    assert found.others["reference"].resident == 2 * rank_parameters(spec, whole)[0].total
     # 2 bytes a parameter and 4 of gradient; 12 of Adam over two replicas.
-    assert found.learners["critic"].state == (2 + 4 + 12 // 2) * rank_parameters(values, whole)[0].total
-    assert 0 < found.learners["critic"].activations < found.activations
+    assert found.others["critic"].state == (2 + 4 + 12 // 2) * rank_parameters(values, whole)[0].total
+    assert 0 < found.others["critic"].activations < found.activations
     # The critic's first stage, with the embedding, lies where a policy and a reference of one stage are as large as anywhere.
-    other = estimate(spec, "d2", learners={"critic": Sharded(values, staged, tokens_per_micro_batch=1024)})
+    other = estimate(spec, "d2", others={"critic": Other(Sharded(values, staged, tokens_per_micro_batch=1024), learns=True)})
     assert (
-        other.learners["critic"].state
+        other.others["critic"].state
         == 18 * rank_parameters(values, staged)[0].total
         > 18 * rank_parameters(values, staged)[1].total
     )

@@ -131,14 +131,14 @@ def test_a_critic_next_to_the_policy_leaves_it_less_room(tmp_path):
     with pytest.raises(ValueError, match=r"do not fit 2 x h100-80g on any layout.*; it fits 4 of them"):
         space("Qwen3-8B", 2, **sections).search(1)
     (one,) = space("Qwen3-8B", 4, **sections).search(1)
-    assert one.estimate.memory.learners["critic"].state > 0 and one.estimate.parts["critic"] > 0
+    assert one.estimate.memory.others["critic"].state > 0 and one.estimate.parts["critic"] > 0
 
 
 def test_a_reward_model_that_is_always_there_is_counted(tmp_path):
     judge = {"model": {"path": str(write_shape(tmp_path, "Qwen3-8B"))}}
     searched = space("Qwen3-8B", 4, reward=judge)
     for one in searched.search(3):
-        assert one.estimate.memory.reward_model > 2**30
+        assert one.estimate.memory.others["reward.model"].resident > 2**30
         assert one.estimate.memory.total <= searched.room
         assert one.estimate.parts["reward model"] > 0
 

@@ -905,7 +905,6 @@ class Says:
 
 def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, float]:
     from fivefold.algo import make_objective
-    from fivefold.algo.values import ValueLoss
     from fivefold.observability.run_logger import RunLogger
     from fivefold.reward.manager import RewardManager
     from fivefold.rollout.generation import Generator
@@ -924,7 +923,7 @@ def evaluated(mesh, run_dir: Path, functions: dict[str, float]) -> dict[str, flo
     )
     chosen = EvaluationSet(prompts, 2, greedy=Sampling(8), sampled=Sampling(8))
     guard = SkipGuard(mesh.ranks, 0, run_dir, print)
-    models = Models(ToyModel(), None, None, objective, ValueLoss(0.5), mesh.ranks, guard)
+    models = Models({"policy": ToyModel()}, mesh.ranks, guard)
     try:
         generator = Generator(Says(), Says(), rewards, logger)
         return Evaluation(chosen, generator, objective, mesh.ranks, logger, BatchPlan()).measure(models)[0]

@@ -14,6 +14,7 @@ import torch
 from fivefold.algo import make_objective
 from fivefold.config import methods
 from fivefold.config.learners import MegatronConfig, PolicyConfig
+from fivefold.interfaces import RolloutSource
 from fivefold.observability.metrics import undocumented
 from fivefold.rollout.asynchronous import AsyncRollouts
 from fivefold.rollout.generation import Generator
@@ -26,7 +27,7 @@ from tests.support.tiny_models import VOCAB as MODEL_VOCAB
 from tests.support.toy import CHOICES, LENGTH, ToyModel, ToyTokenizer, target, toy_parts, toy_prompts, toy_run
 
 
-class InMemory:
+class InMemory(RolloutSource):
     """Responses drawn from a policy at hand, without an engine or a reward process: a whole RolloutSource."""
 
     def __init__(self, ranks, policy: ToyModel) -> None:
@@ -213,7 +214,7 @@ def test_a_prompt_that_comes_twice_in_a_round_draws_other_responses_the_second_t
     )
 
 
-class Unequal:
+class Unequal(RolloutSource):
     """Another source's groups with some samples left out: eight, seven, six, five of them."""
 
     def __init__(self, source) -> None:
@@ -335,7 +336,7 @@ def versions_of_a_step_done_anew(mesh, run_dir: Path):
     unused = [[place, 1 + (place >= 32)] for place in range(24, 40)]
     ahead.load_state_dict({"position": 40, "unused": unused, "versions": [[1, 2], [2, 4]]})
     run.engine.version = 5
-    ahead.begin(2)
+    ahead.begin(2, lambda: None)
     return ahead.state_dict()["versions"]
 
 

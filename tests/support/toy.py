@@ -162,6 +162,7 @@ def toy_parts(
     from fivefold.rollout.sources import DatasetRollouts, DynamicSampling, EngineRollouts, PromptQueue
     from fivefold.rollout.stats import BatchPlan
     from fivefold.trainer.checks import Bounds, LogprobGate, SkipGuard
+    from fivefold.trainer.learners import CriticLearner, PolicyLearner, ProcessRewardLearner
     from fivefold.trainer.minibatches import MiniBatches
     from fivefold.trainer.models import Models
     from fivefold.trainer.run import Run
@@ -186,20 +187,25 @@ def toy_parts(
         )  # fmt: skip
         if chosen.dynamic_sampling:
             source = DynamicSampling(source, ranks, logger, groups_per_step=groups_per_step, max_rounds=max_rounds)
-    models = Models(
-        policy, ToyModel() if objective.needs_reference else None, ToyModel(value_head=True) if objective.needs_critic else None,
-        objective, ValueLoss(), ranks, SkipGuard(ranks, 0, run_dir, print), seed=3, critic_warmup=critic_warmup,
-        values_per_update=values_per_update, prm=ToyModel(lr=0.05) if objective.needs_prm else None,
-        prm_reference=ToyModel() if objective.needs_prm else None,
-    )  # fmt: skip
+    minibatches, by_role, learners = MiniBatches(objective, ppo_epochs), {"policy": policy}, {}
+    if objective.needs_reference:
+        by_role["reference"] = ToyModel()
+    if objective.process is not None:
+        by_role |= {"prm": ToyModel(lr=0.05), "prm.reference": ToyModel()}
+        learners["prm"] = ProcessRewardLearner(objective.process, ranks)
+    if objective.needs_critic:
+        by_role["critic"] = ToyModel(value_head=True)
+        learners["critic"] = CriticLearner(objective, minibatches, ValueLoss(), ranks, values_per_update)
+    learners["policy"] = PolicyLearner(objective, minibatches, ranks, seed=3, first_step=critic_warmup)
+    models = Models(by_role, ranks, SkipGuard(ranks, 0, run_dir, print), learners, stage=logger.stage)
     settings = {"eval_before_train": False, "logged_samples_per_step": 0, "resume": "never", "guard": GuardConfig(every=0)}
     config = TrainerConfig(seed=3, **(settings | trainer))
     plan = BatchPlan(updates_per_step, 2 if pairs else 1, max_response_tokens=5, skipped=objective.skipped)
     return Run(
         ranks=ranks, logger=logger, models=models, engine=engine, rewards=rewards, rollouts=source, objective=objective,
-        plan=plan, minibatches=MiniBatches(objective, ppo_epochs), gate=LogprobGate(ranks, Bounds(1e-6), offline, logger.log),
+        plan=plan, updates=updates_per_step * ppo_epochs, gate=LogprobGate(ranks, Bounds(1e-6), offline, logger.log),
         trainer=Trainer(
-            config, run_dir, steps, 1, ranks, logger, models, source, None, plan, flops=lambda tokens, length: 1.0,
+            config, run_dir, steps, 1, ranks, logger, models, objective, source, None, plan, flops=lambda tokens, length: 1.0,
             resolved_config="", fingerprint=Fingerprint(),
         ),
     )  # fmt: skip

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fivefold.algo import Objective, make_objective
-from fivefold.algo.values import ValueLoss
 from fivefold.config import methods
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.methods import Choices, CorrectionConfig, ExpertConfig, KLConfig
+from fivefold.config.roles import Learns
+from fivefold.interfaces import RolloutSource
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats, rollout_metrics
 from fivefold.trainer.minibatches import MiniBatches
@@ -96,6 +97,8 @@ def learned(mesh, directory: Path):
     from fivefold.megatron.model import MegatronModel
     from fivefold.trainer import models as module
     from fivefold.trainer.checks import Bounds, LogprobGate, SkipGuard
+    from fivefold.trainer.learners import PolicyLearner
+    from fivefold.trainer.step_work import StepWork
 
     objective = Objective.of(methods.resolve("grpo", CHOICES))
     own = mesh.ranks.shard(make_groups())
@@ -106,7 +109,8 @@ def learned(mesh, directory: Path):
     model = MegatronModel(directory, policy, mesh, total_updates=4)
     reference = MegatronModel(directory, policy, mesh)
     guard = SkipGuard(mesh.ranks, 0, directory, print)
-    models = module.Models(model, reference, None, objective, ValueLoss(), mesh.ranks, guard)
+    learners = {"policy": PolicyLearner(objective, MiniBatches(objective), mesh.ranks)}
+    models = module.Models({"policy": model, "reference": reference}, mesh.ranks, guard, learners)
     models.annotate(batch, objective.needs(2) | {"old_logprobs_T"}, stats)
     # An expert's log-probs, which no engine has given, would end the run here.
     engine = replace(batch, rollout_logprobs_T=torch.where(batch.expert_T, batch.rollout_logprobs_T, batch.old_logprobs_T))
@@ -119,12 +123,14 @@ def learned(mesh, directory: Path):
         for inside in [index[batch.loss_mask_T[index]]]
         for piece, ref in [(batch.old_logprobs_T[inside], batch.ref_logprobs_T[inside])]
     }
-    reports = []
+    work = StepWork(stats, batch, [])
     for step in range(2):
         objective.step = step
-        models.update_policy(MiniBatches(objective)(batch, stats), reports, step)
+        work.reports["policy"], done = [], work.reports["policy"]
+        models.update(Learns.WITH_POLICY, work, step)
+        work.reports["policy"] = [*done, *work.reports["policy"]]
     parameters = torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])
-    return rows, reports, parameters, rollout_metrics(stats, 7), stats.group_size
+    return rows, work.reports["policy"], parameters, rollout_metrics(stats, 7), stats.group_size
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +248,7 @@ def imitated(mesh, run_dir: Path, weight: float):
     run.trainer.rollouts = source
     groups = []
 
-    class Watched:
+    class Watched(RolloutSource):
         def next(self, step):
             groups.append(source.next(step))
             return groups[-1]

@@ -120,7 +120,7 @@ def test_several_epochs_move_away_from_the_policy_that_sampled_and_say_so(cluste
 
 def warmed_up(mesh, run_dir: Path):
     rows, _, _, run = toy_run(mesh, run_dir, "ppo", methods.Choices(), steps=3, critic_warmup=2)
-    return rows, run.models.policy.version, run.models.critic.version
+    return rows, run.models.policy.version, run.models.by_role["critic"].version
 
 
 def test_a_critic_that_warms_up_learns_before_the_policy_moves(cluster, tmp_path):

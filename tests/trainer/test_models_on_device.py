@@ -48,11 +48,10 @@ def turns(mesh, run_dir: Path):
     run = toy_parts(mesh, run_dir, "ppo", choices, ToyModel(), 2)
     models = replace(
         run.models,
-        policy=Recorded("policy", present, log),
-        reference=Recorded("reference", present, log),
-        critic=Recorded("critic", present, log, value_head=True),
-        prm=Recorded("prm", present, log),
-        prm_reference=Recorded("prm.reference", present, log),
+        by_role={
+            name: Recorded(name, present, log, value_head=name == "critic")
+            for name in ("policy", "reference", "critic", "prm", "prm.reference")
+        },
     )
     run.trainer.models = models
     at_rollout = []

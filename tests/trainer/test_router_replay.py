@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fivefold.algo import make_objective
-from fivefold.algo.values import ValueLoss
 from fivefold.config import RunConfig
 from fivefold.config.learners import OptimizerConfig, PolicyConfig
+from fivefold.config.roles import Learns
 from fivefold.models.families import load_spec
 from fivefold.plan.estimate import needs_old_logprobs
 from fivefold.rollout.packing import pack
@@ -53,6 +53,7 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
     """(metrics of each optimizer step, parameters) of a step by `Models`, and of one whose routes are given."""
     from fivefold.megatron.model import MegatronModel
     from fivefold.trainer.checks import SkipGuard
+    from fivefold.trainer.learners import PolicyLearner
     from fivefold.trainer.models import Models
     from fivefold.trainer.step_work import StepWork, read_work
 
@@ -66,9 +67,8 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
     minibatches, guard = MiniBatches(objective, ppo_epochs=EPOCHS), SkipGuard(mesh.ranks, 0, directory, print)
 
     model = MegatronModel(directory, policy, mesh, total_updates=UPDATES * EPOCHS)
-    models = Models(
-        model, None, None, objective, ValueLoss(), mesh.ranks, guard, updates=UPDATES * EPOCHS, router_replay=mode
-    )
+    learners = {"policy": PolicyLearner(objective, minibatches, mesh.ranks)}
+    models = Models({"policy": model}, mesh.ranks, guard, learners, updates=UPDATES * EPOCHS, router_replay=mode)
     models.annotate(batch, objective.needs(UPDATES * EPOCHS), stats)
     objective.assign_advantages(batch, stats, mesh.ranks)
     if batch.routes_TLK is not None:
@@ -80,8 +80,8 @@ def updated(mesh, directory: Path, routes: list[torch.Tensor], budget: int, run_
     StepWork(stats, batch, []).writer(mesh.ranks, {})(run_dir)
     mesh.ranks.barrier()
     work = read_work(run_dir, mesh.ranks, plan)
-    reports = []
-    models.update_policy(minibatches(work.batch, work.stats), reports, 0)
+    models.update(Learns.WITH_POLICY, work, 0)
+    reports = work.reports["policy"]
 
     other = MegatronModel(directory, policy, mesh, total_updates=UPDATES * EPOCHS)
     expected = []
@@ -149,9 +149,8 @@ def test_the_estimate_counts_the_pass_that_records():
 def test_a_model_without_experts_is_refused(models):
     from fivefold.config.findings import Findings
     from fivefold.plan.check import _check_spec
-    from fivefold.plan.roles import roles
 
     config = RunConfig.of(model={"path": str(models("qwen3"))}, policy={"router_replay": "R2"})
     findings = Findings()
-    _check_spec(findings, config, next(iter(roles(config))), load_spec(models("qwen3")))
+    _check_spec(findings, config, config.roles["policy"], load_spec(models("qwen3")))
     assert any("policy.router_replay" in error and "no routers" in error for error in map(str, findings.errors))

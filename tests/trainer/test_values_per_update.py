@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from fivefold.config.methods import Choices, CorrectionConfig
+from fivefold.config.roles import Learns
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
+from fivefold.trainer.step_work import StepWork
 from tests.support.toy import ToyModel, toy_parts
 
 GAMMA, LAM, CLIP, RATE = 0.9, 0.8, 0.5, 0.1
@@ -27,24 +29,27 @@ class SharedCritic(ToyModel):
 def one_step(mesh, run_dir: Path, per_update: bool):
     """A step of two updates: (its samples by update, advantages by sample of this replica, the critic's table)."""
     run = toy_parts(mesh, run_dir, "ppo", CHOICES, ToyModel(), 1, values_per_update=per_update)
-    models, objective = replace(run.models, critic=SharedCritic(value_head=True)), run.objective
+    critic, objective = SharedCritic(value_head=True), run.objective
+    models = replace(
+        run.models, by_role={**run.models.by_role, "critic": critic}, learners={"critic": run.models.learners["critic"]}
+    )
     # So that values differ from the start, and the first update moves them.
-    models.critic.table.data += torch.arange(models.critic.table.numel()).view_as(models.critic.table).sin() / 2
-    start = models.critic.table.detach().clone()
+    critic.table.data += torch.arange(critic.table.numel()).view_as(critic.table).sin() / 2
+    start = critic.table.detach().clone()
     run.engine.update_weights(models.policy.weights(), 0)
     groups = run.rollouts.next(0)
     stats = gather_stats(groups, mesh.ranks, run.plan)
     batch = pack(groups, stats, mesh.ranks, run.plan)
     models.annotate(batch, objective.needs(run.plan.updates_per_step), stats)
     objective.assign_advantages(batch, stats, mesh.ranks)
-    models.update_critic(run.minibatches(batch, stats), [], 0)
+    models.update(Learns.WITH_POLICY, StepWork(stats, batch, []), 0)
     rows = []
     for place, row in enumerate(batch.sample_index_N):
         index_T = batch.token_index([place])
         inside_T = index_T[batch.loss_mask_T[index_T]]
         reward, update = float(stats.rewards_N[row]), int(stats.minibatch_N[row])
         rows.append((row, update, reward, batch.advantages_T[inside_T].tolist()))
-    return rows, start, models.critic.table.detach().clone()
+    return rows, start, critic.table.detach().clone()
 
 
 def expected(rows, table: torch.Tensor, updates: list[list[tuple]]) -> tuple[dict[int, list[float]], torch.Tensor]:

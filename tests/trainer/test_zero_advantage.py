@@ -11,17 +11,18 @@ import torch
 from fivefold.algo import make_objective
 from fivefold.algo.segments import Segments
 from fivefold.algo.surrogates import SURROGATES, make_surrogate
-from fivefold.algo.values import ValueLoss
 from fivefold.build import build_plan
 from fivefold.config import RunConfig, methods
 from fivefold.config.learners import PolicyConfig
 from fivefold.config.methods import CorrectionConfig, KLConfig
+from fivefold.config.roles import Learns
 from fivefold.models.families import load_spec
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import BatchPlan, gather_stats
 from fivefold.trainer.checks import Bounds, LogprobGate
 from fivefold.trainer.minibatches import MiniBatches, without_skipped
 from fivefold.trainer.models import Models
+from fivefold.trainer.step_work import StepWork
 from fivefold.trainer.update_metrics import update_metrics
 from fivefold.types import TokenBatch
 from tests.support.cluster import Together
@@ -53,7 +54,7 @@ def with_own_denominators(mini):
 def trained(mesh, directory, name: str, budget: int, fault: str = ""):
     """(reports, parameters) of four optimizer steps with and without skipping, on the same replicas."""
     from fivefold.megatron.model import MegatronModel
-    from fivefold.trainer import models as module
+    from fivefold.trainer import learners as learners_module
     from fivefold.trainer.checks import SkipGuard
 
     objective = make_objective(name, **METHODS[name])
@@ -62,20 +63,21 @@ def trained(mesh, directory, name: str, budget: int, fault: str = ""):
         objective.entropy_coef = 0.05
     if fault == "advantage":
         stats.skipped_N[0] = True
-    module.without_skipped = with_own_denominators if fault == "denominators" else without_skipped
+    learners_module.without_skipped = with_own_denominators if fault == "denominators" else without_skipped
     policy = PolicyConfig(dtype="float32", tokens_per_micro_batch=budget, optimizer=OPTIMIZER)
     found = []
     for skipped_N in (stats.skipped_N, None):
         own = replace(stats, skipped_N=skipped_N)
         model = MegatronModel(directory, policy, mesh, total_updates=4)
         guard = SkipGuard(mesh.ranks, 0, directory, print)
-        models = module.Models(model, None, None, objective, ValueLoss(), mesh.ranks, guard)
+        learners = {"policy": learners_module.PolicyLearner(objective, MiniBatches(objective, ppo_epochs=2), mesh.ranks)}
+        models = Models({"policy": model}, mesh.ranks, guard, learners)
         part = replace(batch)
         models.annotate(part, objective.needs(4), own)
         objective.assign_advantages(part, own, mesh.ranks)
-        reports = []
-        models.update_policy(MiniBatches(objective, ppo_epochs=2)(part, own), reports, 0)
-        found.append((reports, torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])))
+        work = StepWork(own, part, [])
+        models.update(Learns.WITH_POLICY, work, 0)
+        found.append((work.reports["policy"], torch.cat([tensor.flatten().clone() for _, tensor in model.weights()])))
     return found
 
 
@@ -299,8 +301,8 @@ class Recorder(ToyModel):
 
 def test_what_is_not_trained_on_gets_no_log_probs():
     batch = TokenBatch(torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([False, True, True] * 2), [3, 3], [0, 4])
-    model, objective = Recorder(), make_objective("grpo", kl=OFF)
-    models = Models(model, None, None, objective, ValueLoss(), ranks=None, guard=None)
+    model = Recorder()
+    models = Models({"policy": model}, ranks=None, guard=None)
     whole = model.forward(batch)
     models.annotate(batch, frozenset({"old_logprobs_T"}), SimpleNamespace(skipped_N=~torch.tensor(EQUAL)))
     assert model.asked == [0] and torch.equal(batch.old_logprobs_T, torch.cat([whole[:3], torch.zeros(3)]))

@@ -17,8 +17,9 @@ from torch import Tensor
 from fivefold.checkpoint.checkpoints import Checkpoints, RunState
 from fivefold.checkpoint.fingerprint import content_of
 from fivefold.checkpoint.manifest import find_corruption
-from fivefold.config import RunConfig, load_config
-from fivefold.config.learners import LearnerConfig
+from fivefold.config import load_config
+from fivefold.config.learners import FrozenConfig
+from fivefold.config.roles import LEARNERS, Role
 from fivefold.distributed.ranks import Ranks
 from fivefold.files import write_text, writing
 from fivefold.hub import model_snapshot
@@ -54,14 +55,14 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     if not (checkpoint / part).is_dir():
         raise ValueError(f"checkpoint {checkpoint} has no {part}: it has {', '.join(_parts(checkpoint))}")
     config = load_config(checkpoint / "run.yaml")
-    critic, beside = part == "critic", _beside(config, part)
-    path = config.described_by((beside.path if beside else None) or config.model.path)
-    lora = (beside or config.policy).lora.spec
+    role = config.roles[part]
+    path, settings = config.described_by(role.path), role.settings
+    lora = settings.lora.spec
     if form == "adapter" and lora is None:
         raise ValueError(f"checkpoint {checkpoint} has no adapters of its {part}: {part}.lora.rank is 0")
-    if form == "adapter" and critic:
+    if form == "adapter" and role.has_value_head:
         raise ValueError(
-            "--to adapter is not for the critic: a critic's adapters say nothing without its value head; leave it out"
+            f"--to adapter is not for the {part}: its adapters say nothing without its value head; leave it out"
         )
     state = RunState.read(checkpoint)
     directory = Path(path)
@@ -69,18 +70,23 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         # A checkpoint of adapters holds nothing else.
         wanted = _COPIED if lora is None else (*_COPIED, "*.safetensors")
         directory = model_snapshot(path, wanted, state.commits.get(path))
-    base = None if lora is None else _base_weights(part, config, directory, state)
+    base = None if lora is None else _base_weights(role, directory, state)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     device = torch.device("cpu")
     mesh.init_process_group(device, timeout_minutes=10)
     try:
         whole = mesh.build_mesh(Ranks(ParallelLayout(), timeout_minutes=10), device, seed=0, timeout_minutes=10)
         # One process holds the whole model: what split it into stages does not apply.
-        settings = beside.settings(config.policy) if beside else config.policy
         settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
-        model = MegatronModel(directory, settings, whole, read_weights=False, value_head=critic, torch_dist=base)
+        model = MegatronModel(
+            directory, settings, whole, read_weights=False, value_head=role.has_value_head, torch_dist=base
+        )
         model.load(checkpoint / part)
-        source = None if critic else _mtp_source(path, directory, model.spec, state, find_torch_dist(config.model.path))
+        source = (
+            None
+            if role.has_value_head
+            else _mtp_source(path, directory, model.spec, state, find_torch_dist(config.model.path))
+        )
         out.mkdir(parents=True, exist_ok=True)
         has_mtp = source is not None and bool(source.mtp_names)
         weights = model.weights()
@@ -105,7 +111,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
         for file in directory.glob(pattern):
             if file.name != "model.safetensors.index.json":
                 shutil.copy(file, out / file.name)
-    if critic:
+    if role.has_value_head:
         _make_classifier(out / "config.json")
     if model.spec.mtp_layers and form != "adapter":
         if has_mtp:
@@ -115,23 +121,18 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     return f"{out}: {total / 2**20:,.1f} MiB of weights {said}"
 
 
-def _base_weights(part: str, config: RunConfig, directory: Path, state: RunState) -> Path | None:
+def _base_weights(role: Role, directory: Path, state: RunState) -> Path | None:
     """The checkpoint of Megatron-Core with the weights beside which adapters were trained; None where `directory` has them.
 
     Raises ValueError where they are others now.
     """
-    beside = _beside(config, part)
-    key, path = (f"{part}.path", beside.path) if beside and beside.path else ("model.path", config.model.path)
+    has_own = isinstance(role.section, FrozenConfig) and role.section.path
+    key, path = role.path_key if has_own else "model.path", role.path
     then = state.fingerprint[key]["content"]
     now = content_of([Path(path) if Path(path).is_dir() else directory])
     if None not in (*then, *now) and then != now:
         raise ValueError(f"{key}: {path} holds other files than those with which the adapters were trained: put them back")
     return find_torch_dist(path)
-
-
-def _beside(config: RunConfig, part: str) -> LearnerConfig | None:
-    """The section of a model that learns beside the policy; None for the policy."""
-    return {"policy": None, "critic": config.critic, "prm": config.prm}[part]
 
 
 def _mtp_source(path: str, directory: Path, spec: ModelSpec, state: RunState, torch_dist: Path | None) -> Source | None:
@@ -172,7 +173,7 @@ def _without_mtp(path: Path) -> None:
 
 
 def _parts(checkpoint: Path) -> list[str]:
-    return [name for name in ("policy", "critic", "prm") if (checkpoint / name).is_dir()]
+    return [name for name in LEARNERS if (checkpoint / name).is_dir()]
 
 
 def _make_classifier(path: Path) -> None:

@@ -7,18 +7,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fivefold.checkpoint.manifest import sum_of_ends
 from fivefold.config import RunConfig
 from fivefold.config.identity import FUNCTION, Counts, leaves
+from fivefold.config.learners import PolicyConfig
+from fivefold.config.roles import LEARNERS
 from fivefold.config.schema import ModelConfig
 from fivefold.hub import commit_of
 from fivefold.models.torch_dist import find_torch_dist, is_torch_dist
 
 _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
 """Keys about how a run is started, not about the run."""
-_NEVER_ACCEPTED = ("policy.lora.rank", "critic.lora.rank", "prm.lora.rank")
+_NEVER_ACCEPTED = tuple(f"{name}.lora.rank" for name in LEARNERS)
 """Keys that say of what size a checkpoint's tensors are."""
 _BEFORE_THE_KEY = {"algorithm.bootstrap_truncated": ("algorithm.credit", "gae", True)}
 """Key -> (another key, a value of that, what a run with this value did before the key existed), where that is no default."""
@@ -104,7 +106,7 @@ class Fingerprint:
 def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
     """(key, value, how it counts) of the keys that say what a run is and how it runs."""
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
-    learning = [each.optimizer for each in config.learners.values()]
+    learning = [cast(PolicyConfig, role.section).optimizer for role in config.roles.learners.values()]
     ends_with_the_run = any(each.schedule != "constant" and each.decay_steps is None for each in learning)
     for leaf in leaves(config):
         counts = leaf.counts
@@ -113,7 +115,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
         if leaf.key == "trainer.steps" and ends_with_the_run:
             # The learning rate falls until the last step.
             counts = Counts.VALUE
-        if (section := leaf.key.partition(".")[0]) in ("critic", "prm") and section not in config.learners:
+        if (section := leaf.key.partition(".")[0]) in LEARNERS and section not in config.roles:
             counts = Counts.HARMLESS
         yield leaf.key, chosen.get(leaf.key, leaf.value), counts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from fivefold.config.identity import CONTENT, HARMLESS
@@ -192,33 +192,41 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
-class LearnerConfig:
-    """A model that learns beside the policy; what is left out is the policy's."""
+class FrozenConfig:
+    """A model besides the policy that computes and does not learn; what is left out is the policy's."""
 
     path: Annotated[str | None, CONTENT] = None
+    """Model directory or hub id; the policy's starting weights when left out."""
     backend: Annotated[str | None, HARMLESS] = None
     """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
     one only the own `megatron.pipeline` splits it into stages."""
     first_rank: Annotated[int, within(RANKS), HARMLESS] = 0
     """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
+    megatron: MegatronConfig | None = None
+    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
+
+    def settings(self, policy: PolicyConfig) -> PolicyConfig:
+        """The model's whole settings."""
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _OF_LEARNERS}
+        own = {name: value for name, value in own.items() if value is not None}
+        return policy.for_role(self.backend, self.megatron, **own)
+
+
+_OF_LEARNERS = ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "offload")
+"""Settings that a section of a model that learns may have besides those of a frozen one."""
+
+
+@dataclass(frozen=True)
+class LearnerConfig(FrozenConfig):
+    """A model that learns besides the policy; what is left out is the policy's."""
+
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     recompute: Annotated[Literal["none", "selective", "full"] | None, HARMLESS] = None
     """As in `policy`; the policy's when left out."""
     tokens_per_micro_batch: Annotated[int | None, above(0), HARMLESS] = None
     """As in `policy`; the policy's when left out."""
-    megatron: MegatronConfig | None = None
-    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
     offload: Annotated[OffloadConfig | None, HARMLESS] = None
-
-    def settings(self, policy: PolicyConfig) -> PolicyConfig:
-        """The model's whole settings."""
-        own = {
-            name: getattr(self, name)
-            for name in ("lora", "optimizer", "recompute", "tokens_per_micro_batch", "offload")
-            if getattr(self, name) is not None
-        }
-        return policy.for_role(self.backend, self.megatron, **own)
 
 
 @dataclass(frozen=True)
@@ -255,38 +263,15 @@ class PRMConfig(LearnerConfig):
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
-    path: Annotated[str | None, CONTENT] = None
-    """The policy's starting weights when left out."""
-    backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
-    one only the own `megatron.pipeline` splits it into stages."""
-    first_rank: Annotated[int, within(RANKS), HARMLESS] = 0
-    """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
-    megatron: MegatronConfig | None = None
-    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
-
-    def settings(self, policy: PolicyConfig) -> PolicyConfig:
-        """The reference's whole settings."""
-        return policy.for_role(self.backend, self.megatron)
+class ReferenceConfig(FrozenConfig):
+    """What the KL compares the policy with."""
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(FrozenConfig):
     """A sequence classifier with one label that scores whole responses."""
 
     path: Annotated[str | None, CONTENT] = None
     """Hugging Face directory or hub id; no reward model when left out."""
     weight: Annotated[float, within("[-1000000, 1000000]")] = 1.0
     """Factor of its score in the reward, next to the functions'."""
-    backend: Annotated[str | None, HARMLESS] = None
-    """Layout on the policy's ranks, with as many of them, or from `first_rank` on; the policy's when left out. On another
-    one only the own `megatron.pipeline` splits it into stages."""
-    first_rank: Annotated[int, within(RANKS), HARMLESS] = 0
-    """Where its ranks begin: 0 is on the policy's, the number of the policy's ranks or more on ranks of its own."""
-    megatron: MegatronConfig | None = None
-    """As in `policy`; the policy's when left out, without `pipeline` where `backend` is another layout."""
-
-    def settings(self, policy: PolicyConfig) -> PolicyConfig:
-        """The reward model's whole settings."""
-        return policy.for_role(self.backend, self.megatron)

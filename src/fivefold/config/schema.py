@@ -19,15 +19,13 @@ from fivefold.config.gpus import GPUS
 from fivefold.config.identity import CONTENT, HARMLESS, leaves, with_absolute_paths
 from fivefold.config.learners import (
     CriticConfig,
-    LearnerConfig,
-    OffloadConfig,
     PolicyConfig,
     PRMConfig,
     ReferenceConfig,
-    RewardModelConfig,
 )
 from fivefold.config.methods import METHODS, Choices, Method, resolve, surrogate_row
 from fivefold.config.ranges import Matches, OneOf, Range, above, at_least, within
+from fivefold.config.roles import Roles, roles_of
 from fivefold.config.scoring import VARIABLE, RewardConfig
 from fivefold.layout import ParallelLayout
 from fivefold.models.torch_dist import config_beside, is_torch_dist
@@ -364,68 +362,10 @@ class RunConfig:
         """The policy's, on the first ranks; other models may have their own on these or on further ones."""
         return self.policy.layout
 
-    @property
-    def others(self) -> dict[str, LearnerConfig | ReferenceConfig | RewardModelConfig]:
-        """The models beside the policy that the run has, by their section."""
-        found: dict[str, LearnerConfig | ReferenceConfig | RewardModelConfig] = {}
-        if self.algorithm.needs_reference and not self.reference_is_base:
-            found["reference"] = self.reference
-        if self.uses_critic:
-            found["critic"] = self.critic
-        if self.uses_prm:
-            found["prm"] = self.prm
-        if self.has_prm_reference and not self.prm_reference_is_base:
-            found["prm.reference"] = self.prm.reference
-        if self.reward.model.path and self.may_generate:
-            found["reward.model"] = self.reward.model
-        return found
-
-    @property
-    def own_layouts(self) -> dict[str, ParallelLayout]:
-        """Those of models that do not take the policy's, by their section."""
-        backends = {name: other.backend for name, other in self.others.items()}
-        return {name: ParallelLayout.parse(backend) for name, backend in backends.items() if backend is not None}
-
-    def settings(self, name: str) -> PolicyConfig:
-        """The whole settings of one of the other models. Who is alone on its ranks has nobody to leave the device to."""
-        settings, spans = self.others[name].settings(self.policy), self.spans
-        is_alone = list(spans.values()).count(spans[name]) == 1
-        return replace(settings, offload=OffloadConfig()) if is_alone else settings
-
-    @property
-    def spans(self) -> dict[str, range]:
-        """The ranks of each model, by its section."""
-        layouts, found = self.own_layouts, {"policy": range(self.layout.world_size)}
-        for name, other in self.others.items():
-            found[name] = range(other.first_rank, other.first_rank + layouts.get(name, self.layout).world_size)
-        return found
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run, those of all models."""
-        return max(span.stop for span in self.spans.values())
-
-    @property
-    def reference_is_base(self) -> bool:
-        """The reference is the policy with its adapters switched off: there is no second model."""
-        policy, path = self.policy, self.reference.path
-        if not policy.lora.rank or not self.algorithm.needs_reference or path not in (None, self.model.path):
-            return False
-        if self.reference.first_rank:
-            return False
-        settings = self.reference.settings(policy)
-        is_placed_alike = settings.backend == policy.backend or settings.layout.is_same(policy.layout)
-        return is_placed_alike and settings.megatron == policy.megatron
-
-    @property
-    def has_prm_reference(self) -> bool:
-        """The process reward model is compared with weights that stay as they are."""
-        return self.uses_prm and self.algorithm.resolved.process_reward.reference == "initial"
-
-    @property
-    def prm_reference_is_base(self) -> bool:
-        """They are the model's own, with its adapters switched off: there is no second model."""
-        return self.has_prm_reference and self.prm.lora.rank > 0 and self.prm.reference_path in (None, self.prm.path)
+    @cached_property
+    def roles(self) -> Roles:
+        """The models of the run."""
+        return roles_of(self)
 
     @property
     def run_dir(self) -> Path:
@@ -459,12 +399,10 @@ class RunConfig:
     @property
     def models(self) -> dict[str, bool]:
         """Directory or hub id of every model that the run reads -> whether it reads its weights too."""
-        others = [self.reference.path if self.algorithm.needs_reference else None]
-        others += [self.critic.path if self.uses_critic else None, self.reward.model.path if self.may_generate else None]
-        others += [self.prm.path if self.uses_prm else None, self.prm.reference.path if self.has_prm_reference else None]
-        others.append(self.reward.judge.model if self.may_generate and self.reward.judge_layout else None)
-        others += [each.lora.path for each in self.learners.values() if each.lora.rank]
-        paths = [path for path in (self.model.path, *others) if path]
+        named = [self.model.path, *(role.path for role in self.roles.values())]
+        judge = [self.reward.judge.model] if self.may_generate and self.reward.judge_layout else []
+        adapters = [role.settings.lora.path for role in self.roles.learners.values() if role.settings.lora.rank]
+        paths = [path for path in [*named, *judge, *adapters] if path]
         return {**dict.fromkeys([self.tokenizer, *map(self.described_by, paths)], False), **dict.fromkeys(paths, True)}
 
     @property
@@ -491,17 +429,3 @@ class RunConfig:
             return True
         generate = self.eval.generate
         return bool(self.data.val) and (self.algorithm.method.samples_in_evaluation if generate is None else generate)
-
-    @property
-    def uses_critic(self) -> bool:
-        return self.algorithm.resolved.credit == "gae"
-
-    @property
-    def uses_prm(self) -> bool:
-        return bool(self.algorithm.resolved.process_reward.coef)
-
-    @property
-    def learners(self) -> dict[str, PolicyConfig | LearnerConfig]:
-        """The models that are trained, by their section."""
-        beside = {"critic": self.critic} if self.uses_critic else {}
-        return {"policy": self.policy, **beside, **({"prm": self.prm} if self.uses_prm else {})}

@@ -8,11 +8,12 @@ from dataclasses import fields
 from fivefold.config.engine import RolloutConfig
 from fivefold.config.findings import Findings
 from fivefold.config.identity import leaves
-from fivefold.config.learners import LearnerConfig, LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
+from fivefold.config.learners import LoraConfig, MTPConfig, OptimizerConfig, PolicyConfig
 from fivefold.config.mcore_options import LOSS_SCALE
 from fivefold.config.method_rules import check_method
 from fivefold.config.mixture import counts
 from fivefold.config.ranges import check_values, suggest
+from fivefold.config.roles import further_sections
 from fivefold.config.schema import DataConfig, RunConfig
 from fivefold.layout import ParallelLayout
 from fivefold.layout.parallel import ENGINES
@@ -46,13 +47,8 @@ def validate(config: RunConfig) -> Findings:
 def _check_layouts(findings: Findings, config: RunConfig) -> None:
     """Of all models that train or compute log-probs and values."""
     policy = _check_layout(findings, "policy.backend", config.policy.backend)
-    for key, of in (
-        ("reference.backend", config.reference),
-        ("critic.backend", config.critic),
-        ("prm.backend", config.prm),
-        ("reward.model.backend", config.reward.model),
-    ):
-        text = of.backend
+    for name, of in further_sections(config).items():
+        key, text = f"{name}.backend", of.backend
         own = None if text is None else _check_layout(findings, key, text)
         if policy is not None and own is not None and of.first_rank == 0:
             findings.require(
@@ -73,7 +69,7 @@ def _check_layouts(findings: Findings, config: RunConfig) -> None:
 def _check_spans(findings: Findings, config: RunConfig) -> None:
     """Two models share their ranks or have none in common, and every rank has a model."""
     # What a process reward model is compared with lies where that does.
-    spans = {name: span for name, span in config.spans.items() if name != "prm.reference"}
+    spans = {name: role.ranks for name, role in config.roles.models.items() if role.compared_by is None}
     policy, before = spans["policy"], dict[str, range]()
     for name, span in spans.items():
         key = f"{name}.first_rank"
@@ -86,7 +82,7 @@ def _check_spans(findings: Findings, config: RunConfig) -> None:
             )
         before[name] = span
     held = {rank for span in spans.values() for rank in span}
-    idle = [rank for rank in range(config.world_size) if rank not in held]
+    idle = [rank for rank in range(config.roles.world_size) if rank not in held]
     if idle and not findings.errors:
         later = [f"{name}.first_rank {span.start}" for name, span in spans.items() if span.start > idle[0]]
         findings.error(
@@ -162,10 +158,10 @@ def _check_engine(findings: Findings, config: RunConfig) -> None:
         f"{policy.world_size}; or set engine.placement: apart",
     )
     findings.require(
-        engine.is_server or config.world_size == policy.world_size,
+        engine.is_server or config.roles.world_size == policy.world_size,
         "engine.mode",
         "must be server where a model has ranks of its own: in the trainer's processes vLLM is in all of them or none; got "
-        f"{engine.mode} with {config.world_size} ranks, of which {policy.world_size} hold the policy",
+        f"{engine.mode} with {config.roles.world_size} ranks, of which {policy.world_size} hold the policy",
     )
     message = (
         f"must be server with policy.router_replay: R3: in the ranks vLLM tells routes to one of them only; got {layout}"
@@ -207,13 +203,13 @@ def _check_batch(findings: Findings, config: RunConfig) -> None:
         "must be false with dynamic sampling and data.mixture or rollout.max_staleness, which draw prompts in another order",
     )
     _check_expert(findings, config)
-    if config.uses_prm:
+    if "prm" in config.roles:
         _check_prm(findings, config)
     if algorithm.values_per == "update":
-        if not config.uses_critic:
+        if "critic" not in config.roles:
             findings.ignore("algorithm.values_per", "there is no critic")
         findings.require(
-            algorithm.ppo_epochs == 1 or not config.uses_critic,
+            algorithm.ppo_epochs == 1 or "critic" not in config.roles,
             "algorithm.values_per",
             f": update needs algorithm.ppo_epochs: 1, for the values of an update are those before it: "
             f"got {algorithm.ppo_epochs}",
@@ -332,13 +328,12 @@ def _check_models(findings: Findings, config: RunConfig) -> None:
     _check_shared_prefix(findings, config)
     _check_router_replay(findings, config)
     _check_adapters(findings.at("policy"), config.policy)
-    for where, beside in config.learners.items():
-        if isinstance(beside, LearnerConfig):
-            _check_adapters(findings.at(where), beside.settings(config.policy))
-            own = {item.name for item in fields(beside) if getattr(beside, item.name) is not None}
-            _check_model(findings.at(where), beside.settings(config.policy), own, longest)
+    for name, role in config.roles.further_learners.items():
+        _check_adapters(findings.at(name), role.settings)
+        own = {item.name for item in fields(role.section) if getattr(role.section, item.name) is not None}
+        _check_model(findings.at(name), role.settings, own, longest)
     _check_mtp(findings.at("policy"), config.policy)
-    if config.uses_critic:
+    if "critic" in config.roles:
         warmup, steps = config.critic.warmup_steps, config.trainer.steps
         findings.require(
             steps is None or warmup < steps,

@@ -146,7 +146,7 @@ def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh.init_process_group(device, config.launch.timeout_minutes)
-    ranks = Ranks(config.layout, config.launch.timeout_minutes, config.world_size)
+    ranks = Ranks(config.layout, config.launch.timeout_minutes, config.roles.world_size)
     end_now = lambda number: end_process(128 + number)  # noqa: E731
     silent = config.launch.silent_seconds
     # A launcher sees by itself which rank is silent, and names it.
@@ -187,19 +187,14 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
     from fivefold.build import build_run
     from fivefold.checkpoint.resume import find_checkpoint
     from fivefold.distributed.heartbeat import Interrupted
-    from fivefold.rollout.asynchronous import AsyncRollouts
     from fivefold.trainer.train import train as loop
-    from fivefold.trainer.train_async import train_async
 
     with contextlib.ExitStack() as held:
         if not has_launcher():
             ranks.call_on_main(lambda: _hold(config.run_dir, held))
         run = build_run(config, ranks, device, find_checkpoint(config, ranks))
         try:
-            if isinstance(run.rollouts, AsyncRollouts):
-                train_async(run, run.rollouts)
-            else:
-                loop(run)
+            loop(run)
         except Interrupted as asked:
             if run.engine is not None:
                 # What is saved may have to come back to the device that it shares.

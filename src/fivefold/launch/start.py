@@ -49,7 +49,7 @@ def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
 
         return driver.spawn([module, *arguments], config)
     log_dir, reaches_others = config.run_dir / "logs", bool(config.engine.url)
-    return local.spawn([module, *arguments], config.world_size, log_dir, config.launch, inherited, reaches_others)
+    return local.spawn([module, *arguments], config.roles.world_size, log_dir, config.launch, inherited, reaches_others)
 
 
 def train(config: RunConfig) -> Path:

@@ -9,10 +9,11 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.config.engine import SamplingConfig
 from fivefold.config.findings import Findings
-from fivefold.config.learners import CriticConfig, LoraConfig, PolicyConfig, PRMConfig, ReferenceConfig, RewardModelConfig
+from fivefold.config.learners import CriticConfig, LearnerConfig, LoraConfig, PolicyConfig, PRMConfig, ReferenceConfig
 from fivefold.config.mcore_options import RECOMPUTE, recompute_fault
 from fivefold.config.methods import COLUMNS
 from fivefold.config.packages import BRIDGES, LAUNCHERS, TRACKERS, TRANSFORMER_IMPL, missing_packages, slower_paths
+from fivefold.config.roles import Role
 from fivefold.config.schema import AlgorithmConfig, DataConfig, ProfileConfig, RayConfig, TrackingConfig
 from fivefold.config.scoring import RewardConfig
 from fivefold.config.validate import validate
@@ -33,7 +34,7 @@ from fivefold.plan.fit import check_fit
 from fivefold.plan.gain import describe_step
 from fivefold.plan.megatron_checkpoints import has_config
 from fivefold.plan.placement import placement
-from fivefold.plan.roles import Role, memory_of, placed, roles
+from fivefold.plan.roles import memory_of, placed
 from fivefold.plan.tokenizer_files import check_tokenizer, check_tokenizer_files, is_hub_id
 from fivefold.reward.choose import check_rewards
 
@@ -46,14 +47,13 @@ def check(config: RunConfig) -> Findings:
     """
     findings = validate(config)
     specs: dict[str, ModelSpec] = {}
-    for part in roles(config):
-        _check_model(findings, config, part, specs)
+    roles = config.roles.models
+    for role in roles.values():
+        _check_model(findings, config, role, specs)
     policy = specs.get("policy")
-    for part in roles(config):
-        where = part.where
-        if policy is not None and where in specs and where != "reward.model" and specs[where].vocab != policy.vocab:
-            found = f"{specs[where].vocab} != {policy.vocab}"
-            findings.error(part.key, f"must have the policy's vocabulary: {found}")
+    for name, spec in specs.items():
+        if policy is not None and not roles[name].reads_text and spec.vocab != policy.vocab:
+            findings.error(roles[name].path_key, f"must have the policy's vocabulary: {spec.vocab} != {policy.vocab}")
     if policy is not None and not findings.errors:
         findings.notes[:0] = _spec_notes(config, policy)
         check_fit(findings, config, lambda changed: memory_of(changed, policy))
@@ -96,82 +96,82 @@ def _check_run_dir(findings: Findings, config: RunConfig) -> None:
     findings.require(usable, "trainer.run_dir", f"must be a directory that can be written: got {shown(str(path))}")
 
 
-def _check_model(findings: Findings, config: RunConfig, part: Role, specs: dict[str, ModelSpec]) -> None:
+def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[str, ModelSpec]) -> None:
     """Look at the directory of one model; `specs` gets its sizes where it is here."""
-    again = part.where != "policy" and part.path == config.model.path
-    if again and part.settings == config.policy and not part.value_head:
+    again = role.name != "policy" and role.path == config.model.path
+    if again and role.settings == config.policy and not role.has_value_head:
         return
-    if Path(part.path).is_dir():
+    if Path(role.path).is_dir():
         try:
-            checkpoint = find_torch_dist(part.path)
-            if checkpoint is not None and not has_config(findings, config, part.key, part.path, part.settings.megatron):
+            checkpoint = find_torch_dist(role.path)
+            if checkpoint is not None and not has_config(findings, config, role.path_key, role.path, role.settings.megatron):
                 return
-            specs[part.where] = spec = load_spec(config.described_by(part.path), part.value_head)
-            if unread := unread_keys(config.described_by(part.path)):
-                findings.note(f"{part.key}: not read, here and by transformers: {', '.join(unread)} in config.json")
-            _check_layout(findings, config, part, spec)
-            if part.settings.mtp.train:
-                spec.check_mtp(part.settings.layout)
-            _check_spec(findings, config, part, spec)
-            _check_adapters(findings.at(part.where), part.settings.lora, spec)
+            specs[role.name] = spec = load_spec(config.described_by(role.path), role.has_value_head)
+            if unread := unread_keys(config.described_by(role.path)):
+                findings.note(f"{role.path_key}: not read, here and by transformers: {', '.join(unread)} in config.json")
+            _check_layout(findings, config, role, spec)
+            if role.settings.mtp.train:
+                spec.check_mtp(role.settings.layout)
+            _check_spec(findings, config, role, spec)
+            _check_adapters(findings.at(role.name), role.settings.lora, spec)
             if not again and checkpoint is not None:
-                check_torch_dist(checkpoint, spec, part.settings.mtp.train)
+                check_torch_dist(checkpoint, spec, role.settings.mtp.train)
             elif not again:
-                check_tensor_files(Path(part.path), spec, part.settings.mtp.train)
+                check_tensor_files(Path(role.path), spec, role.settings.mtp.train)
         except ValueError as error:
-            findings.error(part.key, f": {error}")
+            findings.error(role.path_key, f": {error}")
     elif again:
         return
-    elif not is_hub_id(part.path):
-        findings.error(part.key, f": no directory {part.path}, and no hub id, which is written owner/name")
-    elif part.path.startswith(MODELSCOPE) and (missing := missing_packages(("modelscope",))):
-        findings.error(part.key, f": {part.path} needs {'; '.join(missing)}: pip install 'fivefold[modelscope]'")
+    elif not is_hub_id(role.path):
+        findings.error(role.path_key, f": no directory {role.path}, and no hub id, which is written owner/name")
+    elif role.path.startswith(MODELSCOPE) and (missing := missing_packages(("modelscope",))):
+        findings.error(role.path_key, f": {role.path} needs {'; '.join(missing)}: pip install 'fivefold[modelscope]'")
     else:
-        findings.note(f"model {part.path} is not here: it will be taken from the hub, and its sizes are not checked")
+        findings.note(f"model {role.path} is not here: it will be taken from the hub, and its sizes are not checked")
 
 
-def _check_layout(findings: Findings, config: RunConfig, part: Role, spec: ModelSpec) -> None:
+def _check_layout(findings: Findings, config: RunConfig, role: Role, spec: ModelSpec) -> None:
     """Whether the model can be sharded so; a layout of its own is at fault where it cannot."""
     try:
-        spec.check_layout(part.settings.layout, part.settings.megatron.pipeline_split)
+        spec.check_layout(role.settings.layout, role.settings.megatron.pipeline_split)
     except ValueError as error:
-        findings.error(f"{part.section}.backend" if part.where in config.own_layouts else part.key, f": {error}")
+        findings.error(role.backend_key if role.has_own_layout else role.path_key, f": {error}")
         return
-    megatron, layout = part.settings.megatron, part.settings.layout
-    options = RECOMPUTE[part.settings.recompute] | megatron.transformer
+    megatron, layout = role.settings.megatron, role.settings.layout
+    options = RECOMPUTE[role.settings.recompute] | megatron.transformer
     chunks = megatron.pipeline_split.split_layers(spec.layers, layout)
     key = "microbatch_group_size_per_vp_stage"
     if key in megatron.pipeline:
-        group, name = megatron.pipeline[key], f"{part.section}.megatron.pipeline.{key}"
+        group, name = megatron.pipeline[key], f"{role.section_key}.megatron.pipeline.{key}"
         if len(chunks[0]) == 1:
             findings.ignore(name, "there are no virtual stages")
         elif group is not None:
             findings.require(group >= layout.pp, name, f"must be at least p = {layout.pp}: got {group}")
     if fault := recompute_fault(options, (len(chunk) for stage in chunks for chunk in stage)):
-        findings.error(f"{part.section}.megatron.transformer", f": {fault}")
+        findings.error(f"{role.section_key}.megatron.transformer", f": {fault}")
 
 
-def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSpec) -> None:
+def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSpec) -> None:
     """What this model cannot do with its settings."""
-    settings, megatron, layout = part.settings, part.settings.megatron, part.settings.layout
-    is_policy_s = part.where == "reference" and config.reference.megatron is None
-    own = findings.at("policy" if is_policy_s else part.section).at("megatron")
+    settings, megatron, layout = role.settings, role.settings.megatron, role.settings.layout
+    is_policy_s = role.name == "reference" and config.reference.megatron is None
+    own = findings.at("policy" if is_policy_s else role.section_key).at("megatron")
     if not is_policy_s:
-        _check_packages(own, config, part.settings)
-    trained = part.where != "reward.model"
-    if trained and config.max_sequence_tokens > spec.max_positions:
+        _check_packages(own, config, role.settings)
+    if not role.reads_text and config.max_sequence_tokens > spec.max_positions:
         findings.error(
             "data.max_prompt_tokens + data.max_response_tokens",
-            f"= {config.max_sequence_tokens} is more than the {spec.max_positions} positions of the model in {part.key}",
+            f"= {config.max_sequence_tokens} is more than the {spec.max_positions} positions of the model in "
+            f"{role.path_key}",
         )
-    if part.trains and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
+    if role.is_learner and megatron.optimizer.get("optimizer_cpu_offload", False) and config.trainer.device == "cpu":
         own.error("optimizer.optimizer_cpu_offload", "needs a GPU: on the CPU the optimizer is there already")
     if spec.moe is not None and layout.tp > 1 and not settings.sequence_parallel:
         findings.error(
             "policy.sequence_parallel",
-            f"must be true for a model with experts ({part.key}) and t > 1: Megatron-Core routes each token once",
+            f"must be true for a model with experts ({role.path_key}) and t > 1: Megatron-Core routes each token once",
         )
-    if part.where == "policy" and settings.router_replay and spec.moe is None:
+    if role.name == "policy" and settings.router_replay and spec.moe is None:
         message = (
             f"must be left out for a model without experts: got {settings.router_replay}, and {spec.family} has no routers"
         )
@@ -180,8 +180,8 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
         own.error("transformer_impl", f"must be torch for {spec.family}")
     if megatron.bridge_type != "native" and (spec.moe or megatron.pipeline_split.virtual_stages(layout) > 1):
         own.error("bridge_type", "must be native for models with experts and for virtual stages")
-    if megatron.bridge_type != "native" and part.value_head:
-        findings.error(part.key, ": a value head needs megatron.bridge_type: native")
+    if megatron.bridge_type != "native" and role.has_value_head:
+        findings.error(role.path_key, ": a value head needs megatron.bridge_type: native")
     gathers = megatron.transformer.get("moe_token_dispatcher_type") == "allgather"
     if gathers and megatron.pipeline.get("variable_seq_lengths", False):
         own.error(
@@ -192,16 +192,16 @@ def _check_spec(findings: Findings, config: RunConfig, part: Role, spec: ModelSp
                             ("shared_experts", spec.moe and spec.moe.shared_ffn)):  # fmt: skip
         if module in modules and not present:
             own.error("transformer.recompute_modules", f": {spec.family} has no {module}")
-    if not trained:
+    if role.reads_text:
         # transformers leaves the labels of a classifier out where there are two, its default.
-        described, head, checkpoint = Path(config.described_by(part.path)), VALUE_HEAD.hf[0], find_torch_dist(part.path)
+        described, head, checkpoint = Path(config.described_by(role.path)), VALUE_HEAD.hf[0], find_torch_dist(role.path)
         if checkpoint is None:
             labels = len(read_config(described).get("id2label") or range(2))
-            findings.require(labels == 1, part.key, f": a reward model has one label: got {labels} in config.json")
+            findings.require(labels == 1, role.path_key, f": a reward model has one label: got {labels} in config.json")
         is_there = head in tensor_places(described) if checkpoint is None else has_value_head(checkpoint, spec)
         if not is_there:
-            findings.error(part.key, f": {part.path} has no value head ({head}): it is not a sequence classifier")
-        check_tokenizer_files(findings, part.key, described, spec)
+            findings.error(role.path_key, f": {role.path} has no value head ({head}): it is not a sequence classifier")
+        check_tokenizer_files(findings, role.path_key, described, spec)
 
 
 def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> None:
@@ -241,29 +241,20 @@ def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfi
 
 def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, ModelSpec]) -> None:
     """Keys that were set and change nothing; `specs` are those of the models that are here."""
-    algorithm, name = config.algorithm, config.algorithm.name
+    algorithm = config.algorithm
     if config.policy.router_balance != "none" and "policy" in specs and specs["policy"].moe is None:
         findings.ignore("policy.router_balance", "the model has no experts")
-    for where, own in (
-        ("policy", config.policy),
-        ("reference", config.reference if algorithm.needs_reference else None),
-        ("critic", config.learners.get("critic")),
-        ("prm", config.learners.get("prm")),
-        ("reward.model", config.reward.model if config.reward.model.path else None),
-    ):
-        if own is None:
+    for name, role in config.roles.items():
+        section, own = findings.at(name), role.section
+        if name == "prm.reference":
+            # Its section is that of the model that it is compared with.
             continue
-        section = findings.at(where)
         if own.megatron is not None:
-            experts = where not in specs or specs[where].moe is not None
-            recompute, balanced = (
-                getattr(own, "recompute", None) or config.policy.recompute,
-                config.policy.router_balance != "none",
-            )
-            own.megatron.options.report_ignored(section, experts, recompute, balanced)
-            if isinstance(own, RewardModelConfig | ReferenceConfig) and (own.megatron.ddp or own.megatron.optimizer):
-                section.ignore("megatron.ddp and optimizer", f"a {where.replace('.', ' ')} is not trained")
-        if isinstance(own, RewardModelConfig | ReferenceConfig):
+            experts, balanced = name not in specs or specs[name].moe is not None, config.policy.router_balance != "none"
+            own.megatron.options.report_ignored(section, experts, role.settings.recompute, balanced)
+            if not role.is_learner and (own.megatron.ddp or own.megatron.optimizer):
+                section.ignore("megatron.ddp and optimizer", f"a {role.label} is not trained")
+        if not isinstance(own, PolicyConfig | LearnerConfig):
             continue
         if own.offload is not None and config.trainer.device == "cpu":
             for part in sorted(own.offload.parts):
@@ -273,6 +264,7 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         if own.optimizer.warmup_init_lr and not own.optimizer.warmup_steps:
             section.ignore("optimizer.warmup_init_lr", "warmup_steps is 0")
     _report_profile(findings.at("trainer.profile"), config)
+    name = algorithm.name
     if algorithm.offline:
         _report_unsampled(findings, config)
     if config.may_generate:
@@ -287,15 +279,15 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
         findings.ignore("data.learned_turns", f"{name} does not read it")
     if config.data.domains and not config.data.mixture and algorithm.resolved.whiten_by != "domain":
         findings.ignore("data.domains", "neither data.mixture nor algorithm.whiten_by: domain tells domains apart")
-    if config.model.config is not None and not any(is_torch_dist(part.path) for part in roles(config)):
+    if config.model.config is not None and not any(is_torch_dist(role.path) for role in config.roles.models.values()):
         findings.ignore("model.config", "no model is a checkpoint of Megatron-Core: a Hugging Face directory has its own")
     if config.reference != ReferenceConfig() and not algorithm.needs_reference:
         findings.ignore("reference", "the KL coefficient is 0")
     if config.reward.model.backend is not None and not config.reward.model.path:
         findings.ignore("reward.model.backend", "there is no reward model: name it in reward.model.path")
-    if not config.uses_critic and config.critic != CriticConfig():
+    if "critic" not in config.roles and config.critic != CriticConfig():
         findings.ignore("critic", f"{name} has no critic: set algorithm.credit: gae")
-    if not config.uses_prm and config.prm != PRMConfig():
+    if "prm" not in config.roles and config.prm != PRMConfig():
         findings.ignore("prm", f"{name} has no process reward model: set algorithm.process_reward.coef")
     if not algorithm.resolved.dynamic_sampling and (
         algorithm.prompts_per_round is not None or algorithm.sampling_rounds != AlgorithmConfig().sampling_rounds
@@ -312,8 +304,8 @@ def _report_profile(findings: Findings, config: RunConfig) -> None:
     profile, steps = config.trainer.profile, config.trainer.steps
     if late := [step for step in profile.steps if steps is not None and step > steps]:
         findings.ignore("steps", f"the run has {steps} steps, and no step {late[0]}")
-    if absent := [rank for rank in profile.ranks if rank >= config.world_size]:
-        findings.ignore("ranks", f"the run has {config.world_size} ranks from 0 on, and no rank {absent[0]}")
+    if absent := [rank for rank in profile.ranks if rank >= config.roles.world_size]:
+        findings.ignore("ranks", f"the run has {config.roles.world_size} ranks from 0 on, and no rank {absent[0]}")
     elif not profile.steps and profile != ProfileConfig():
         findings.ignore("ranks", "trainer.profile.steps names no step")
 
@@ -338,7 +330,7 @@ def _spec_notes(config: RunConfig, spec: ModelSpec) -> list[str]:
     return [
         f"model {spec.family}, {spec.parameters / 1e6:,.1f} M parameters",
         *(one.describe() for one in where),
-        *(placement(where) if config.own_layouts else []),
+        *(placement(where) if config.roles.own_layouts else []),
         f"{config.samples_per_step} samples a step, {algorithm.updates} optimizer step{'s' * (algorithm.updates > 1)} each",
         f"memory on the fullest rank about: {memory.describe()}",
     ]
@@ -373,7 +365,7 @@ def _check_launch(findings: Findings, config: RunConfig) -> None:
 
 def _check_devices(findings: Findings, config: RunConfig) -> None:
     """More ranks than GPUs; under torchrun the ranks of other machines count too, so only its own world size is checked."""
-    world = config.world_size
+    world = config.roles.world_size
     if is_joined(config):
         launched = int(os.environ["WORLD_SIZE"])
         findings.require(launched == world, f"layout {config.layout}", f"needs {world} ranks: WORLD_SIZE is {launched}")

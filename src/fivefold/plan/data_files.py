@@ -134,7 +134,7 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
             "data.prompts_per_step" if per_step == config.data.prompts_per_step else "algorithm.prompts_per_round",
             f"must not be larger than the training set: got {per_step} for {rows} prompts",
         )
-    elif config.uses_critic and config.trainer.steps is None and training.whole:
+    elif "critic" in config.roles and config.trainer.steps is None and training.whole:
         steps = config.trainer.epochs * (rows // per_step)
         message = f"must be below the {steps} steps of the run, or the policy never learns: got {config.critic.warmup_steps}"
         findings.require(config.critic.warmup_steps < steps, "critic.warmup_steps", message)

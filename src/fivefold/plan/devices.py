@@ -34,7 +34,7 @@ def device_of(config: RunConfig) -> Device | None:
     if on_gpus(config):
         found = gpu_bytes()
         return None if found is None else Device("the GPU of this machine", found)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0) if is_joined(config) else 0) or config.world_size
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0) if is_joined(config) else 0) or config.roles.world_size
     return Device("its share of this machine's memory", host_bytes() // ranks)
 
 

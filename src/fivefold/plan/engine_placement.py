@@ -12,7 +12,7 @@ from fivefold.plan.devices import on_gpus, visible_gpus
 
 def machines_here(config: RunConfig) -> list[Machine]:
     """Those of the run: all with as many ranks and GPUs as this one. With launch.gpu they are others, with GPUs enough."""
-    world = int(os.environ.get("WORLD_SIZE", config.world_size))
+    world = int(os.environ.get("WORLD_SIZE", config.roles.world_size))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = None
     if on_gpus(config):
@@ -37,7 +37,7 @@ def device_rows(config: RunConfig) -> list[tuple[str, str]]:
     if (judge := config.reward.judge_layout) is not None:
         places += [("judge", judge, place) for place in place_servers(judge, free)]
     rows = []
-    whose = f"of {config.layout}" + (" and other models" if config.world_size > config.layout.world_size else "")
+    whose = f"of {config.layout}" + (" and other models" if config.roles.world_size > config.layout.world_size else "")
     for number, machine in enumerate(machines):
         where = f"machine {number} " if len(machines) > 1 else ""
         ranks = _span(machine.ranks[0], len(machine.ranks))

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from fivefold.config import RunConfig
 from fivefold.config.methods import surrogate_row
+from fivefold.config.roles import Learns
 from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 from fivefold.plan.engine_checks import engine_cache
 from fivefold.plan.fit import elastic
 from fivefold.plan.hardware import Cluster
 from fivefold.plan.memory import BYTES, Memory
-from fivefold.plan.roles import memory_of, roles, shard_roles
+from fivefold.plan.roles import memory_of, shard_roles
 from fivefold.plan.rollout_time import Requests, RolloutTime, Sampler, rollout_time, sync_time
 from fivefold.plan.step_time import Batch, PassTime, forward_time, update_time
 
@@ -105,7 +106,7 @@ def step_estimate(
     config: RunConfig, spec: ModelSpec, cluster: Cluster, rates: Efficiencies, lengths: Lengths
 ) -> StepEstimate:
     """A step of a run, whose policy is `spec`, on the GPUs of a cluster."""
-    models, settings = shard_roles(config, spec), {part.where: part.settings for part in roles(config)}
+    models, roles = shard_roles(config, spec), config.roles
     batch, algorithm = training_batch(config, lengths), config.algorithm
     everything = replace(batch, tokens=batch.tokens * algorithm.updates_per_step)
     trainer = trainer_cluster(config.layout.world_size, cluster)
@@ -120,21 +121,19 @@ def step_estimate(
     sampled = _rollout(config, spec, rates, lengths) if not algorithm.offline else None
     if sampled is not None:
         add({"rollout": sampled.total})
-    asked = [("reference", "log-probs")] if "reference" in models else []
-    asked += [("policy", "log-probs")] if needs_old_logprobs(config) else []
-    asked += [("critic", "values")] if "critic" in models else []
-    asked += [("prm.reference", "log-probs")] if "prm.reference" in models else []
-    asked += [("reward.model", "reward model")] if "reward.model" in models else []
     turns: dict[int, dict[str, float]] = {}
-    for where, name in asked:
+    for name, role in roles.models.items():
+        if role.pass_name is None or name not in models or (name == "policy" and not needs_old_logprobs(config)):
+            continue
         # A model that only computes has micro-batches too.
-        model = replace(models[where], tokens_per_micro_batch=settings[where].tokens_per_micro_batch)
+        model = replace(models[name], tokens_per_micro_batch=role.settings.tokens_per_micro_batch)
         seconds = forward_time(model, everything, trainer_cluster(model.layout.world_size, cluster), rates).total
-        if where == "reward.model":
-            add({name: seconds})
+        if role.reads_text:
+            # It scores before the step's batch is packed.
+            add({role.pass_name: seconds})
         else:
-            turn = turns.setdefault(config.spans[where].start, {})
-            turn[name] = turn.get(name, 0.0) + seconds
+            turn = turns.setdefault(role.first_rank, {})
+            turn[role.pass_name] = turn.get(role.pass_name, 0.0) + seconds
     # Models on ranks of their own compute at once: the step waits for the longest turn.
     longest = max(turns, key=lambda first: sum(turns[first].values()), default=None)
     for first, turn in turns.items():
@@ -144,19 +143,21 @@ def step_estimate(
             overlapped |= turn
     update = update_time(models["policy"], batch, trainer, rates)
     learning = algorithm.updates * sum(update.parts.values())
-    if "critic" in models:
-        cluster_of_critic = trainer_cluster(models["critic"].layout.world_size, cluster)
-        seconds = update_time(models["critic"], batch, cluster_of_critic, rates).total * algorithm.updates
-        beside = min(seconds, learning) if config.spans["critic"].start else 0.0
-        add({"critic": seconds - beside})
-        overlapped |= {"critic": beside} if beside else {}
-    if "prm" in models:
-        # Its rewards come before the policy learns, so nothing is beside it.
-        model, updates = models["prm"], config.prm.updates_per_step
-        cluster_of_prm = trainer_cluster(model.layout.world_size, cluster)
-        own = replace(everything, tokens=everything.tokens // updates)
-        rewarding = forward_time(model, everything, cluster_of_prm, rates).total
-        add({"prm": updates * update_time(model, own, cluster_of_prm, rates).total + rewarding})
+    for name, role in roles.further_learners.items():
+        if name not in models:
+            continue
+        model, updates = models[name], role.updates_per_step
+        own_cluster = trainer_cluster(model.layout.world_size, cluster)
+        part = replace(everything, tokens=everything.tokens * role.epochs / updates)
+        seconds = updates * update_time(model, part, own_cluster, rates).total
+        beside = 0.0
+        if role.learns is Learns.BEFORE_ADVANTAGES:
+            # The advantages wait for it, and for its pass over what it has learned from.
+            seconds += forward_time(model, everything, own_cluster, rates).total
+        elif role.first_rank:
+            beside = min(seconds, learning)
+        add({name: seconds - beside})
+        overlapped |= {name: beside} if beside else {}
     add(update.parts, algorithm.updates)
     overlapped |= {name: algorithm.updates * seconds for name, seconds in update.overlapped.items() if seconds}
     memory = memory_of(elastic(config), spec)

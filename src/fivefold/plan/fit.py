@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from fivefold.config import RunConfig
 from fivefold.config.findings import Findings
@@ -94,14 +94,10 @@ def _settings(config: RunConfig) -> Iterator[Remedy]:
     if on_gpus(config) and len(policy.offload.parts) < 3:
         text = "policy.offload: {parameters: true, gradients: true, optimizer: true}"
         yield text, replace(config, policy=replace(policy, offload=everything))
-    for where, beside in config.learners.items():
-        if (
-            isinstance(beside, LearnerConfig)
-            and on_gpus(config)
-            and beside.settings(policy).offload.parts != everything.parts
-        ):
-            text = f"{where}.offload: {{parameters: true, gradients: true, optimizer: true}}"
-            changes: dict[str, Any] = {where: replace(beside, offload=everything)}
+    for name, role in config.roles.further_learners.items():
+        if on_gpus(config) and role.settings.offload.parts != everything.parts:
+            text = f"{name}.offload: {{parameters: true, gradients: true, optimizer: true}}"
+            changes: dict[str, Any] = {name: replace(cast(LearnerConfig, role.section), offload=everything)}
             yield text, replace(config, **changes)
     least = config.max_sequence_tokens * config.algorithm.samples_per_comparison
     if policy.tokens_per_micro_batch > least:
@@ -120,13 +116,13 @@ def _shares_devices(config: RunConfig) -> bool:
 
 def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
     """Layouts that shard the model further: with the ranks that there are, then with more."""
-    own_layouts = {name: own for name, own in config.own_layouts.items() if name != "prm.reference"}
+    own_layouts = {name: own for name, own in config.roles.own_layouts.items() if name != "prm.reference"}
     for where, own in {"policy": config.layout, **own_layouts}.items():
         for factor in (2, 4, 8):
             if own.dp % factor == 0:
                 yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
     # An engine on the policy's ranks and other models with layouts of their own have as many.
-    if _shares_devices(config) or config.own_layouts or config.world_size > config.layout.world_size:
+    if _shares_devices(config) or config.roles.own_layouts or config.roles.world_size > config.layout.world_size:
         return
     layout = config.layout
     factor = 2

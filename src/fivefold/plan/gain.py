@@ -76,7 +76,7 @@ def best_change(
 
 def _cluster(config: RunConfig, kind: str) -> Cluster:
     engine = config.engine.layout
-    gpus = config.world_size + (engine.world_size if engine is not None and config.engine.is_apart else 0)
+    gpus = config.roles.world_size + (engine.world_size if engine is not None and config.engine.is_apart else 0)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
     # Of a node that is not full nobody knows where its ranks are: as many as fill whole ones.
     return Cluster(kind, -(-gpus // node) * node if gpus > node else gpus, node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -24,14 +24,15 @@ PLAIN_LOGITS_BYTES = 3 * 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Learner:
-    """Bytes of a model that learns beside the policy, on one rank."""
+class OtherMemory:
+    """Bytes of a model besides the policy on one rank."""
 
     state: int
-    """What is there of it in its updates: parameters, gradients, optimizer state, and what it is compared with."""
+    """What is there in its updates: parameters, gradients, optimizer state, and what it is compared with; 0 where it does
+    not learn."""
     resident: int
-    """What of that stays on the device outside of its turn."""
-    activations: int
+    """What stays on the device outside of its turn."""
+    activations: int = 0
     """What an update keeps for its backward."""
 
 
@@ -43,30 +44,23 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    reference: int
     engine: int
     """The engine's weights."""
     cache: int
     """Its keys and values."""
-    learners: Mapping[str, Learner] = field(default_factory=dict)
-    """Critic and process reward model, by name."""
-    reward_model: int = 0
-    """Parameters of the reward model."""
+    others: Mapping[str, OtherMemory] = field(default_factory=dict)
+    """Models besides the policy, by their roles."""
     engine_sleeps: bool = True
     """The engine is on the device while it samples only."""
     offload: frozenset[str] = frozenset()
-    """Parts of the policy that wait on the host outside of its turn; with `parameters` the reference's too."""
+    """Parts of the policy that wait on the host outside of its turn."""
 
-    @property
-    def _resident(self) -> dict[str, int]:
-        """What is there whoever has the device, but for models that learn beside the policy."""
-        parts = {"reward_model": self.reward_model} | ({} if self.engine_sleeps else {"engine": self.engine})
-        parts |= {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer") if name not in self.offload}
-        return parts | ({} if "parameters" in self.offload else {"reference": self.reference})
-
-    def _waiting(self, turn: str = "") -> dict[str, int]:
+    def _waiting(self, turn: str = "policy") -> dict[str, int]:
         """What is there of the models whose turn it is not."""
-        return {name: one.resident for name, one in self.learners.items() if name != turn} | self._resident
+        others = {name.replace(".", " "): one.resident for name, one in self.others.items() if name != turn}
+        parts = {} if self.engine_sleeps else {"engine": self.engine}
+        kept = (name for name in ("parameters", "gradients", "optimizer") if name not in self.offload)
+        return others | parts | {name: getattr(self, name) for name in kept}
 
     @property
     def training(self) -> dict[str, int]:
@@ -76,7 +70,7 @@ class Memory:
 
     def training_of(self, name: str) -> dict[str, int]:
         """What is there during an update of one of the others that learn."""
-        one = self.learners[name]
+        one = self.others[name]
         return {name: one.state, "activations": one.activations} | self._waiting(name)
 
     @property
@@ -92,7 +86,7 @@ class Memory:
     @property
     def phases(self) -> dict[str, dict[str, int]]:
         """The phases of a step that this run has, by name."""
-        others = {f"training the {name}": self.training_of(name) for name, one in self.learners.items() if one.state}
+        others = {f"training the {name}": self.training_of(name) for name, one in self.others.items() if one.state}
         engine = {"syncing weights": self.syncing, "sampling": self.sampling} if self.engine else {}
         return {"training": self.training, **others, **engine}
 
@@ -251,6 +245,22 @@ class Held:
     optimizer: int = 0
     activations: int = 0
 
+    def outside(self, parts: Collection[str]) -> int:
+        """What is there of its state when these parts have left."""
+        return sum(getattr(self, name) for name in ("parameters", "gradients", "optimizer") if name not in parts)
+
+
+@dataclass(frozen=True)
+class Other:
+    """A model besides the policy: how it is sharded, where, and what of it leaves the device outside of its turn."""
+
+    model: Sharded
+    first_rank: int = 0
+    offload: frozenset[str] = frozenset()
+    learns: bool = False
+    compared_by: str | None = None
+    """The role that it is compared with in each of its updates: it counts, and leaves, with that."""
+
 
 def estimate_memory(
     policy: Sharded,
@@ -263,65 +273,59 @@ def estimate_memory(
     engine_dtype: str | None = None,
     engine_cache: int | None = None,
     offload: frozenset[str] = frozenset(),
-    reference: Sharded | None = None,
-    learners: Mapping[str, Sharded] | None = None,
-    prm_reference: Sharded | None = None,
-    offloads: Mapping[str, frozenset[str]] | None = None,
-    reward_model: Sharded | None = None,
-    first_ranks: Mapping[str, int] | None = None,
+    others: Mapping[str, Other] | None = None,
 ) -> Memory:
-    """Memory of the fullest rank, with the engine next to the policy (0 sequences: no engine), cut in `engine_shards`.
+    """Memory of the fullest rank, with the engine next to the policy (0 sequences: no engine), sharded by `engine_shards`.
 
-    Each model lies by its own layout on the policy's ranks, or from that of `first_ranks` on; `offloads` has the parts that
-    leave of each of the `learners` beside it. `engine_cache`: bytes that the
-    engine takes for its cache whatever it needs; as many as its sequences need when left out.
+    `engine_cache`: bytes that the engine takes for its cache whatever it needs; as many as its sequences need when left out.
     """
     spec, size, engine_size = policy.spec, BYTES[dtype], BYTES[engine_dtype or dtype]
     if engine_cache is None:
         engine_cache = engine_sequences * spec.kv_numbers_per_token * engine_size * max_sequence_tokens // engine_shards
-    beside, frozen = learners or {}, {"reference": reference, "reward_model": reward_model, "prm_reference": prm_reference}
-    models = {"policy": policy, **beside, **{name: one for name, one in frozen.items() if one is not None}}
+    others = others or {}
+    models = {"policy": (policy, 0), **{name: (other.model, other.first_rank) for name, other in others.items()}}
     stages = [
-        (name, stage, (first_ranks or {}).get(name, 0) + number * (model.layout.world_size // model.layout.pp), model.layout)
-        for name, model in models.items()
+        (name, stage, first + number * (model.layout.world_size // model.layout.pp), model.layout)
+        for name, (model, first) in models.items()
         for number, stage in enumerate(model.held(size))
     ]
-    found = []
+    memories = []
     # Between the ranks where a stage of some model begins all hold the same.
     for rank in sorted({first for _, _, first, _ in stages}):
-        own = {
+        held = {
             name: stage for name, stage, first, layout in stages if first <= rank < first + layout.world_size // layout.pp
         }
-        mine, samples = own.get("policy", Held()), engine_sequences and "policy" in own
-        # Whoever is alone has nobody to leave the device to.
-        has_company = len(own) > 1 or bool(samples)
-
-        leaving = (offloads or {}) if has_company else {}
-        found.append(
+        own, samples = held.get("policy", Held()), engine_sequences and "policy" in held
+        # A model that is alone on a rank keeps the device.
+        has_company = len(held) > 1 or bool(samples)
+        memories.append(
             Memory(
-                parameters=mine.parameters,
-                gradients=mine.gradients,
-                optimizer=mine.optimizer,
-                activations=mine.activations,
-                reference=own.get("reference", Held()).parameters,
+                parameters=own.parameters,
+                gradients=own.gradients,
+                optimizer=own.optimizer,
+                activations=own.activations,
                 engine=spec.parameters * engine_size // engine_shards if samples else 0,
                 cache=max(0, engine_cache) if samples else 0,
-                learners={name: _learner(name, own, leaving.get(name, frozenset())) for name in beside},
-                reward_model=own.get("reward_model", Held()).parameters,
+                others={
+                    name: _other(name, others, held, has_company)
+                    for name, other in others.items()
+                    if other.compared_by is None
+                },
                 engine_sleeps=engine_sleeps,
                 offload=offload if has_company else frozenset(),
             )
         )
-    return max(found, key=lambda memory: memory.total)
+    return max(memories, key=lambda memory: memory.total)
 
 
-def _learner(name: str, own: Mapping[str, Held], leaving: frozenset[str]) -> Learner:
-    """Of what one rank holds; what the model is compared with leaves as its parameters do."""
-    held = own.get(name, Held())
-    states = {part: getattr(held, part) for part in ("parameters", "gradients", "optimizer")}
-    compared = 0 if "parameters" in leaving else own.get(f"{name}_reference", Held()).parameters
-    resident = sum(size for part, size in states.items() if part not in leaving)
-    return Learner(sum(states.values()) + compared, resident + compared, held.activations)
+def _other(name: str, others: Mapping[str, Other], held: Mapping[str, Held], has_company: bool) -> OtherMemory:
+    """One model of a rank, with what it is compared with."""
+    own, leaving = held.get(name, Held()), others[name].offload if has_company else frozenset()
+    compared = sum(held.get(key, Held()).parameters for key, one in others.items() if one.compared_by == name)
+    compared = 0 if "parameters" in leaving else compared
+    if not others[name].learns:
+        return OtherMemory(0, 0 if "parameters" in leaving else own.parameters)
+    return OtherMemory(own.outside(()) + compared, own.outside(leaving) + compared, own.activations)
 
 
 def _optimizer(own: RankParameters, layout: ParallelLayout, size: int) -> int:

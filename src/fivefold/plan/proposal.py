@@ -11,6 +11,7 @@ import yaml
 from fivefold.config import RunConfig
 from fivefold.config.gpus import GPUS
 from fivefold.config.loader import make_config
+from fivefold.config.roles import further_sections, on_policy_layout
 from fivefold.hub import model_snapshot
 from fivefold.models.families import load_spec
 from fivefold.models.spec import ModelSpec
@@ -60,14 +61,10 @@ def propose(
     rates = Efficiencies(load_rates(calibration), cluster.gpu)
     # Sizes are read where they are; other models' layouts and what set the layouts before are the search's to choose.
     searched = replace(
-        base,
+        on_policy_layout(base),
         model=replace(base.model, path=str(directory)),
         launch=replace(base.launch, gpu=cluster.gpu, allocation=None),
         trainer=replace(base.trainer, device="auto"),
-        reference=replace(base.reference, backend=None),
-        critic=replace(base.critic, backend=None),
-        prm=replace(base.prm, backend=None),
-        reward=replace(base.reward, model=replace(base.reward.model, backend=None)),
     )
     spec = load_spec(directory)
     found = Space(spec, searched, cluster, rates, lengths).search(count)
@@ -123,11 +120,13 @@ def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
         if engine.mode != base.engine.mode:
             tree["engine"]["mode"] = engine.mode
     tree["launch"] = {"gpu": proposal.cluster.gpu} | ({} if base.launch.allocation is None else {"allocation": None})
-    for section in ("reference", "critic", "prm"):
-        if getattr(base, section).backend is not None:
-            tree[section] = {"backend": None}
-    if base.reward.model.backend is not None:
-        tree["reward"] = {"model": {"backend": None}}
+    for name, section in further_sections(base).items():
+        if section.backend is not None:
+            *parents, last = name.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = {"backend": None}
     whole: dict[str, Any] = {}
     if not proposal.has_file:
         data, algorithm = base.data, base.algorithm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fivefold.config import RunConfig
+from fivefold.config.roles import Learns, Role
 from fivefold.layout import ParallelLayout
 from fivefold.models.adapters import adapters_of
 from fivefold.models.spec import ModelSpec
@@ -125,22 +126,30 @@ def _describe_ahead(config: RunConfig) -> list[str]:
 
 
 def _describe_others(config: RunConfig) -> list[str]:
-    lines, critic, reward_model = [], config.critic, config.reward.model
-    if config.uses_critic:
-        warmup = f", {critic.warmup_steps} steps of warm-up" if critic.warmup_steps else ""
-        lines.append(f"critic   {critic.path or config.model.path}, learning rate {critic.optimizer.lr:g}{warmup}")
-    if config.uses_prm:
-        chosen = config.algorithm.resolved.process_reward
-        compared = "the policy" if chosen.reference == "policy" else config.prm.reference.path or config.model.path
-        lines.append(
-            f"prm      {config.prm.path or config.model.path} against {compared}, "
-            f"learning rate {config.prm.optimizer.lr:g}, "
-            f"{config.prm.updates_per_step} updates {chosen.update} its rewards; outcome : process = "
-            f"{chosen.outcome_coef:g} : {chosen.coef:g}"
+    """A line on each model besides the policy that learns or scores."""
+    lines, roles = [], config.roles
+    for name, role in roles.further_learners.items():
+        warmup = (
+            f", {config.critic.warmup_steps} steps of warm-up" if name == "critic" and config.critic.warmup_steps else ""
         )
-    if reward_model.path:
-        lines.append(f"reward   model {reward_model.path} x {reward_model.weight:g}")
+        compared = [_compared(other) for other in roles.values() if other.compared_by == name]
+        against = f" against {compared[0]}" if compared else ""
+        process = config.algorithm.resolved.process_reward
+        rewards = ""
+        if role.learns is Learns.BEFORE_ADVANTAGES:
+            rewards = (
+                f", {role.updates_per_step} updates {process.update} its rewards; outcome : process = "
+                f"{process.outcome_coef:g} : {process.coef:g}"
+            )
+        lines.append(f"{name:<8} {role.path}{against}, learning rate {role.settings.optimizer.lr:g}{warmup}{rewards}")
+    if "reward.model" in roles:
+        lines.append(f"reward   model {roles['reward.model'].path} x {config.reward.model.weight:g}")
     return lines
+
+
+def _compared(role: Role) -> str:
+    """What messages call the weights that a model is compared with."""
+    return "the policy" if role.served_by == "policy" else role.path
 
 
 def _describe_adapters(config: RunConfig, spec: ModelSpec) -> list[str]:
@@ -151,7 +160,8 @@ def _describe_adapters(config: RunConfig, spec: ModelSpec) -> list[str]:
     names = ", ".join(dict.fromkeys(each.name for each in adapters_of(spec, lora) if each.is_adapted))
     trained = trained_parameters(spec, lora)
     begin = f", beginning with {config.policy.lora.path}" if config.policy.lora.path else ""
-    reference = "; the reference is the model without them" if config.reference_is_base else ""
+    is_base = "reference" in config.roles and config.roles["reference"].without_adapters
+    reference = "; the reference is the model without them" if is_base else ""
     dtype, rounded = config.engine.dtype or config.policy.dtype, []
     if not config.algorithm.offline and dtype != "float32":
         rounded.append(f"         the engine gets them merged, in {dtype}: rollout/lora_lost is the share that this loses")

@@ -106,8 +106,13 @@ class AsyncRollouts:
 
     # --- giving out --------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int) -> None:
-        """Give out what may be sampled once the engine has the weights of `step`; nothing behind the run's end."""
+    def begin(self, step: int, sync: Callable[[], None]) -> None:
+        """Sync the weights, then give out what may be sampled with them; nothing after the run's end."""
+        sync()
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        """Give out what may be sampled once the engine has the weights of `step`."""
         if step == self._began or self._admission.room(0, step) == 0:
             return
         if self._began < 0:
@@ -157,7 +162,7 @@ class AsyncRollouts:
 
     def next(self, step: int) -> list[Group]:
         """This rank's groups of the step."""
-        self.begin(step)
+        self._begin(step)
         self._log.record({"epoch": float(self._prompts.epoch(min(self._unused)))})
         began, waited = time.monotonic(), 0
         left_out: list[int] = []

@@ -51,7 +51,7 @@ class PromptQueue:
         self.position = int(state["position"])
 
 
-class EngineRollouts:
+class EngineRollouts(RolloutSource):
     """Responses that an engine samples, with their rewards."""
 
     def __init__(
@@ -101,7 +101,7 @@ class EngineRollouts:
         self._prompts.load_state_dict(state)
 
 
-class DatasetRollouts:
+class DatasetRollouts(RolloutSource):
     """Responses that stand in the data: the one to imitate, or the chosen and the rejected one."""
 
     def __init__(self, prompts: PromptQueue, ranks: Ranks, prompts_per_step: int) -> None:
@@ -118,7 +118,7 @@ class DatasetRollouts:
         self._prompts.load_state_dict(state)
 
 
-class ExpertRollouts:
+class ExpertRollouts(RolloutSource):
     """Responses of an expert that stand in the data, next to those of another source, as many in each optimizer step."""
 
     def __init__(
@@ -148,7 +148,7 @@ class ExpertRollouts:
         self._experts.load_state_dict(state["expert"])
 
 
-class DynamicSampling:
+class DynamicSampling(RolloutSource):
     """Further groups in the place of those without reward variance (DAPO, 2503.14476, section 3.2), or whose mean reward is
     outside of bounds (PRIME, 2502.01456).
 

@@ -69,7 +69,8 @@ class LoggedSamples:
         learned = [row for row in work.rows if row.get("used") and not row["failed"]]
         for number, row in enumerate(learned):
             update = int(work.stats.minibatch_N[number])
-            report = work.policy_reports[update] if update < len(work.policy_reports) else None
+            reports = work.reports["policy"]
+            report = reports[update] if update < len(reports) else None
             row |= {"update": update, "update_loss": report.loss if report else None}
             row["tokens"] |= found[number]
 

@@ -11,7 +11,6 @@ from fivefold.observability.run_logger import RunLogger
 from fivefold.reward.manager import RewardManager
 from fivefold.rollout.stats import BatchPlan
 from fivefold.trainer.checks import LogprobGate
-from fivefold.trainer.minibatches import MiniBatches
 from fivefold.trainer.models import Models
 from fivefold.trainer.trainer import Trainer
 
@@ -27,14 +26,10 @@ class Run:
     rollouts: RolloutSource
     plan: BatchPlan
     objective: Objective
-    minibatches: MiniBatches
+    updates: int
+    """Optimizer steps of one rollout, all epochs."""
     gate: LogprobGate
     trainer: Trainer
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps of one rollout, all epochs."""
-        return self.plan.updates_per_step * self.minibatches.ppo_epochs
 
     def close(self) -> None:
         """End the reward processes and the displays."""

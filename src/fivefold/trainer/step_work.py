@@ -7,6 +7,7 @@ work/step.safetensors  the stats, reports, metrics and rows so far    work/repli
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -41,19 +42,13 @@ class StepWork:
     """Of samples.jsonl; the main rank's are written."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What was recorded before the run ended; of a step that went on."""
-    policy_reports: list[StepReport] = field(default_factory=list)
-    critic_reports: list[StepReport] = field(default_factory=list)
-    prm_reports: list[StepReport] = field(default_factory=list)
+    reports: dict[str, list[StepReport]] = field(default_factory=lambda: defaultdict(list))
+    """Reports of the optimizer steps that each model has taken, by its role."""
 
     @property
     def updates(self) -> int:
         """Optimizer steps of all models that were taken."""
         return sum(len(reports) for reports in self.reports.values())
-
-    @property
-    def reports(self) -> dict[str, list[StepReport]]:
-        """Those of each model that learns."""
-        return {"policy": self.policy_reports, "critic": self.critic_reports, "prm": self.prm_reports}
 
     def writer(self, ranks: Ranks, metrics: dict[str, float]) -> Callable[[Path], list[Path]]:
         """Writes this rank's share into a directory and gives its files; `metrics` are those of the step so far."""
@@ -89,15 +84,13 @@ def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
     rows = json.loads(tensors.pop(_ROWS).numpy().tobytes()) if _ROWS in tensors else described["rows"]
     stats = _put_together(tensors, described["stats"])
     stats = replace(stats, owner_N=owners(stats, ranks.layout.dp, plan))
-    reports = {name: [StepReport(**each) for each in found] for name, found in described["reports"].items()}
+    reports = defaultdict(list, {name: [StepReport(**one) for one in taken] for name, taken in described["reports"].items()})
     return StepWork(
         stats,
         _read_batch(directory, stats, (stats.owner_N == ranks.coords.dp).nonzero()[:, 0].tolist(), plan),
         rows,
         described["metrics"],
-        reports["policy"],
-        reports["critic"],
-        reports.get("prm", []),
+        reports,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from fivefold.config.roles import Learns
 from fivefold.engines.weight_sync import sleeping_after
 from fivefold.rollout.packing import pack
 from fivefold.rollout.stats import gather_stats
@@ -11,7 +14,7 @@ from fivefold.trainer.run import Run
 def train(run: Run) -> None:
     """Train from where the run stands to its last step."""
     trainer, models, engine, rollouts, ranks, plan = run.trainer, run.models, run.engine, run.rollouts, run.ranks, run.plan
-    objective, minibatches, gate, stage = run.objective, run.minibatches, run.gate, run.logger.stage
+    objective, gate, stage = run.objective, run.gate, run.logger.stage
 
     for step in trainer.steps():
         if (work := trainer.work) is None:
@@ -29,13 +32,10 @@ def train(run: Run) -> None:
                 models.annotate(batch, objective.needs(run.updates) | gate.needs, stats)
             gate.check(batch, stats, models)
             work = trainer.begin_updates(groups, stats, batch)
-        with stage("prm"):
-            models.update_prm(work.batch, work.stats, work.prm_reports, step)
+        models.update(Learns.BEFORE_ADVANTAGES, work, step)
         if work.batch.advantages_T is None:
             objective.assign_advantages(work.batch, work.stats, ranks)
-        with stage("critic"):
-            learned = models.update_critic(minibatches(work.batch, work.stats), work.critic_reports, step)
-        with stage("train"):
-            models.update_policy(minibatches(work.batch, work.stats), work.policy_reports, step)
-            learned()
+        models.update(Learns.WITH_POLICY, work, step)
         trainer.end_updates()
+        with stage("weight_sync"):
+            rollouts.begin(step + 1, partial(models.sync, engine))

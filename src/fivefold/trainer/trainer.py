@@ -61,6 +61,7 @@ class Trainer:
     ranks: Ranks
     logger: RunLogger
     models: Models
+    objective: Objective
     rollouts: RolloutSource
     evaluation: Evaluation | None
     plan: BatchPlan
@@ -87,10 +88,6 @@ class Trainer:
     """Memory for copies of the models is made, or being made."""
     _last_metrics: dict[str, float] | None = None
     _has_evaluated: bool = False
-
-    @property
-    def objective(self) -> Objective:
-        return self.models.objective
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -133,13 +130,13 @@ class Trainer:
         self._has_learned = True
         if self.config.async_save and not self._is_prepared:
             self._is_prepared = True
-            for model in self.models.learners.values():
+            for model in self.models.trained.values():
                 model.prepare_snapshots()
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        models, resume = self.models.learners, self.config.resume
+        models, resume = self.models.trained, self.config.resume
         found = load_run(self.checkpoints, self.resume_from, resume, self.fingerprint, models, self.ranks, self.logger)
         if found is not None:
             path, state = found.path, found.state
@@ -169,7 +166,7 @@ class Trainer:
         every = self.config.guard.every
         if every and self.step % every == 0:
             with self.logger.stage("verify"):
-                for model in self.models.learners.values():
+                for model in self.models.trained.values():
                     model.verify()
         trim_heap(self.step)
         self._end_step()
@@ -215,21 +212,22 @@ class Trainer:
 
     def _record_metrics(self, done: StepWork) -> None:
         record = self.logger.record
-        before = self.models.policy.version - sum(not report.skipped for report in done.policy_reports)
+        policy_reports = done.reports["policy"]
+        before = self.models.policy.version - sum(not report.skipped for report in policy_reports)
         record(rollout_metrics(done.stats, before))
-        if done.policy_reports:
-            found = update_metrics(done.policy_reports, "policy")
+        if policy_reports:
+            found = update_metrics(policy_reports, "policy")
             if self.objective.kl_target is not None:
                 record({"policy/kl_coef": self.objective.kl_coef})
                 self.objective.adapt_kl(found.get("policy/kl_reference", math.nan), len(done.stats))
             record(found)
-        for name in ("critic", "prm"):
-            if done.reports[name]:
+        for name in self.models.learners:
+            if name != "policy" and done.reports[name]:
                 record(update_metrics(done.reports[name], name))
-        tokens, sequences = (sum(getattr(r, name) for r in done.policy_reports) for name in ("tokens", "sequences"))
+        tokens, sequences = (sum(getattr(r, name) for r in policy_reports) for name in ("tokens", "sequences"))
         tflop = self.flops(tokens, tokens / max(1, sequences)) / 1e12
         record({"memory/peak_gb": self.ranks.all_reduce_max(float(peak_memory.take())) / 2**30})
-        record(throughput(done.stats, done.policy_reports, self.logger.times, tflop, self.ranks.layout.world_size))
+        record(throughput(done.stats, policy_reports, self.logger.times, tflop, self.ranks.layout.world_size))
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         """Evaluate the policy as it is, and record what was found."""
@@ -270,7 +268,7 @@ class Trainer:
         elif self._before is not None:
             asked += ", which is done anew on resume"
             # Ranks without a model may not have heard of its last updates: the step is not known well enough to go on in it.
-            taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.learners.values())
+            taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.trained.values())
             if updates := taken - self._before.updates:
                 asked += f"; {updates} of its optimizer steps were taken and stay"
             self.logger.log(asked)
@@ -282,7 +280,7 @@ class Trainer:
             self._write(self.rollouts.state_dict(), self._groups(), True, pending)
 
     def _updates(self) -> int:
-        return sum(model.version for model in self.models.learners.values())
+        return sum(model.version for model in self.models.trained.values())
 
     def _groups(self) -> Writer | None:
         return self.rollouts.snapshot() if isinstance(self.rollouts, BufferedSource) else None
@@ -309,7 +307,7 @@ class Trainer:
         with self.logger.stage("save"):
             self._settle(wait=True)
             in_background = self.config.async_save and not is_last
-            parts = {name: model.snapshot(copies=in_background) for name, model in self.models.learners.items()}
+            parts = {name: model.snapshot(copies=in_background) for name, model in self.models.trained.items()}
             if groups is not None:
                 parts["rollouts"] = groups
             if work is not None:

@@ -47,7 +47,7 @@ def spawn(arguments: Sequence[str], config: RunConfig) -> int:
     Raises ValueError before anything starts where there is no cluster, where it has too few devices, or where a node does
     not see the run's files.
     """
-    count = config.world_size
+    count = config.roles.world_size
     if config.engine.layout is not None and config.engine.placement == "apart":
         count += config.engine.layout.world_size
     own = Amount(1 if config.trainer.device != "cpu" else 0, config.launch.ray.cpus_per_rank) * count
@@ -153,7 +153,7 @@ class RemoteRanks:
         assert first.report is not None
         variables = {
             **forwarded(os.environ, config.launch.ray.env_vars),
-            "WORLD_SIZE": str(config.world_size),
+            "WORLD_SIZE": str(config.roles.world_size),
             "MASTER_ADDR": first.report.address,
             "MASTER_PORT": str(first.report.port),
         }

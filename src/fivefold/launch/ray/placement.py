@@ -90,11 +90,11 @@ class Bundle:
 
 def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
     """The ranks of a run on these nodes, with what must share a node."""
-    world, engine, device = config.world_size, config.engine, config.trainer.device
+    world, engine, device = config.roles.world_size, config.engine, config.trainer.device
     on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
-    layouts = [config.layout, *config.own_layouts.values()]
+    layouts = [config.layout, *config.roles.own_layouts.values()]
     together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
-    if any(span.start % together for span in config.spans.values()) or world % together:
+    if any(role.first_rank % together for role in config.roles.models.values()) or world % together:
         # Groups of such neighbours do not begin where a node's ranks do.
         together = world
     each, beside = Amount(int(on_gpus), config.launch.ray.cpus_per_rank), Amount(0, 0)

@@ -1,0 +1,165 @@
+"""How each model that learns takes its optimizer steps of a rollout: StepWork -> updates, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol, cast
+
+from fivefold.algo import Objective
+from fivefold.algo.process_reward import ProcessReward, pair_accuracy
+from fivefold.algo.values import ValueLoss
+from fivefold.config.roles import Learns
+from fivefold.distributed.ranks import Ranks
+from fivefold.engines.sampling import request_seed
+from fivefold.interfaces import FrozenModel, Model
+from fivefold.trainer.minibatches import MiniBatch, MiniBatches, divided, select_tokens, skipped_share, without_skipped
+from fivefold.trainer.step_work import StepWork
+from fivefold.types import LossFn, StepReport, TokenBatch
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step of a model."""
+
+    batch: TokenBatch
+    loss: LossFn
+    finish: Callable[[StepReport], StepReport] = lambda report: report
+    """Gives the report its final metrics."""
+
+
+class Device(Protocol):
+    """What a learner needs of the other models of the run."""
+
+    @property
+    def by_role(self) -> dict[str, FrozenModel]: ...
+
+    def annotate(self, batch: TokenBatch, needs: frozenset[str]) -> None: ...
+
+
+class Learner(Protocol):
+    """How one model learns from a rollout."""
+
+    @property
+    def when(self) -> Learns: ...
+
+    @property
+    def stage(self) -> str:
+        """Name of its time in the metrics."""
+        ...
+
+    @property
+    def sends_ahead(self) -> bool:
+        """All its updates are known before the first is taken, so that samples can travel to it at once."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """An update begins when the report of the one before is there, also where the model has ranks of its own."""
+        ...
+
+    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
+        """The updates after those that have a report in `work`; `step` counts from 0. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyLearner:
+    """Mini-batches of the rollout, by the loss of the objective."""
+
+    objective: Objective
+    minibatches: MiniBatches
+    ranks: Ranks
+    seed: int = 0
+    first_step: int = 0
+    """Step from which it learns: before, only the critic does."""
+    when: Learns = Learns.WITH_POLICY
+    stage: str = "train"
+    sends_ahead: bool = False
+    waits: bool = False
+
+    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
+        """One update for each mini-batch, without the samples that add nothing."""
+        if step < self.first_step:
+            return
+        policy = cast(Model, models.by_role["policy"])
+        for mini in islice(self.minibatches(work.batch, work.stats), len(work.reports["policy"]), None):
+            seed = request_seed([self.seed, step, mini.number])
+            batch = select_tokens(without_skipped(mini), self.objective, policy, self.ranks, seed)
+            yield Update(batch, self.objective.loss, self._finish(mini, batch))
+
+    def _finish(self, mini: MiniBatch, batch: TokenBatch) -> Callable[[StepReport], StepReport]:
+        def finish(report: StepReport) -> StepReport:
+            # Without a token there is no mean.
+            metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
+            return replace(report, metrics=metrics | skipped_share(mini))
+
+        return finish
+
+
+@dataclass(frozen=True)
+class CriticLearner:
+    """The policy's mini-batches, by the value loss."""
+
+    objective: Objective
+    minibatches: MiniBatches
+    loss: ValueLoss
+    ranks: Ranks
+    values_per_update: bool = False
+    """Values and advantages of an update are those of the critic after the updates before it."""
+    when: Learns = Learns.WITH_POLICY
+    stage: str = "critic"
+    waits: bool = False
+
+    @property
+    def sends_ahead(self) -> bool:
+        return not self.values_per_update
+
+    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
+        """One update for each mini-batch, with all its samples."""
+        for mini in islice(self.minibatches(work.batch, work.stats), len(work.reports["critic"]), None):
+            if self.values_per_update:
+                self._revalue(models.by_role["critic"], mini)
+            yield Update(replace(mini.batch, routes_TLK=None), self.loss, self._finish)
+
+    def _finish(self, report: StepReport) -> StepReport:
+        return replace(report, metrics=self.loss.finalize_metrics(report.metrics))
+
+    def _revalue(self, critic: FrozenModel, mini: MiniBatch) -> None:
+        """Set values by the critic as it is now, and advantages over this update alone, for the policy's update too."""
+        part, index = mini.batch, mini.source.token_index(mini.places)
+        part.values_T = critic.forward(replace(part, routes_TLK=None))
+        self.objective.assign_advantages(part, mini.stats, self.ranks)
+        for name in ("values_T", "advantages_T", "returns_T"):
+            getattr(mini.source, name)[index] = getattr(part, name)
+
+
+@dataclass(frozen=True)
+class ProcessRewardLearner:
+    """Whole groups of the rollout, by their outcomes; then the rewards of their tokens."""
+
+    process: ProcessReward
+    ranks: Ranks
+    updates_per_step: int = 1
+    when: Learns = Learns.BEFORE_ADVANTAGES
+    stage: str = "prm"
+    sends_ahead: bool = False
+    waits: bool = True
+
+    def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
+        """Its updates, before or after it rewards the tokens of the step, as the method chooses."""
+        process, batch, stats, reports = self.process, work.batch, work.stats, work.reports["prm"]
+        if process.update == "after" and batch.prm_logprobs_T is None:
+            models.annotate(batch, frozenset({"prm_logprobs_T"}))
+        is_scored = batch.prm_logprobs_T is not None
+        before_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum) if is_scored else None
+        targets_N = process.targets(stats)
+        for rows_N, own in islice(divided(batch, stats, self.updates_per_step), len(reports), None):
+            part = replace(batch.select(own), temperature=1.0, update_tokens=int(stats.response_lengths_N[rows_N].sum()))
+            yield Update(part, process.loss_of(targets_N, stats.group_N, before_N, samples=len(rows_N)))
+        if not is_scored:
+            models.annotate(batch, frozenset({"prm_logprobs_T"}))
+        scores_N = process.scores(batch, len(stats), self.ranks.all_reduce_sum)
+        if (accuracy := pair_accuracy(scores_N, targets_N, stats.group_N)) is not None:
+            reports[-1] = replace(reports[-1], metrics={**reports[-1].metrics, "prm/pair_accuracy": accuracy})
