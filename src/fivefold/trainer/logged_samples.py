@@ -139,4 +139,4 @@ def _columns(batch: TokenBatch, stats: RolloutStats, objective: Objective) -> It
 
 
 def _part(name: str, column_T: Tensor, begin: int, end: int) -> list[float]:
-    return column_T[begin - (name == "values") : end].tolist()  # type: ignore[no-any-return]
+    return column_T[begin - (name == "values") : end].tolist()
