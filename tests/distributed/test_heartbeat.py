@@ -87,3 +87,22 @@ def alone(mesh):
 
 def test_what_a_rank_does_alone_ends_at_once(cluster):
     assert cluster.run(alone, "megatron:d2") == [True, True]
+
+
+def unheard(mesh):
+    """What ranks say that have not heard of the others; rank 1 does not answer."""
+    from fivefold.distributed.heartbeat import Ends, Heartbeat
+
+    beat, said = Heartbeat(), []
+    beat._ends = Ends(lambda: 0, print, said.append, print, unheard_seconds=1.0)
+    beat._all_have_begun = True
+    for _ in range(4 if mesh.ranks.rank == 0 else 0):
+        beat.tick()
+    mesh.ranks.barrier()
+    return said
+
+
+def test_a_rank_that_hears_of_no_other_names_those_that_do_not_answer(cluster):
+    (first,), second = cluster.run(unheard, "megatron:d2")
+    assert first.startswith("the other ranks were not heard of for 1 s") and first.endswith("ranks [1] do not answer")
+    assert second == []

@@ -95,6 +95,25 @@ def test_nothing_that_a_peer_sends_is_unpickled(cluster, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
+def test_only_records_of_a_library_that_exchanges_them_are_built(monkeypatch):
+    import io
+    import pickle
+
+    from fivefold.distributed import objects
+
+    monkeypatch.setattr(objects, "_libraries", {"fivefold"})
+
+    def loaded(value):
+        return objects._PlainUnpickler(io.BytesIO(pickle.dumps(value))).load()
+
+    from fivefold.distributed.pulse import Sign, Silence
+
+    assert loaded(Sign(1, True, "here")) == Sign(1, True, "here")
+    for value in (Silence(), objects.take_records_of, os.mkdir):
+        with pytest.raises(pickle.UnpicklingError):
+            loaded(value)
+
+
 def exchange_json(mesh):
     value = {"rank": mesh.ranks.rank, "names": ["é", None], "nan": float("inf"), "big": 2**70, "third": 1 / 3}
     return mesh.ranks.gather_objects(value), mesh.ranks.broadcast_from_main(value if mesh.ranks.is_main else None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Sequence
+from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -53,8 +56,21 @@ def unpickle_plain_values_only() -> None:
     distributed_c10d._unpickler = _PlainUnpickler
 
 
+_libraries: set[str] = set()
+"""Packages whose records are taken too."""
+
+
+def take_records_of(library: str) -> None:
+    """Let the object collectives also build dataclasses, enumerations and named tuples of a package that exchanges them."""
+    _libraries.add(library)
+
+
 class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> NoReturn:
+    def find_class(self, module: str, name: str) -> type:
+        # Of modules that are loaded already: a pickle imports nothing.
+        wanted = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _libraries else None
+        if isinstance(wanted, type) and (is_dataclass(wanted) or issubclass(wanted, Enum | tuple)):
+            return wanted
         raise pickle.UnpicklingError(
             f"ranks exchange plain values only: {module}.{name} came from another rank; a library that sends objects cannot "
             "be used in a run of several ranks"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.distributed.objects import broadcast_json
+from fivefold.distributed.objects import broadcast_json, take_records_of
 from fivefold.distributed.processes import unname_shared_memory
 from fivefold.distributed.scratch import scratch_directory
 from fivefold.engines.transformers import stop_token_ids
@@ -233,6 +233,8 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
     """
     from vllm.distributed import parallel_state
 
+    # It tells the ranks of a replica where its shared memory is.
+    take_records_of("vllm")
     name = broadcast_json(f"fivefold-{os.getpid()}", 0, None)
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Blocks
