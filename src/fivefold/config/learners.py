@@ -37,6 +37,9 @@ class OptimizerConfig:
     """Rate that the warm-up rises from."""
     decay_steps: Annotated[int, above(0)] | None = None
     """Count at which `min_lr` is reached, warm-up included; the whole run when left out."""
+    schedule_over: Literal["run", "data"] = "run"
+    """Length of a schedule without `decay_steps`, and of what a share of warm-up is a share of: the steps of the run, or
+    those that `trainer.epochs` passes over the data take, even where `trainer.steps` ends the run before."""
     min_lr: Annotated[float, within("[0, 1]")] = 0.0
     """Where a linear or cosine schedule ends."""
 
