@@ -1,4 +1,4 @@
-"""Scores of all samples of a step -> advantages_N."""
+"""Rewards of all samples of a step -> advantages_N."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What advantages are made of: one entry a sample of the whole step, the same on every rank."""
+    """Inputs of an advantage: one entry per sample of the whole step, the same on every rank."""
 
     rewards_N: Tensor
     group_N: Tensor
-    """Number of the prompt that a sample belongs to, from 0."""
+    """Index of the prompt that a sample belongs to, from 0."""
     lengths_N: Tensor
-    """Tokens of the responses."""
+    """Response lengths in tokens."""
     greedy_rewards_N: Tensor | None = None
-    """Reward of the most likely response to the same prompt, where the advantage needs it."""
+    """Reward of the most likely response to the same prompt; None if the advantage does not need it."""
     truncated_N: Tensor | None = None
-    """Whether a response was cut off at the longest length."""
+    """Whether a response was cut off at the maximum length."""
     expert_N: Tensor | None = None
-    """An expert's response, which is compared with none."""
+    """Whether a response is an expert's; such a response is not compared with others."""
 
     def select(self, chosen_N: Tensor) -> AdvantageInputs:
-        """Those of these samples, none of which is an expert's."""
+        """Return the inputs of the chosen samples, none of which is an expert's."""
         columns = {item.name: getattr(self, item.name) for item in fields(self)}
         chosen = {name: None if value is None else value[chosen_N] for name, value in columns.items()}
         _, group_N = self.group_N[chosen_N].unique(return_inverse=True)
         return replace(self, **{**chosen, "group_N": group_N, "expert_N": None})
 
     def group_sums(self, values_N: Tensor) -> Tensor:
-        """The sum over its group, for each sample, in float64."""
+        """[N] sum over the group of each sample, in float64."""
         groups = int(self.group_N.max()) + 1 if len(self.group_N) else 0
         return torch.zeros(groups).double().index_add(0, self.group_N, values_N.double())[self.group_N]
 
     def group_extremes(self, kind: str) -> Tensor:
-        """The largest (amax) or smallest (amin) reward of its group, for each sample, in float64."""
+        """[N] largest (amax) or smallest (amin) reward in the group of each sample, in float64."""
         empty = torch.zeros(int(self.group_N.max()) + 1 if len(self.group_N) else 0).double()
         found = empty.scatter_reduce(0, self.group_N, self.rewards_N.double(), kind, include_self=False)
         return found[self.group_N]
 
     @property
     def count_N(self) -> Tensor:
-        """Samples of its group, for each sample."""
+        """Number of samples in the group of each sample."""
         return self.group_sums(torch.ones_like(self.group_N))
 
     @property
     def differ_N(self) -> Tensor:
-        """Whether the rewards of its group differ, for each sample."""
-        # Not compared with the mean, which is rounded: equal rewards need not be equal to it.
+        """Whether the rewards differ within the group of each sample."""
+        # The mean is rounded, so equal rewards may differ from it; compare the extremes instead.
         return self.group_extremes("amax") != self.group_extremes("amin")
 
     @property
     def centred_N(self) -> Tensor:
-        """Reward less the mean of its group: exactly 0 where all of the group are equal, whatever the mean is rounded to."""
+        """Reward minus the group mean: exactly 0 if all rewards of the group are equal, however the mean is rounded."""
         return (self.rewards_N.double() - self.group_sums(self.rewards_N) / self.count_N) * self.differ_N
 
     def scale_N(self, over: str) -> Tensor:
-        """The unbiased standard deviation of the rewards in the group of each sample or in the whole step, or their mean
-        in the group."""
+        """[N] divisor of the advantages: the unbiased standard deviation of rewards in the sample's group or in the whole
+        step, or the group mean."""
         if over == "mean":
             return self.group_sums(self.rewards_N) / self.count_N
         if over == "batch":
@@ -71,7 +71,7 @@ class AdvantageInputs:
 
 
 Advantage = Callable[[AdvantageInputs], Tensor]
-"""Scores -> advantages_N."""
+"""AdvantageInputs -> advantages_N."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class GroupNorm:
     """
 
     normalize: str = "group"
-    """`none` leaves the division out: Dr. GRPO (2503.20783) equation 2; `batch` takes the std of all rewards of the step;
-    `mean` divides by the mean of the group instead: MaxRL (2602.02710)."""
+    """Divisor. `none`: no division, Dr. GRPO (2503.20783) equation 2. `batch`: the std of all rewards of the step. `mean`:
+    the group mean, MaxRL (2602.02710)."""
     shift: float = 0.0
-    """Added to the mean: AsymRE (2506.20520) takes it below 0."""
+    """Added to the mean; AsymRE (2506.20520) uses a value below 0."""
     over_step: bool = False
-    """Compare with the mean of all samples of the step instead."""
+    """Whether rewards are compared with the mean of all samples of the step instead of the group."""
     eps: float = 1e-6
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -100,16 +100,17 @@ class GroupNorm:
 
 @dataclass(frozen=True)
 class LogMeanExp:
-    """r - τ log mean e^(r / τ) of its group: OPMD with the exact baseline (Trinity-RFT, 2505.17826). One alone gives 0."""
+    """r - τ log mean e^(r / τ) of its group: OPMD with the exact baseline (Trinity-RFT, 2505.17826). A group of one gives
+    0."""
 
     temperature: float = 1.0
     over_step: bool = False
-    """Of all samples of the step instead."""
+    """Whether the baseline is over all samples of the step instead of the group."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         if self.over_step:
             inputs = replace(inputs, group_N=torch.zeros_like(inputs.group_N))
-        # e^((r - r_max) / τ) cannot overflow.
+        # Subtracting the maximum first keeps the exponential from overflowing.
         best_N = inputs.group_extremes("amax")
         mean_N = inputs.group_sums(((inputs.rewards_N - best_N) / self.temperature).exp()) / inputs.count_N
         return (inputs.rewards_N - best_N - self.temperature * mean_N.log()).float()
@@ -117,9 +118,9 @@ class LogMeanExp:
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """r - mean of the others of its group: RLOO (2402.14740). A group of one gives 0.
+    """r - mean of the other rewards of its group: RLOO (2402.14740). A group of one gives 0.
 
-    Normalised as NeMo-RL does: by the std where there is one, otherwise not at all.
+    Normalized as in NeMo-RL: by the std where it is above 0, otherwise not at all.
     """
 
     normalize: str = "none"
@@ -136,7 +137,7 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """Best - second best of its group for the best response, 0 for the others: the gradient of max@k (2503.19595)."""
+    """Best - second-best reward of the group for the best response, 0 for the others: the gradient of max@k (2503.19595)."""
 
     normalize: str = "none"
     eps: float = 1e-6
@@ -154,19 +155,19 @@ class PassAtK:
 
 
 def length_weighted(inputs: AdvantageInputs) -> Tensor:
-    """r - Σ length·r / Σ length of its group: OPO's baseline of least variance (2505.23585)."""
+    """r - Σ length·r / Σ length of its group: OPO's minimum-variance baseline (2505.23585)."""
     weighted_N = inputs.group_sums(inputs.rewards_N * inputs.lengths_N)
     baseline_N = weighted_N / inputs.group_sums(inputs.lengths_N).clamp(min=1)
     return ((inputs.rewards_N.double() - baseline_N) * inputs.differ_N).float()
 
 
 def group_scaled(inputs: AdvantageInputs) -> Tensor:
-    """(r - mean of its group) · samples / samples whose group is not all alike: GPG (2504.02546)."""
+    """(r - mean of its group) · samples / samples in groups whose rewards differ: GPG (2504.02546)."""
     return (inputs.centred_N * len(inputs.rewards_N) / inputs.differ_N.sum().clamp(min=1)).float()
 
 
 def nonzero_scaled(inputs: AdvantageInputs) -> Tensor:
-    """(r - mean of its group) · samples / samples whose reward is not 0: what verl calls GPG (core_algos.py)."""
+    """(r - mean of its group) · samples / samples with a nonzero reward: verl's version of GPG (core_algos.py)."""
     return (inputs.centred_N * len(inputs.rewards_N) / (inputs.rewards_N != 0).sum().clamp(min=1)).float()
 
 
@@ -177,14 +178,14 @@ def greedy_baseline(inputs: AdvantageInputs) -> Tensor:
 
 
 def reward(inputs: AdvantageInputs) -> Tensor:
-    """The reward as it is: a critic or the whole step is what it is compared with."""
+    """r unchanged, for methods whose baseline is a critic or the whole step."""
     return inputs.rewards_N.float()
 
 
 def make_advantage(
     name: str, normalize: str, baseline_shift: float | None = None, baseline_temperature: float | None = None
 ) -> Advantage:
-    """The advantage of this name; numbers left out are its own."""
+    """Return the advantage `name`. Parameters left out keep their defaults."""
     kinds: dict[str, Advantage] = {
         "reward": reward,
         "group": GroupNorm(normalize, baseline_shift or 0.0),

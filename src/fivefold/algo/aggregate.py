@@ -1,6 +1,6 @@
-"""Lengths of the responses of one update -> the weight of each sample's tokens, so that the loss is a plain sum.
+"""Response lengths of one update -> the weight of each sample's tokens, so that the loss is a plain sum.
 
-The denominators are those of the whole update over all replicas; no division into micro-batches or ranks can change them.
+The denominators cover the whole update over all replicas, so the split into micro-batches or ranks does not change the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Aggregate = Callable[[Tensor, int], Tensor]
 
 
 def token_mean(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
-    """Σ l / Σ tokens: every token counts alike (DAPO, 2503.14476 equation 8)."""
+    """Σ l / Σ tokens: every token has the same weight (DAPO, 2503.14476 equation 8)."""
     lengths_N = response_lengths_N.double()
     return torch.full_like(lengths_N, 1.0) / lengths_N.sum().clamp(min=1)
 
@@ -40,9 +40,10 @@ def constant_length(response_lengths_N: Tensor, max_response_tokens: int) -> Ten
 
 
 def micro_batch_token_mean(response_lengths_N: Tensor, max_response_tokens: int) -> Tensor:
-    """Mean over micro-batches of Σ l / tokens of the micro-batch, which only the micro-batch itself can know: here 1.
+    """Mean over micro-batches of Σ l / tokens of the micro-batch. The micro-batch divides by its tokens, so the weight here
+    is 1.
 
-    So a token's weight depends on the division: only for those who must reproduce verl's older actor or siiRL.
+    A token's weight then depends on the split into micro-batches. Use it only to reproduce verl's older actor or siiRL.
     """
     return torch.ones_like(response_lengths_N.double())
 

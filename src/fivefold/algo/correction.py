@@ -1,8 +1,8 @@
-"""old_logprobs, rollout_logprobs -> weights of tokens that make up for samples of another policy than the trainer's.
+"""old_logprobs, rollout_logprobs -> token weights that correct for samples from a policy other than the trainer's.
 
 Truncated importance sampling (TIS): Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-(2025); masked (MIS) and sequence-level forms: Liu et al., "When Speed Kills Stability" (2025); IcePop: Ring-1T
-(2510.18855); decoupled PPO: AReaL (2505.24298).
+(2025); masked (MIS) and sequence-level forms: Liu et al., "When Speed Kills Stability" (2025); IcePop: Ring-1T (2510.18855);
+decoupled PPO: AReaL (2505.24298).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Level = Callable[[Tensor, Segments], Tensor]
 
 @dataclass(frozen=True)
 class Correction:
-    """weight = trainer / engine, kept within bounds, and rejection of what lies too far off."""
+    """Weights tokens by trainer / engine within bounds, and rejects tokens or responses that are too far off."""
 
     weight: str | Level = "none"
-    """none, token, sequence, geometric, or a function of the user's."""
+    """Level of the weight: none, token, sequence, geometric, or a user function."""
     low: float = 0.0
     high: float = 2.0
     outside: str = "truncate"
@@ -33,7 +33,7 @@ class Correction:
     reject_low: float = 0.0
     reject_high: float = 2.0
     reject_divergence: Mapping[str, float] = field(default_factory=dict)
-    """Statistic -> its upper bound."""
+    """Upper bound by statistic."""
 
     @property
     def is_active(self) -> bool:
@@ -41,13 +41,13 @@ class Correction:
 
     @property
     def second_moment(self) -> float | None:
-        """Bound of the mean of (log trainer - log engine)² over the tokens that are kept of an update."""
+        """Upper bound of the mean of (log trainer - log engine)² over the kept tokens of an update; None without one."""
         return self.reject_divergence.get(SECOND_MOMENT)
 
     def __call__(self, log_ratio_T: Tensor, samples: Segments) -> tuple[Tensor, Tensor]:
         """(weight_T of the surrogate, kept_T) from log trainer - log engine; neither has a gradient.
 
-        Denominators of the loss are not touched: what is masked or rejected still counts in them.
+        Loss denominators do not change: masked and rejected tokens still count in them.
         """
         weight_T = torch.ones_like(log_ratio_T)
         if self.weight != "none":
@@ -68,7 +68,7 @@ class Correction:
         return weight_T, kept_T
 
     def metrics(self, log_ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor, samples: Segments) -> dict[str, Tensor]:
-        """Numbers a token, of which the mean over tokens is reported."""
+        """Return values per token; their mean over tokens is reported."""
         level = next((each for each in (self.weight, self.reject) if each != "none"), "token")
         raw_T = ratio_at(level, log_ratio_T, samples)
         final_T = weight_T * kept_T
@@ -84,16 +84,16 @@ class Correction:
 
 
 def interpolation(age_T: Tensor, updates: int) -> Tensor:
-    """[T] (s - 1) / s, 0 for s <= 1, of tokens that are s steps old: where the policy of one step ago lies between the one
-    that sampled a token and the one of now, if log-probs move alike in each step (A-3PO, 2512.06547).
+    """[T] (s - 1) / s for tokens that are s steps old, 0 for s <= 1.
 
-    `age_T` counts optimizer steps, of which a step takes `updates`.
+    If log-probs change equally in each step, this is the position of the previous step's policy between the policy that
+    sampled the token and the current one (A-3PO, 2512.06547). `age_T` counts optimizer steps; a step has `updates` of them.
     """
     return ((age_T - updates).double() / age_T.clamp(min=1)).clamp(min=0.0).float()
 
 
 def divergence(name: str, log_ratio_T: Tensor, samples: Segments) -> Tensor:
-    """[T] a statistic of each token, or its sum, mean or largest value in its response, by a row of DIVERGENCES."""
+    """[T] statistic of each token, or its sum, mean or maximum over the response, by a row of DIVERGENCES."""
     over, _, estimator = name.partition("_")
     bounded_T = log_ratio_T.clamp(-20, 20)
     if estimator == "k2":
@@ -106,9 +106,9 @@ def divergence(name: str, log_ratio_T: Tensor, samples: Segments) -> Tensor:
 
 
 def beyond_second_moment(log_ratio_S: Tensor, bound: float) -> Tensor:
-    """[S] the fewest tokens, of the largest (log ratio)², without which its mean is below `bound`: M2PO (2510.01161).
+    """[S] smallest set of tokens to leave out so that the mean (log ratio)² is below `bound`: M2PO (2510.01161).
 
-    One token is kept at least.
+    It takes those with the largest (log ratio)², and at least one token is kept.
     """
     square_S, order_S = log_ratio_S.double().square().sort(descending=True, stable=True)
     rest_S = square_S.flip(0).cumsum(0).flip(0) / torch.arange(len(square_S), 0, -1, device=square_S.device)
@@ -120,7 +120,7 @@ def beyond_second_moment(log_ratio_S: Tensor, bound: float) -> Tensor:
 
 
 def ratio_at(level: str | Level, log_ratio_T: Tensor, samples: Segments) -> Tensor:
-    """trainer / engine of each token, or of its response: the product over its tokens, or that product's geometric mean."""
+    """[T] trainer / engine of each token, or of its response: the product over its tokens, or the geometric mean."""
     if not isinstance(level, str):
         return level(log_ratio_T, samples)
     if level == "sequence":

@@ -1,4 +1,4 @@
-"""advantages_N -> advantages_T: how what a response earned comes to its tokens."""
+"""advantages_N -> advantages_T: distributes the advantage of a response to its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fivefold.algo.segments import Segments
 class Credit(Protocol):
     @property
     def by_token(self) -> bool:
-        """Penalties of tokens come to the tokens before them; otherwise they belong to the reward of the response."""
+        """Whether a token's penalty counts for the tokens before it. Otherwise it is part of the reward of the response."""
         ...
 
     @property
@@ -23,7 +23,7 @@ class Credit(Protocol):
 
     @property
     def keeps_zero(self) -> bool:
-        """Tokens of a response that earned exactly nothing have no advantage, where none of them is penalised."""
+        """Whether the tokens of a response with advantage 0 and no penalties have advantage 0."""
         ...
 
     def __call__(
@@ -31,7 +31,7 @@ class Credit(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T), 0 outside of responses.
 
-        `values_T` are the critic's, each of the text up to and including its token; `finished_N` marks the responses that
+        `values_T` are the critic's values of the text up to and including each token. `finished_N` marks the responses that
         ended by themselves.
         """
         ...
@@ -39,7 +39,7 @@ class Credit(Protocol):
 
 @dataclass(frozen=True)
 class UniformCredit:
-    """Every token has its response's advantage."""
+    """Gives every token the advantage of its response."""
 
     by_token: bool = False
     needs_critic: bool = False
@@ -54,7 +54,7 @@ class UniformCredit:
 
 @dataclass(frozen=True)
 class DiscountedReturn:
-    """G_t = r_t + γ G_{t+1}, the reward at the last token: REINFORCE++ (2501.03262)."""
+    """G_t = r_t + γ G_{t+1}, with the reward at the last token: REINFORCE++ (2501.03262)."""
 
     gamma: float = 1.0
     by_token: bool = True
@@ -73,8 +73,8 @@ class DiscountedReturn:
 class GAE:
     """δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, returns A + V: 1506.02438 equations 11 to 16.
 
-    V_t is the value before token t. After the last token it is 0; with `bootstrap_truncated` it is the critic's value of the
-    whole text where the response was cut off.
+    V_t is the value before token t. After the last token it is 0. With `bootstrap_truncated` and a truncated response, it is
+    the critic's value of the whole text.
     """
 
     gamma: float = 1.0
@@ -101,7 +101,7 @@ class GAE:
 
 @dataclass(frozen=True)
 class UserCredit:
-    """A function of the user's: advantages_N, penalties_T, samples -> advantages_T."""
+    """Wraps a user function: advantages_N, penalties_T, samples -> advantages_T."""
 
     function: Callable[[Tensor, Tensor, Segments], Tensor]
     by_token: bool = True
@@ -116,12 +116,13 @@ class UserCredit:
 
 
 def before(values_T: Tensor) -> Tensor:
-    """The value of the text before each token; a sample's first token is never a response's."""
+    """[T] value of the text before each token. A sample's first token is never a response token: the wrap-around is
+    harmless."""
     return values_T.roll(1)
 
 
 def returns_of(rewards_NL: Tensor, factor: float) -> Tensor:
-    """x_t + factor · x_{t+1} + ..., from the end."""
+    """[N, L] x_t + factor · x_{t+1} + factor² · x_{t+2} + ..."""
     found_NL = rewards_NL.clone()
     for place in range(rewards_NL.shape[1] - 2, -1, -1):
         found_NL[:, place] += factor * found_NL[:, place + 1]
@@ -129,7 +130,7 @@ def returns_of(rewards_NL: Tensor, factor: float) -> Tensor:
 
 
 class Table:
-    """Response tokens as rows [N, L] in float64, each row filled from the left."""
+    """Arranges response tokens as rows [N, L] in float64, each row filled from the left."""
 
     def __init__(self, samples: Segments) -> None:
         self._place_S = samples.mask_T.nonzero()[:, 0]
@@ -147,15 +148,15 @@ class Table:
         return found_NL
 
     def rewards(self, advantages_N: Tensor, penalties_T: Tensor) -> Tensor:
-        """Each token's reward: what it is penalised by, and at the last one what the response earned."""
+        """[N, L] reward of each token: minus its penalty, plus the advantage of the response at the last token."""
         return torch.where(self.is_last_NL, advantages_N.double()[:, None], 0.0) - self.rows(penalties_T)
 
     def last(self, values_T: Tensor) -> Tensor:
-        """[N] the value at the last response token of each sample, 0 of an empty one."""
+        """[N] value at the last response token of each sample; 0 for an empty response."""
         return torch.where(self.is_last_NL, self.rows(values_T), 0.0).sum(1)
 
     def flat(self, values_NL: Tensor) -> Tensor:
-        """Back to [T] in float32."""
+        """[T] the values in float32, one per token of the batch; 0 outside of responses."""
         found_T = torch.zeros(self._tokens)
         found_T[self._place_S] = values_NL[self._row_S, self._column_S].float()
         return found_T
@@ -170,10 +171,11 @@ def optimal_token_baseline(
     total: Callable[[Tensor], Tensor],
     eps: float = 1e-8,
 ) -> Tensor:
-    """[T] Σ W_t G_t / Σ W_t over the responses of a group that have a token t, with W_t the `squares_T` up to t: 2602.07078.
+    """[T] Σ W_t G_t / Σ W_t over the responses of a group that have a token t; W_t is the sum of `squares_T` up to t
+    (2602.07078).
 
-    0 where a response is the only one with such a token, as in verl (core_algos.py). `group_N` are the groups of these
-    samples, `longest_G` the longest response of each group of the step; `total` sums over replicas.
+    It is 0 where only one response has such a token, as in verl (core_algos.py). `group_N` has the groups of these samples,
+    `longest_G` the longest response of each group of the step; `total` sums over replicas.
     """
     table = Table(samples)
     present_NL = table.present_NL
@@ -199,7 +201,7 @@ def whiten(
 ) -> Tensor:
     """(x - mean) / sqrt(unbiased variance + eps) over the response tokens of all replicas; `total` sums over them.
 
-    With `part_T`, numbers below `parts`, over the tokens of each part for itself.
+    With `part_T` (part numbers below `parts`), each part has its own mean and variance.
     """
     values, part = values_T[mask_T].double(), torch.zeros_like(values_T, dtype=torch.long) if part_T is None else part_T
     own = part[mask_T]
@@ -214,7 +216,7 @@ def whiten(
 
 
 def make_credit(name: str, gamma: float | None, lam: float | None, bootstrap_truncated: bool | None = None) -> Credit:
-    """The credit of this name; numbers left out are its own."""
+    """Return the credit `name`. Parameters left out keep their defaults."""
     given: dict[str, Any] = {key: value for key, value in (("gamma", gamma), ("lam", lam)) if value is not None}
     if name == "gae":
         return GAE(**given, bootstrap_truncated=bool(bootstrap_truncated))

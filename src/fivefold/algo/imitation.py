@@ -1,4 +1,4 @@
-"""What responses of an expert add to the objective, next to those that were sampled."""
+"""Objective term for expert responses, added to the objective of the sampled responses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fivefold.algo.aggregate import Aggregate
 
 @dataclass(frozen=True)
 class Imitation:
-    """(1 - μ) of the objective of what was sampled and μ of the log-likelihood of the expert: CHORD (2508.11408)."""
+    """(1 - μ) · objective of the sampled responses + μ · log-likelihood of the expert's responses: CHORD (2508.11408)."""
 
     weight: float
-    """μ before its decay."""
+    """μ after warm-up, before its decay."""
     final_weight: float
     warmup_updates: int
     decay_updates: int
@@ -24,7 +24,7 @@ class Imitation:
     aggregate: Aggregate
 
     def share(self, update: int) -> float:
-        """μ in the optimizer step `update` of the run, counted from 1: up from 0, then down along a cosine."""
+        """μ in the optimizer step `update` of the run, counted from 1: rises linearly from 0, then decays along a cosine."""
         if update < self.warmup_updates:
             return self.weight * update / self.warmup_updates
         behind = update - self.warmup_updates
@@ -34,8 +34,8 @@ class Imitation:
         return self.final_weight + (self.weight - self.final_weight) * cosine
 
     def __call__(self, logprobs_T: Tensor) -> Tensor:
-        """log π of each token; CHORD-φ weights it by p (1 - p), so that tokens which the policy is sure of, or takes to be
-        impossible, teach little."""
+        """log π of each token. CHORD-φ weights it by p (1 - p), so that tokens teach little where the policy is certain of
+        them or considers them impossible."""
         if self.token_weight == "none":
             return logprobs_T
         p_T = logprobs_T.detach().exp()

@@ -1,4 +1,4 @@
-"""logprobs, old_logprobs -> log-ratio of each token, of the token itself or of its whole response."""
+"""logprobs, old_logprobs -> log-ratio of each token, by token or by whole response."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def token(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments) -> Tens
 
 
 def sequence(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments) -> Tensor:
-    """The mean over its response, at each of its tokens: GSPO (2507.18071) equation 7."""
+    """Mean log-ratio over the response, at each of its tokens: GSPO (2507.18071) equation 7."""
     return samples.means(logprobs_T - old_logprobs_T)[samples.sample_T]
 
 
 def sequence_token(logprobs_T: Tensor, old_logprobs_T: Tensor, samples: Segments) -> Tensor:
-    """The value of `sequence`, its gradient through the token itself: GSPO-token (2507.18071) equation 14."""
+    """Value of `sequence` with the gradient of the token itself: GSPO-token (2507.18071) equation 14."""
     return logprobs_T - logprobs_T.detach() + sequence(logprobs_T.detach(), old_logprobs_T, samples)
 
 

@@ -15,26 +15,27 @@ def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """Half the squared log-ratio: its gradient is that of the KL."""
+    """Half the squared log-ratio; its gradient is that of the KL."""
     return 0.5 * (logprobs_T - ref_logprobs_T).square()
 
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """e^-d + d - 1 with d = log π - log π_ref: unbiased and never negative (GRPO, 2402.03300 equation 4).
 
-    d is kept within ±20, where e^20 is finite and the penalty long unbearable.
+    d is clamped to ±20, so that the exponential stays finite; the penalty is already extreme there.
     """
     log_ratio_T = (logprobs_T - ref_logprobs_T).clamp(-20, 20)
     return (-log_ratio_T).expm1() + log_ratio_T
 
 
 def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """|log π - log π_ref|: no estimate of the KL, but a distance that some systems offer."""
+    """|log π - log π_ref|: a distance that some systems offer, not an estimate of the KL."""
     return (logprobs_T - ref_logprobs_T).abs()
 
 
 def straight_through(value: Estimator) -> Estimator:
-    """The value of an estimator with the gradient of k2, which is the KL's own; k1's would be 0 on average."""
+    """Return an estimator with the value of `value` and the gradient of k2, which is that of the KL; k1's would be 0 on
+    average."""
 
     def estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
         gradient_T = k2(logprobs_T, ref_logprobs_T)
@@ -55,5 +56,6 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def adapt(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """coef · (1 + clip(KL / target - 1, ±0.2) · samples / horizon): 1909.08593 section 2.2."""
+    """Return the adapted coefficient, coef · (1 + clip(KL / target - 1, ±0.2) · samples / horizon): 1909.08593 section
+    2.2."""
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

@@ -30,24 +30,24 @@ from fivefold.types import LossOutput, RolloutStats, TokenBatch
 from fivefold.user_code import is_user_code, load_user_code
 
 LOGPROB_DIFF_BOUNDS = (0.1, 0.5, 1.0)
-"""Nats; the share of tokens whose log-probs of engine and trainer are further apart is recorded."""
+"""Bounds in nats; for each one, the share of tokens is recorded whose engine and trainer log-probs differ by more."""
 
 
 class Replicas(Protocol):
-    """How numbers travel between the data-parallel replicas of a step."""
+    """Reduces numbers over the data-parallel replicas of a step."""
 
     def all_reduce_sum(self, sums: Tensor) -> Tensor:
-        """The sum over replicas."""
+        """Return the sum over replicas."""
         ...
 
     def all_reduce_max(self, number: float) -> float:
-        """The largest of all."""
+        """Return the maximum over replicas."""
         ...
 
 
 @dataclass
 class Objective:
-    """What is maximised: Σ weights · correction · surrogate + Σ penalty_weights · (entropy_coef · H - kl_coef · KL)."""
+    """Maximized objective: Σ weights · correction · surrogate + Σ penalty_weights · (entropy_coef · H - kl_coef · KL)."""
 
     advantage: Advantage
     surrogate: Surrogate
@@ -55,21 +55,21 @@ class Objective:
     importance_sampling_level: Ratio
     aggregate: Aggregate
     penalty_aggregate: Aggregate
-    """Of KL and entropy."""
+    """Aggregation of the KL and entropy terms."""
     kl_estimator: kl.Estimator
     rollout_correction: Correction
     ratio_reference: RatioReference = "old"
-    """What the surrogate's ratio compares with."""
+    """Log-probs that the surrogate's ratio compares with."""
     per_micro_batch: bool = False
-    """Tokens are averaged in each micro-batch instead of the update: the legacy aggregation."""
+    """Whether tokens are averaged per micro-batch instead of per update: the legacy aggregation."""
     kl_coef: float = 0.0
     kl_in_reward: bool = False
     kl_target: float | None = None
     kl_horizon: int = 10000
     kl_ratio_weighted: bool = False
-    """The penalty of a token is multiplied by its ratio to the old policy."""
+    """Whether the KL penalty of a token is multiplied by its ratio to the old policy."""
     kl_reward_coef: float = 0.0
-    """Of a second penalty, in the reward beside the one in the loss."""
+    """Coefficient of a second KL penalty, in the reward, next to the one in the loss."""
     kl_reward_estimator: kl.Estimator = kl.ESTIMATORS["k1"]
     entropy_coef: float = 0.0
     token_baseline: bool = False
@@ -87,21 +87,21 @@ class Objective:
     difficulty_high: float | None = None
     difficulty_by: Literal["reward", "correct", "spread"] = "reward"
     old_logprobs_from: Literal["trainer", "engine", "loglinear"] = "trainer"
-    """Whose log-probs are the old ones; loglinear: between the engine's and those of now, by a token's age."""
+    """Source of the old log-probs. loglinear: interpolated by token age between the engine's and the current ones."""
     needs_greedy: bool = False
-    """The advantage compares with the most likely response to the prompt."""
+    """Whether the advantage compares with the most likely response to the prompt."""
     vanishes: bool = False
-    """The surrogate of a sample without advantages is nothing, whatever its log-probs are."""
+    """Whether the surrogate is exactly 0 for a sample with zero advantages, whatever its log-probs are."""
     imitation: Imitation | None = None
-    """Of an expert's responses among those of the step."""
+    """Objective term for expert responses among those of the step; None without an expert."""
     process: ProcessReward | None = None
-    """Rewards of tokens by a model that learns with the policy."""
+    """Token rewards from a process reward model that learns with the policy; None without one."""
     step: int = 0
-    """The step in progress, which the share of the expert depends on."""
+    """Step in progress, from 0; the expert's share depends on it."""
 
     @classmethod
     def of(cls, chosen: Choices) -> Objective:
-        """The functions of choices that were resolved."""
+        """Build the objective from resolved choices."""
         correction = chosen.rollout_correction
         kinds = {item.name: getattr(correction, item.name) for item in fields(Correction)}
         kinds["weight"] = _choose(str(correction.weight), str)
@@ -139,7 +139,7 @@ class Objective:
 
     @property
     def reward_penalty(self) -> tuple[float, kl.Estimator] | None:
-        """Coefficient and estimator of the KL that is taken off the reward."""
+        """Coefficient and estimator of the KL that is subtracted from the reward; None without one."""
         if self.kl_coef and self.kl_in_reward:
             return self.kl_coef, self.kl_estimator
         return (self.kl_reward_coef, self.kl_reward_estimator) if self.kl_reward_coef else None
@@ -154,11 +154,11 @@ class Objective:
 
     @property
     def token_selector(self) -> TokenSelector | None:
-        """The surrogate, where it chooses tokens among all of the update."""
+        """The surrogate if it selects tokens among all tokens of the update, otherwise None."""
         return cast(TokenSelector, self.surrogate) if hasattr(self.surrogate, "select_tokens") else None
 
     def needs_old_logprobs(self, updates: int) -> bool:
-        """Whether the log-probs before the first update are wanted; one update on fresh samples has them itself."""
+        """Whether log-probs are needed before the first update. A single update on fresh samples computes them itself."""
         if self.reward_penalty is not None or self.token_baseline:
             return True
         if self.token_selector is not None and self.old_logprobs_from != "engine":
@@ -169,7 +169,7 @@ class Objective:
         return updates > 1 and compares and self.old_logprobs_from == "trainer"
 
     def needs(self, updates: int) -> frozenset[str]:
-        """Fields of a batch that must be filled in before `updates` optimizer steps on it."""
+        """Return the batch fields that must be filled in before `updates` optimizer steps on it."""
         wanted = {
             "old_logprobs_T": self.needs_old_logprobs(updates),
             "half_temperature_logprobs_T": self.token_baseline,
@@ -183,7 +183,7 @@ class Objective:
     # --- before the updates ------------------------------------------------------------------------------------------
 
     def shape_rewards(self, rewards_N: Tensor, lengths_N: Tensor, max_response_tokens: int) -> Tensor:
-        """Rewards with the penalty of overlong responses, shifted, scaled and within their bounds, in this order."""
+        """Apply to the rewards, in this order: overlong penalty, shift, scale, clipping."""
         if self.overlong_buffer:
             share = self.overlong_buffer < 1
             buffer = self.overlong_buffer * max_response_tokens if share else self.overlong_buffer
@@ -201,7 +201,7 @@ class Objective:
         if self.whiten_by != "step":
             part_N = stats.domain_N if self.whiten_by == "domain" else stats.group_N
         batch.advantages_T, batch.returns_T = self.advantages(batch, inputs, stats.finished_N, replicas, kept_N, part_N)
-        # Nothing behind this asks for it.
+        # Not used after this point.
         batch.half_temperature_logprobs_T = None
 
     def _inputs(self, stats: RolloutStats) -> AdvantageInputs:
@@ -216,7 +216,7 @@ class Objective:
         )
 
     def _compared(self, inputs: AdvantageInputs) -> Tensor:
-        """[N] advantages of what was sampled, compared among itself; an expert's response has 1."""
+        """[N] advantages of the sampled responses, compared among themselves; 1 for an expert's response."""
         if (expert_N := inputs.expert_N) is not None:
             found_N = torch.ones(len(expert_N), dtype=torch.float64)
             found_N[~expert_N] = self.advantage(inputs.select(~expert_N)).double()
@@ -229,7 +229,7 @@ class Objective:
         return found_N
 
     def kept(self, stats: RolloutStats) -> Tensor | None:
-        """[N] samples that carry loss, by how they ended and how hard their prompt was; None where all do."""
+        """[N] samples that carry loss, by truncation and prompt difficulty; None if all do."""
         kept_N = None
         if self.overlong_filter:
             kept_N = stats.finished_N
@@ -242,16 +242,16 @@ class Objective:
         return kept_N if kept_N is None or stats.expert_N is None else kept_N | stats.expert_N
 
     def _whitened(self, stats: RolloutStats) -> Tensor | None:
-        """[N] samples over whose tokens advantages are whitened: those that carry loss, and what a spread leaves out."""
+        """[N] samples over whose tokens advantages are whitened: those that carry loss, and those filtered by spread."""
         return replace(self, difficulty_low=None, difficulty_high=None).kept(stats) if self._is_late else self.kept(stats)
 
     @property
     def _is_late(self) -> bool:
-        """Prompts are left out when advantages have been made: AReaL's actor.dynamic_sampling."""
+        """Whether prompts are filtered after advantages are computed: AReaL's actor.dynamic_sampling."""
         return self.difficulty_by == "spread"
 
     def _difficulty(self, stats: RolloutStats) -> Tensor:
-        """[N] what says of each sample's prompt how hard it is."""
+        """[N] difficulty statistic of each sample's prompt."""
         if self._is_late:
             inputs = self._inputs(stats)
             return inputs.group_extremes("amax") - inputs.group_extremes("amin")
@@ -260,10 +260,10 @@ class Objective:
         return inputs.group_sums(judged_N) / inputs.count_N
 
     def skipped(self, stats: RolloutStats) -> Tensor | None:
-        """[N] samples that add exactly nothing to the loss and its gradient, as far as the rewards of the step say so.
+        """[N] samples that add exactly nothing to the loss and its gradient, as far as the step's rewards determine that.
 
-        They carry no loss, or have no advantage where the loss is nothing but the surrogate. None where a sample counts in
-        what others add, so that none can be left out.
+        Such samples carry no loss, or have zero advantage where the loss is only the surrogate. None if every sample
+        influences the terms of others, so that none can be skipped.
         """
         selects = self.token_selector is not None or self.rollout_correction.second_moment is not None
         in_reward, moves = self.reward_penalty is not None, self.kl_target is not None
@@ -287,8 +287,8 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """(advantages_T, returns_T) of this replica's tokens, 0 outside of responses.
 
-        `inputs`, `finished_N` (the response ended by itself) and `kept_N` (it carries loss) are those of the whole step, as
-        are the parts, numbered from 0, that are whitened each for itself.
+        `inputs`, `finished_N` (the response ended by itself), `kept_N` (it carries loss) and `part_N` cover the whole step.
+        `part_N` numbers, from 0, the parts that are whitened separately.
         """
         segments, own_N = Segments.of(batch), batch.sample_index_N
         penalties_T = torch.zeros(len(batch.token_ids_T))
@@ -298,7 +298,7 @@ class Objective:
             assert old_T is not None and batch.ref_logprobs_T is not None
             penalties_T = coef * estimator(old_T, batch.ref_logprobs_T) * batch.loss_mask_T
             if not self.credit.by_token:
-                # Each sample is on one replica: the sum over replicas is every sample's own penalty.
+                # Each sample is on exactly one replica, so the sum over replicas is the penalty of each sample.
                 penalties_N = torch.zeros(len(inputs.rewards_N), dtype=torch.float64)
                 penalties_N[own_N] = segments.sums(penalties_T).double()
                 inputs = replace(inputs, rewards_N=inputs.rewards_N - replicas.all_reduce_sum(penalties_N))
@@ -327,8 +327,8 @@ class Objective:
         return advantages_T, returns_T
 
     def _squared_scores(self, batch: TokenBatch, samples: Segments) -> Tensor:
-        """[T] |e - π|² = 1 - 2π + Σπ² of each token by the old policy: its gradient with regard to the logits, squared;
-        times the square of what weighs the token."""
+        """[T] |e - π|² = 1 - 2π + Σπ² of each token under the old policy: the squared norm of its gradient with respect to
+        the logits. It is multiplied by the square of the token's correction weight."""
         old_T, half_T = batch.old_logprobs_T, batch.half_temperature_logprobs_T
         assert old_T is not None and half_T is not None
         # With Z(τ) = Σ e^(z/τ), 2 log π(τ) - log π(τ/2) of a token is log Z(τ/2) - 2 log Z(τ), which is log Σ π(τ)².
@@ -346,9 +346,9 @@ class Objective:
         expert_N: Tensor | None = None,
         update: int = 1,
     ) -> Tensor:
-        """Weight of each sample's tokens in the loss of one update; 0 of samples that are not kept.
+        """[N] weight of each sample's tokens in the loss of one update; 0 for samples that are not kept.
 
-        `update` counts optimizer steps of the run from 1.
+        `update` counts the optimizer steps of the run from 1.
         """
         if expert_N is None:
             return _weights(self.aggregate, response_lengths_N, max_response_tokens, kept_N)
@@ -364,7 +364,8 @@ class Objective:
         kept_N: Tensor | None = None,
         expert_N: Tensor | None = None,
     ) -> Tensor | None:
-        """The same for KL and entropy, of what was sampled; None where they are weighted as the rest."""
+        """[N] weight of each sample's tokens in the KL and entropy terms, 0 for expert samples; None if `loss_weights` apply
+        to these terms too."""
         if expert_N is not None:
             kept_N = ~expert_N if kept_N is None else kept_N & ~expert_N
         elif self.penalty_aggregate is self.aggregate:
@@ -374,7 +375,7 @@ class Objective:
     # --- the loss ----------------------------------------------------------------------------------------------------
 
     def old_logprobs(self, logprobs_T: Tensor, batch: TokenBatch) -> Tensor:
-        """The log-probs that the ratio compares with."""
+        """Return the log-probs that the ratio compares with."""
         if self.ratio_reference == "reference":
             chosen_T = batch.ref_logprobs_T
         elif self.old_logprobs_from == "engine":
@@ -383,15 +384,15 @@ class Objective:
             assert batch.rollout_logprobs_T is not None and batch.interpolation_T is not None
             chosen_T = torch.lerp(batch.rollout_logprobs_T, logprobs_T.detach(), batch.interpolation_T)
         else:
-            # One update on fresh samples: the log-probs before the update are these.
+            # With one update on fresh samples, the current log-probs are those before the update.
             chosen_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
         assert chosen_T is not None
         return chosen_T
 
     def first_correction(self, batch: TokenBatch) -> tuple[Tensor, Tensor] | None:
-        """(weight_T, kept_T) of the rollout correction in the first update on each sample; None without one.
+        """(weight_T, kept_T) of the rollout correction in the first update on each sample; None without a correction.
 
-        What `second_moment` leaves out is chosen among all of an update, and is not in it.
+        It excludes the rejection by `second_moment`, which is decided over all tokens of an update.
         """
         now_T = batch.first_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
         if not self.rollout_correction.is_active or batch.rollout_logprobs_T is None or now_T is None:
@@ -403,9 +404,9 @@ class Objective:
         return correction((before_T - batch.rollout_logprobs_T) * mask_T, Segments.of(batch))
 
     def loss(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
-        """This micro-batch's share of the loss and of the step's metrics (a LossFn)."""
+        """Return this micro-batch's share of the loss and of the step's metrics (a LossFn)."""
         assert batch.advantages_T is not None
-        # What is measured is what was sampled.
+        # Metrics cover sampled tokens only.
         expert_T = batch.expert_T
         mask_T = batch.loss_mask_T if expert_T is None else batch.loss_mask_T & ~expert_T
         weights_T, samples = batch.weights_T, Segments.of(batch)
@@ -437,7 +438,7 @@ class Objective:
             maxima["rollout/logprob_diff_max"] = _largest(size_T)
             if self.rollout_correction.is_active:
                 if self.old_logprobs_from != "trainer":
-                    # Without a policy between the engine's and this one what is rejected is what this one has left.
+                    # No trainer log-probs lie between the engine's and the current ones, so rejection compares these two.
                     before_T = now_T if self.old_logprobs_from == "engine" else old_T
                     difference_T = (before_T - batch.rollout_logprobs_T) * mask_T
                 weight_T, kept_T = self.rollout_correction(difference_T, samples)
@@ -459,31 +460,31 @@ class Objective:
                 penalty_T = penalty_T + (kl_T * ratio(log_ratio_T) if self.kl_ratio_weighted else kl_T)
         if self.entropy_coef:
             penalty_T = penalty_T - self.entropy_coef * entropy_T
-        # Gains cancel: summed in float64 the reported loss does not depend on their division.
+        # Positive and negative terms cancel; with a float64 sum the reported loss does not depend on the split.
         loss = (penalty_T * penalty_weights_T - objective_T * weights_T).sum(dtype=torch.float64)
         return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
     # --- after the updates -------------------------------------------------------------------------------------------
 
     def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of a whole update, with those that are not sums of shares."""
+        """Return the metrics of a whole update, with those added that are not sums of shares."""
         found = dict(metrics)
         if (square := found.pop("rollout_correction/weight_square_mean", None)) is not None:
-            # (Σ w)² / (n Σ w²): the share of samples that would tell as much without weights (Kong, 1992).
+            # (Σ w)² / (n Σ w²): share of unweighted samples with the same statistical efficiency (Kong, 1992).
             found["rollout_correction/effective_sample_size"] = (
                 found["rollout_correction/weight_mean"] ** 2 / square if square else 0.0
             )
         return found
 
     def adapt_kl(self, kl_reference: float, samples: int) -> None:
-        """Move the KL coefficient for the next step, where it has a target; a KL that is not finite (no update of the step
-        was taken) says nothing."""
+        """Adapt the KL coefficient for the next step if it has a target. A KL that is not finite is ignored: no update of
+        the step was taken."""
         if self.kl_target is not None and math.isfinite(kl_reference):
             self.kl_coef = kl.adapt(self.kl_coef, kl_reference, self.kl_target, samples, self.kl_horizon)
 
 
 def make_objective(name: str, **choices: Any) -> Objective:
-    """The objective of a method, with these choices in the place of its own; raises ValueError for what makes no sense."""
+    """Return the objective of a method with `choices` in place of its defaults; raises ValueError for invalid choices."""
     overrides, findings = Choices(**choices), Findings(section="algorithm")
     check_values(overrides, findings)
     check_method(findings, name, overrides, group_size=2)
@@ -501,7 +502,7 @@ def _advantage(name: str, chosen: Choices) -> Advantage:
 
 
 def _weights(aggregate: Aggregate, lengths_N: Tensor, max_response_tokens: int, kept_N: Tensor | None) -> Tensor:
-    """Those that the aggregation gives to the samples that are kept, and 0 of the others."""
+    """[N] aggregation weights of the samples that are kept, 0 for the others."""
     if kept_N is None:
         return aggregate(lengths_N, max_response_tokens)
     weights_N = torch.zeros(len(lengths_N), dtype=torch.float64)

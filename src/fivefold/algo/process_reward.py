@@ -1,7 +1,7 @@
-"""An implicit process reward model: its log-ratios to a reference are rewards of tokens, and their sum is what it learns by.
+"""Implicit process reward model: its log-ratios to a reference are token rewards; it is trained on their sum per response.
 
-Implicit rewards: 2412.01981, equation 3; PRIME, which trains the model with the policy: 2502.01456. Numbers and the place of
-the last token are those of the authors' code in verl (recipe/prime).
+Implicit rewards: 2412.01981, equation 3. PRIME trains this model together with the policy: 2502.01456. Constants and the
+position of the last token follow the authors' code in verl (recipe/prime).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fivefold.types import LossOutput, RolloutStats, TokenBatch
 
 @dataclass(frozen=True)
 class ProcessReward:
-    """What the model's rewards of tokens are, and how they weigh beside the outcome of a response."""
+    """Turns the model's log-ratios into token rewards, and weighs them against the outcome reward of a response."""
 
     coef: float
     outcome_coef: float
@@ -42,16 +42,16 @@ class ProcessReward:
         return (batch.prm_logprobs_T - batch.prm_ref_logprobs_T) * batch.loss_mask_T
 
     def scores(self, batch: TokenBatch, samples: int, total: Callable[[Tensor], Tensor]) -> Tensor:
-        """[N] β Σ log-ratio of every response of the step, of which there are `samples`; `total` sums over replicas."""
+        """[N] β Σ log-ratio of every response of the step. `samples` is their number; `total` sums over replicas."""
         scores_N = torch.zeros(samples, dtype=torch.float64)
         scores_N[batch.sample_index_N] = self.beta * Segments.of(batch).sums(self.log_ratios(batch).double())
         return total(scores_N)
 
     def rewards(self, batch: TokenBatch, largest: Callable[[float], float]) -> Tensor:
-        """[T] each token's reward, 0 outside of responses; `largest` is over replicas.
+        """[T] reward of each token, 0 outside of responses; `largest` is the maximum over replicas.
 
-        Of a token: β log-ratio, and 0 of the last one, where the outcome stands; of a response: β Σ log-ratio at its last.
-        Normalised they are divided by the largest |return| of a token in the step.
+        Granularity `token`: β log-ratio, and 0 at the last token, which carries the outcome. Granularity `response`: β Σ
+        log-ratio at the last token. If normalized, rewards are divided by the largest |return| of any token in the step.
         """
         table = Table(Segments.of(batch))
         rewards_NL = self.beta * table.rows(self.log_ratios(batch))
@@ -67,8 +67,8 @@ class ProcessReward:
     def advantages(self, batch: TokenBatch, group_N: Tensor, rewards_T: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
         """[T] coef · (r_t n / (n - 1) - Σ mean r of each of the n responses to the prompt / (n - 1)).
 
-        So over a response they are its mean reward less that of the others, and a response alone has 0. With one reward a
-        response the responses' rewards are compared. `group_N` are the groups of all samples of the step.
+        The mean over a response is its mean reward minus that of the other responses; a group of one gets 0. With one reward
+        per response, the rewards of the responses are compared. `group_N` has the groups of all samples of the step.
         """
         segments, own_N = Segments.of(batch), batch.sample_index_N
         has_one = self.granularity == "response"
@@ -92,7 +92,7 @@ class ProcessReward:
     # --- what the model learns ---------------------------------------------------------------------------------------
 
     def targets(self, stats: RolloutStats) -> Tensor:
-        """[N] the outcome of each response of the step, between 0 and 1; raises RuntimeError for a reward that is not."""
+        """[N] outcome of each response of the step, in [0, 1]. Raises RuntimeError for a reward outside of that range."""
         if self.target == "correct":
             return stats.correct_N.float()
         rewards_N = stats.rewards_N
@@ -105,7 +105,8 @@ class ProcessReward:
         return rewards_N.float()
 
     def loss_of(self, targets_N: Tensor, group_N: Tensor, scores_N: Tensor | None, samples: int) -> ImplicitRewardLoss:
-        """The loss of an update of so many samples; `scores_N` are those of the step before its updates, for dpo."""
+        """Return the loss of an update of `samples` samples. `scores_N`: scores before the step's updates, needed for
+        dpo."""
         others_N = None
         if self.loss == "dpo":
             assert scores_N is not None
@@ -117,19 +118,19 @@ class ProcessReward:
 class ImplicitRewardLoss:
     """Cross-entropy of σ(score) and the outcome, mean over the responses of an update; score = β Σ (log π_prm - log π_ref).
 
-    With `others_N` instead -log σ(±(score - others)), + where the outcome is above 0: DPO against the mean score of the
-    responses to the prompt that came out worse, or better.
+    With `others_N` the loss is -log σ(±(score - others)) instead, + where the outcome is above 0. This is DPO against the
+    mean score of the responses to the same prompt with a worse (for -: better) outcome.
     """
 
     beta: float
     targets_N: Tensor
-    """Outcome of each sample of the step, from 0 to 1."""
+    """Outcome of each sample of the step, in [0, 1]."""
     samples: int
-    """Of the update, over all replicas."""
+    """Number of samples of the update, over all replicas."""
     others_N: Tensor | None = None
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
-        """This micro-batch's share; it holds whole samples."""
+        """Return the loss share of this micro-batch, which must hold whole samples."""
         assert batch.prm_ref_logprobs_T is not None
         score_N = self.beta * Segments.of(batch).sums(logprobs_T - batch.prm_ref_logprobs_T)
         target_N = self.targets_N[batch.sample_index_N].to(score_N.device)
@@ -139,7 +140,7 @@ class ImplicitRewardLoss:
             other_N = self.others_N[batch.sample_index_N].to(score_N.device)
             loss_N = functional.softplus(-(score_N - other_N) * torch.where(target_N > 0, 1.0, -1.0))
         now_N, share = score_N.detach(), 1 / max(self.samples, 1)
-        # Outcomes in the middle have no side.
+        # An outcome of exactly 0.5 counts for neither class.
         right_N = (now_N.sign() == (2 * target_N - 1).sign()).float()
         return LossOutput(
             loss=loss_N.sum(dtype=torch.float64) * share,
@@ -148,7 +149,7 @@ class ImplicitRewardLoss:
 
 
 def compared_scores(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> Tensor:
-    """[N] mean score of the responses to the prompt with a worse outcome, for outcome 0 with a better one; 0 without any."""
+    """[N] mean score of the responses to the same prompt with a worse outcome (outcome 0: a better one); 0 if none."""
     found_N = torch.zeros(len(scores_N), dtype=torch.float64)
     for own in _groups(group_N):
         target_G = targets_N[own]
@@ -159,8 +160,8 @@ def compared_scores(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> Ten
 
 
 def pair_accuracy(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> float | None:
-    """Of the pairs of responses to a prompt with different outcomes, the share whose scores are in the same order, each pair
-    weighted by how far its outcomes are apart; None without any."""
+    """Share of response pairs of a prompt with different outcomes whose scores are in the same order as the outcomes. Each
+    pair is weighted by the difference of its outcomes. None without such pairs."""
     right = total = 0.0
     for own in _groups(group_N):
         apart_GG = (targets_N[own][:, None] - targets_N[own][None]).clamp(min=0)
@@ -170,6 +171,6 @@ def pair_accuracy(scores_N: Tensor, targets_N: Tensor, group_N: Tensor) -> float
 
 
 def _groups(group_N: Tensor) -> Iterator[Tensor]:
-    """The samples of each group."""
+    """Yield the sample indices of each group."""
     for group in group_N.unique():
         yield (group_N == group).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""rewards_N -> rewards_N: what is done to rewards before they are compared."""
+"""rewards_N -> rewards_N: reward changes that apply before rewards are compared."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def overlong_penalty(lengths_N: Tensor, max_tokens: int, buffer: float, penalty:
 
 
 def repetition(token_ids: list[int], n: int = 4) -> float:
-    """Share of the n-grams of a response that were there before: 0 for a text without repeats, near 1 for a loop."""
+    """Share of n-grams of a response that occurred earlier in it: 0 for a text without repeats, near 1 for a loop."""
     grams = len(token_ids) - n + 1
     if grams <= 0:
         return 0.0
     tokens = np.asarray(token_ids, dtype=np.uint64)
-    # One 64-bit number for each n-gram: that two share one by chance does not matter to a share.
+    # A 64-bit hash of each n-gram; a chance collision does not matter for a share.
     numbers = np.zeros(grams, dtype=np.uint64)
     for place in range(n):
         numbers = numbers * np.uint64(0x9E3779B97F4A7C15) + tokens[place : place + grams] + np.uint64(1)

@@ -1,4 +1,4 @@
-"""Which sample each token belongs to: TokenBatch -> sums and means over responses."""
+"""Maps tokens to their samples: TokenBatch -> sums and means over responses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fivefold.types import TokenBatch
 
 @dataclass(frozen=True)
 class Segments:
-    """The samples that lie end to end in T, prompts included."""
+    """The samples packed end to end in T, prompts included."""
 
     mask_T: Tensor
     """True on response tokens."""
     lengths_N: list[int]
     selected_T: Tensor | None = None
-    """Tokens that the surrogate chose among all of the update."""
+    """Tokens that the surrogate or the correction selected among all tokens of the update."""
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Segments:
@@ -27,7 +27,7 @@ class Segments:
 
     @cached_property
     def sample_T(self) -> Tensor:
-        """Number of the sample that a token belongs to."""
+        """Index of the sample that a token belongs to."""
         device = self.mask_T.device
         lengths = torch.tensor(self.lengths_N, dtype=torch.long, device=device)
         return torch.repeat_interleave(torch.arange(len(self.lengths_N), device=device), lengths)
@@ -38,12 +38,12 @@ class Segments:
         return zeros_N.index_add(0, self.sample_T, torch.where(self.mask_T, values_T, 0.0))
 
     def maxima(self, values_T: Tensor) -> Tensor:
-        """[N] the largest value of the response tokens of each sample; 0 of none."""
+        """[N] largest value over the response tokens of each sample; 0 without tokens."""
         lowest_N = values_T.new_full((len(self.lengths_N),), -torch.inf)
         own_T = torch.where(self.mask_T, values_T, -torch.inf)
         found_N = lowest_N.scatter_reduce(0, self.sample_T, own_T, "amax")
         return torch.where(found_N.isfinite(), found_N, 0.0)
 
     def means(self, values_T: Tensor) -> Tensor:
-        """[N] mean over the response tokens of each sample; 0 of none."""
+        """[N] mean over the response tokens of each sample; 0 without tokens."""
         return self.sums(values_T) / self.sums(torch.ones_like(values_T)).clamp(min=1)

@@ -1,7 +1,7 @@
-"""log-ratio, logprobs, advantages -> what each token adds to the objective (maximised).
+"""log-ratio, logprobs, advantages -> the contribution of each token to the objective (maximized).
 
-Each class is a formula. What its ratio compares with, and the defaults and ranges of its parameters, stand in the row of the
-same name in config/methods.py, where `fivefold check` reads them without torch.
+Each class is a formula. The row with the same name in config/methods.py defines what its ratio compares with, and the
+defaults and ranges of its parameters. `fivefold check` reads those rows without importing torch.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Surrogate(Protocol):
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor: ...
 
     def metrics(self, log_ratio_T: Tensor, advantages_T: Tensor, samples: Segments) -> Metrics:
-        """Numbers a token, of which the weighted mean is reported."""
+        """Return values per token; their weighted mean is reported."""
         ...
 
 
 class TokenSelector(Surrogate, Protocol):
-    """A surrogate that treats some tokens of the update in another way, chosen among all of them."""
+    """Surrogate that treats some tokens differently, selected among all tokens of the update."""
 
     def select_tokens(self, logprobs_S: Tensor, old_logprobs_S: Tensor, advantages_S: Tensor, uniform_S: Tensor) -> Tensor:
-        """[S] which tokens, from the response tokens of the whole update and a random number in [0, 1) for each."""
+        """[S] which response tokens of the whole update are selected; `uniform_S` has a random number in [0, 1) for each."""
         ...
 
 
 def ratio(log_ratio_T: Tensor) -> Tensor:
-    """ρ = π / π_old; the bound keeps exp() finite, and beyond ±20 every method has clipped long before."""
+    """ρ = π / π_old. The clamp to ±20 keeps exp() finite; every method clips far earlier."""
     return log_ratio_T.clamp(-20, 20).exp()
 
 
@@ -66,7 +66,7 @@ class PPOClip(_Plain):
         return torch.where(advantages_T < 0, bounded_T, objective_T)
 
     def clipped(self, ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
-        """Tokens whose gradient clipping takes away."""
+        """Tokens whose gradient is removed by clipping."""
         low_T = (ratio_T < 1 - self.clip_low) & (advantages_T < 0)
         return low_T | ((ratio_T > 1 + self.clip_high) & (advantages_T > 0))
 
@@ -82,7 +82,8 @@ class PPOClip(_Plain):
 class GMPO(_Plain):
     """A · exp(mean over the response of the clipped log ρ): geometric-mean policy optimization (2507.20673).
 
-    log ρ is clipped to [-low, high] where that lowers the objective, token by token; every token holds its response's value.
+    log ρ is clipped to [-low, high] where that lowers the objective, token by token. Every token holds the value of its
+    response.
     """
 
     clip_low: float
@@ -102,7 +103,8 @@ class GMPO(_Plain):
 
 @dataclass(frozen=True)
 class CISPO(_Plain):
-    """sg(clip(ρ, 1 - low, 1 + high)) A log π: MiniMax-M1 (2506.13585) equation 4. Weights are bounded, gradients stay."""
+    """sg(clip(ρ, 1 - low, 1 + high)) A log π: MiniMax-M1 (2506.13585) equation 4. Weights are bounded; no token loses its
+    gradient."""
 
     clip_low: float
     clip_high: float
@@ -118,7 +120,8 @@ class CISPO(_Plain):
 
 @dataclass(frozen=True)
 class SAPO(_Plain):
-    """4/τ · σ(τ (ρ - 1)) A with τ by the sign of A: SAPO (2511.20347). The gradient fades instead of ending at a bound."""
+    """4/τ · σ(τ (ρ - 1)) A, where τ depends on the sign of A: SAPO (2511.20347). The gradient fades instead of ending at a
+    bound."""
 
     temperature_positive: float
     temperature_negative: float
@@ -139,7 +142,8 @@ class LogLikelihood(_Plain):
 
 @dataclass(frozen=True)
 class OPMD(_Plain):
-    """A · log π / (1 + τ): online policy mirror descent, Trinity-RFT (2505.17826); τ holds the policy near itself."""
+    """A · log π / (1 + τ): online policy mirror descent, Trinity-RFT (2505.17826); τ keeps the policy close to its previous
+    version."""
 
     tau: float
 
@@ -161,9 +165,9 @@ class TOPR(_Plain):
 
 @dataclass(frozen=True)
 class REC(_Plain):
-    """w M A · log π + c log π - λ (log ρ)²: group-relative REINFORCE (2509.24203) with a mask M and weight w by the ratio.
+    """w M A · log π + c log π - λ (log ρ)²: group-relative REINFORCE (2509.24203). Mask M and weight w depend on the ratio.
 
-    Neither has a gradient. The last term is Kimi k1.5's (2501.12599 equation 3, whose ½ is in λ).
+    M and w have no gradient. The last term is from Kimi k1.5 (2501.12599 equation 3, whose ½ is part of λ).
     """
 
     clip_mode: str
@@ -177,7 +181,7 @@ class REC(_Plain):
     proximal_coef: float
 
     def kept(self, ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
-        """[T] tokens whose advantage counts; where A = 0 either bound alone is enough."""
+        """[T] tokens whose advantage counts. Where A = 0, meeting either bound is enough."""
         above_T, below_T = ratio_T >= 1 - self.clip_low, ratio_T <= 1 + self.clip_high
         if self.clip_mode == "none":
             return torch.ones_like(ratio_T, dtype=torch.bool)
@@ -208,9 +212,9 @@ class REC(_Plain):
 
 @dataclass(frozen=True)
 class DPPO(_Plain):
-    """sg(min(ρ, cap)) A · log π, 0 where a probability has moved too far the way of A: 2602.04879 equations 13 and 14.
+    """sg(min(ρ, cap)) A · log π, 0 where a probability moved too far in the direction of A: 2602.04879 equations 13 and 14.
 
-    How far is π - π_old, or the KL of the two-way choice between the token and all others.
+    The distance is π - π_old, or the KL of the binary distribution of this token against all others.
     """
 
     divergence: str
@@ -219,7 +223,7 @@ class DPPO(_Plain):
     ratio_cap: float | None
 
     def kept(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-        """[T] tokens that are within the bound or move back to the old policy."""
+        """[T] tokens that are within the bound or move back toward the old policy."""
         now_T, old_T = logprobs_T.exp(), (logprobs_T - log_ratio_T).exp()
         moved_T = now_T - old_T
         if self.divergence == "kl":
@@ -234,7 +238,7 @@ class DPPO(_Plain):
 
 
 DRIFT_BOUND = 2.0
-"""How far above 1 CPGD's drift sees a ratio at most."""
+"""Upper bound of ρ - 1 in CPGD's drift term."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,8 @@ class CPGD(_Plain):
     """min(A log ρ, A clip(log ρ, log(1 - low), log(1 + high))) - drift_coef · sg(min(ρ - 1, 2)) log π: clipped policy
     gradient with policy drift (2505.12504).
 
-    Log-probs and not ratios are weighted and clipped; the last term has the gradient of the KL to the old policy, ρ - 1 -
-    log ρ, bounded above.
+    It weights and clips log-probs instead of ratios. The last term has the gradient of the KL to the old policy, ρ - 1 - log
+    ρ, bounded above.
     """
 
     clip_low: float
@@ -266,7 +270,7 @@ class CPGD(_Plain):
 
 
 def covariances(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
-    """(log π - its mean)(A - its mean) of each token: 2505.22617."""
+    """(log π - mean log π)(A - mean A) of each token: 2505.22617."""
     logprobs, advantages = logprobs_S.double(), advantages_S.double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
@@ -297,10 +301,10 @@ class ClipCov(PPOClip):
 
 @dataclass(frozen=True)
 class KLCov(_Plain):
-    """ρA, less coef · |log ρ| at the tokens of the highest covariance: kl-cov (2505.22617)."""
+    """ρA, minus coef · |log ρ| at the tokens of the highest covariance: kl-cov (2505.22617)."""
 
     cov_fraction: float
-    """k: share of the update's tokens that are pulled back."""
+    """k: share of the update's tokens that are penalized."""
     cov_kl_coef: float
 
     def __call__(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, samples: Segments) -> Tensor:
@@ -320,8 +324,8 @@ class KLCov(_Plain):
 class DPO(_Plain):
     """log σ(β (log-ratio of the chosen - of the rejected response)), ratios to the reference: DPO (2305.18290) equation 7.
 
-    Samples come in pairs, the chosen one first; each token holds its pair's value. With label smoothing s it is
-    (1 - s) log σ(m) + s log σ(-m) (conservative DPO).
+    Samples come in pairs, the chosen one first; each token holds the value of its pair. With label smoothing s it is (1 - s)
+    log σ(m) + s log σ(-m) (conservative DPO).
     """
 
     beta: float
@@ -343,7 +347,7 @@ class DPO(_Plain):
         found = {
             "policy/accuracy": (margin_N > 0).float(),
             "policy/margin": margin_N,
-            # Each of a pair's two samples has half the weight.
+            # Each sample of a pair has half of the pair's weight.
             "policy/reward_chosen": torch.where(chosen_N, 2 * rewards_N, 0.0),
             "policy/reward_rejected": torch.where(chosen_N, 0.0, 2 * rewards_N),
         }
@@ -352,7 +356,7 @@ class DPO(_Plain):
 
 @dataclass(frozen=True)
 class SPPO(_Plain):
-    """-(Σ log ρ - η A)²: self-play preference optimization (2405.00675); each token holds its response's value."""
+    """-(Σ log ρ - η A)²: self-play preference optimization (2405.00675). Each token holds the value of its response."""
 
     eta: float
 
@@ -363,7 +367,7 @@ class SPPO(_Plain):
 
 @dataclass(frozen=True)
 class UserSurrogate(_Plain):
-    """A function of the user's: log_ratio_T, logprobs_T, advantages_T, samples -> objective_T."""
+    """Wraps a user function: log_ratio_T, logprobs_T, advantages_T, samples -> objective_T."""
 
     function: Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
@@ -390,5 +394,5 @@ SURROGATES: dict[str, type[Surrogate]] = {
 
 
 def make_surrogate(name: str, **numbers: float | str | None) -> Surrogate:
-    """The surrogate of this name; parameters left out are its row's."""
+    """Return the surrogate `name`. Parameters left out take the values of its row in config/methods.py."""
     return SURROGATES[name](**methods.SURROGATES[name].numbers(numbers))

@@ -1,4 +1,4 @@
-"""The critic's loss: values_T, the micro-batch -> its share of the loss."""
+"""Critic loss: values_T and the micro-batch -> its share of the loss."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class ValueLoss:
     """½ max((V - R)², (clip(V, V_old ± clip) - R)²), weighted like the policy's tokens: PPO's released code (ppo2)."""
 
     clip: float | None = 0.5
-    """None: ½ (V - R)²."""
+    """Clip range of the value around V_old; None: ½ (V - R)², without clipping."""
 
     def __call__(self, values_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
-        """`values_T` are those of the text up to and including each token, as the critic gives them."""
+        """Return this micro-batch's share of the loss. `values_T` are the critic's values of the text up to and including
+        each token."""
         assert batch.values_T is not None and batch.returns_T is not None
         mask_T = batch.loss_mask_T
         value_T, old_T = before(values_T) * mask_T, before(batch.values_T) * mask_T
         error_T = (value_T - batch.returns_T).square()
         share_T = mask_T / max(batch.update_tokens, 1)
-        # Variances are differences of these sums: in float32 they would have few digits left.
+        # Variances are differences of these sums, which float32 would compute with few correct digits.
         now_T, return_T = value_T.detach().double(), batch.returns_T.double()
         means = {
             "critic/value_mean": now_T,
@@ -43,7 +44,8 @@ class ValueLoss:
         return LossOutput(loss=loss, sums={name: (value_T * share_T).sum() for name, value_T in means.items()})
 
     def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of a whole update, with 1 - Var(R - V) / Var(R) in the place of its parts."""
+        """Return the metrics of a whole update, with 1 - Var(R - V) / Var(R) in place of the sums that it is computed
+        from."""
         found = dict(metrics)
         residual, residual_square = found.pop("critic/residual_mean"), found.pop("critic/residual_square_mean")
         variance = found.pop("critic/return_square_mean") - found["critic/return_mean"] ** 2

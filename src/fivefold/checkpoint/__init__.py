@@ -1,1 +1,1 @@
-"""What a run writes to resume from, and what leaves it."""
+"""Checkpoints of a run, from which it resumes, and their export."""

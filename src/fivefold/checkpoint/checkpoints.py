@@ -1,9 +1,9 @@
 """Checkpoints of a run: written to a staging directory, then renamed atomically; a corrupt one is named and skipped.
 
-checkpoints/step-000030/   policy/ critic/ prm/ (Megatron-Core, free of the layout)  state.json  rng/  run.yaml
+checkpoints/step-000030/   policy/ critic/ prm/ (Megatron-Core, independent of the layout)  state.json  rng/  run.yaml
                            manifest.json
-                           rollouts/ (groups that wait)  work/ (of a step that goes on between its optimizer steps)
-checkpoints/latest         the name of the one to resume from
+                           rollouts/ (groups that wait)  work/ (of a step that resumes between its optimizer steps)
+checkpoints/latest         name of the checkpoint to resume from
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from fivefold.files import write_text
 from fivefold.summed_files import DamagedFile, read_part, repeat_io
 
 LATEST, NONE = "latest", "nothing"
-"""Name of the pointer, and what it holds while a run starts over."""
+"""Name of the pointer file, and its content while a run starts over."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs besides weights to resume."""
+    """State of a run, besides weights, that it needs to resume."""
 
     step: int
-    """Steps finished."""
+    """Number of finished steps."""
     version: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken by the policy."""
     layout: str
     rollouts: dict[str, Any]
     """State of the rollout source: how many prompts were taken from the data."""
     kl_coef: float
-    """Coefficient of the KL, which moves where it has a target."""
+    """Coefficient of the KL, which changes if it has a target."""
     reward_mean: float | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """What the run is: see fingerprint.py."""
+    """Identity of the run: see fingerprint.py."""
     commits: dict[str, str] = field(default_factory=dict)
-    """Hub id -> the commit that the run has read."""
+    """Hub id -> commit that the run has read."""
     pending: dict[str, float] | None = None
-    """Metrics of the last step, where the run was asked to end before its evaluation was done: its row is still to come."""
+    """Metrics of the last step if a signal ended the run before its evaluation was done; its row is not written yet."""
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
-        """The state in a checkpoint; raises ValueError where another version of the program wrote it."""
+        """Read the state of a checkpoint; raises ValueError if another version of the program wrote it."""
         try:
             return cls(**json.loads(read_part(directory / "state.json")))
         except (TypeError, ValueError) as error:
@@ -58,32 +58,32 @@ class RunState:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory: one timeline, in the order of their steps."""
+    """The checkpoints of one run directory: a single timeline, ordered by step."""
 
     def __init__(self, run_dir: Path, keep: int) -> None:
         self.root, self._keep = run_dir / "checkpoints", keep
 
     def path(self, step: int) -> Path:
-        """Of the checkpoint of a step."""
+        """Return the directory of the checkpoint of a step."""
         return self.root / f"step-{step:06d}"
 
     def staging(self, step: int) -> Path:
-        """Where it is written."""
+        """Return the directory in which the checkpoint of a step is written."""
         return self.root / f".{self.path(step).name}.partial"
 
     def stage(self, step: int, parts: Iterable[str]) -> None:
-        """Make the empty directories that ranks write into."""
+        """Create the empty directories that ranks write into."""
         shutil.rmtree(self.staging(step), ignore_errors=True)
         for part in parts:
             (self.staging(step) / part).mkdir(parents=True)
 
     def publish(self, state: RunState, files: Mapping[str, Entry]) -> None:
-        """Make `step-N` of what ranks have written and brought to the disk: name -> entry of the manifest."""
+        """Publish `step-N` from the files that ranks have written and synced to disk: name -> entry of the manifest."""
         staging, final = self.staging(state.step), self.path(state.step)
         write_text(staging / "state.json", json.dumps(asdict(state), indent=1))
         whole = {**files, "state.json": entry_of(staging / "state.json")}
         write_text(staging / MANIFEST, Manifest(whole).text)
-        # Ranks have brought their own files there.
+        # Ranks have already synced their own files to disk.
         for path in [staging / "state.json", staging / MANIFEST, *filter(Path.is_dir, staging.rglob("*")), staging]:
             sync_file(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -93,9 +93,9 @@ class Checkpoints:
             shutil.rmtree(self.path(old))
 
     def find(self, resume: str, warn: Callable[[str], None]) -> Path | None:
-        """The checkpoint that `trainer.resume` asks for, if any.
+        """Return the checkpoint that `trainer.resume` selects, if any.
 
-        Raises ValueError where one that it names is damaged, or checkpoints are there and none is whole; OSError where one
+        Raises ValueError if a named one is damaged, or if there are checkpoints and none is intact, and OSError if one
         cannot be read.
         """
         if resume == "auto":
@@ -108,10 +108,10 @@ class Checkpoints:
         return Path(resume)
 
     def latest(self, warn: Callable[[str], None], damaged: Mapping[Path, str] | None = None) -> Path | None:
-        """The checkpoint that the file `latest` names, or the newest where it names none. Each damaged one is named to
-        `warn`, and the one before it is taken. None where there is no checkpoint.
+        """Return the checkpoint that the file `latest` names, or the latest one if it names none; None without checkpoints.
 
-        `damaged`: what was found in checkpoints while their tensors were read. Raises ValueError where none is whole.
+        Each damaged one is reported to `warn`, and the previous one is taken. `damaged`: faults found while tensors of
+        checkpoints were read. Raises ValueError if none is intact.
         """
         names = self._names()
         for leftover in sorted(name for name in names if re.fullmatch(r"\.step-.*\.partial", name)):
@@ -145,10 +145,10 @@ class Checkpoints:
         )
 
     def set_aside(self, step: int, is_pending: bool = False, warn: Callable[[str], None] = print) -> Path | None:
-        """Move what a run that begins after `step` would mix with: newer checkpoints, rows of later steps and, from step 0,
-        everything that a run before has recorded. The directory they went to, if there were any.
+        """Move aside what would mix with a run that begins after `step`; return the directory, or None if nothing was moved.
 
-        `is_pending`: the row of metrics of the step itself is still to come. Rows that cannot be read are named to `warn`.
+        It moves newer checkpoints, rows of later steps and, from step 0, all records of a previous run. `is_pending`: the
+        metrics row of the step itself is not written yet. Rows that cannot be read are reported to `warn`.
         """
         run_dir = self.root.parent
         newer = [each for each in self._steps() if each > step]
@@ -157,7 +157,7 @@ class Checkpoints:
             number += 1
         if newer:
             (aside / "checkpoints").mkdir(parents=True)
-            # First the name: whoever is killed in between resumes from where this run begins.
+            # Change the pointer first: a run that is killed in between then resumes from the same step as this one.
             left = [each for each in self._steps() if each <= step]
             self._point_to(self.path(left[-1]).name if left else NONE)
             for each in newer:
@@ -172,7 +172,7 @@ class Checkpoints:
         return aside if aside.exists() else None
 
     def _point_to(self, name: str) -> None:
-        """Write `latest`, atomically."""
+        """Write `latest` atomically."""
         pointer = self.root / ".latest.partial"
         write_text(pointer, name)
         sync_file(pointer)
@@ -180,7 +180,7 @@ class Checkpoints:
         sync_file(self.root)
 
     def _named(self, warn: Callable[[str], None]) -> int | None:
-        """The step that `latest` names, 0 where it says that there is none; None where it does not name one."""
+        """Return the step that `latest` names; 0 if it marks that there is none, None if it names no step."""
         pointer = self.root / LATEST
         if LATEST not in self._names():
             return None
@@ -196,14 +196,14 @@ class Checkpoints:
         return step
 
     def _names(self) -> list[str]:
-        """The names in the directory of the checkpoints."""
+        """Return the names in the checkpoints directory."""
         try:
             return repeat_io(lambda: os.listdir(self.root), self.root)
         except DamagedFile:
             return []
 
     def _steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, in their order."""
+        """Return the steps of the existing checkpoints, in order."""
         return sorted(step for name in self._names() if (step := _step_of(name)) is not None)
 
 
@@ -218,7 +218,7 @@ def _step_of(name: str) -> int | None:
 
 
 def sync_file(path: Path) -> None:
-    """Make a file, or the names in a directory, reach the disk."""
+    """Sync a file, or the names in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""A checkpoint -> a Hugging Face directory that transformers and vLLM load, or a checkpoint of Megatron-Core."""
+"""Checkpoint -> a Hugging Face directory for transformers and vLLM, a Megatron-Core checkpoint, or PEFT adapters."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", form: Form = "huggingface") -> str:
-    """Write one of the models of `checkpoint` to the new directory `out` in one process; a sentence about it.
+    """Write one model of `checkpoint` to the new directory `out`, in one process; return a sentence that describes it.
 
-    Adapters are merged into the model that the run began with, or with `form` adapter written by themselves, for PEFT.
+    Adapters are merged into the model that the run began with. With `form` adapter they are written separately, for PEFT.
     """
     if (checkpoint / "checkpoints").is_dir():
         newest = Checkpoints(checkpoint, 1).latest(lambda _: None)
@@ -67,7 +67,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     state = RunState.read(checkpoint)
     directory = Path(path)
     if not directory.is_dir():
-        # A checkpoint of adapters holds nothing else.
+        # A checkpoint of adapters has no base weights.
         wanted = _COPIED if lora is None else (*_COPIED, "*.safetensors")
         directory = model_snapshot(path, wanted, state.commits.get(path))
     base = None if lora is None else _base_weights(role, directory, state)
@@ -76,7 +76,7 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
     mesh.init_process_group(device, timeout_minutes=10)
     try:
         whole = mesh.build_mesh(Ranks(ParallelLayout(), timeout_minutes=10), device, seed=0, timeout_minutes=10)
-        # One process holds the whole model: what split it into stages does not apply.
+        # One process holds the whole model, so the pipeline split does not apply.
         settings = replace(settings, megatron=replace(settings.megatron, pipeline={}))
         model = MegatronModel(
             directory, settings, whole, read_weights=False, value_head=role.has_value_head, torch_dist=base
@@ -122,9 +122,9 @@ def export(checkpoint: Path, out: Path, shard_gb: float, part: str = "policy", f
 
 
 def _base_weights(role: Role, directory: Path, state: RunState) -> Path | None:
-    """The checkpoint of Megatron-Core with the weights beside which adapters were trained; None where `directory` has them.
+    """Return the Megatron-Core checkpoint with the adapters' base weights; None if `directory` has them.
 
-    Raises ValueError where they are others now.
+    Raises ValueError if the base weights changed since training.
     """
     has_own = isinstance(role.section, FrozenConfig) and role.section.path
     key, path = role.path_key if has_own else "model.path", role.path
@@ -136,13 +136,13 @@ def _base_weights(role: Role, directory: Path, state: RunState) -> Path | None:
 
 
 def _mtp_source(path: str, directory: Path, spec: ModelSpec, state: RunState, torch_dist: Path | None) -> Source | None:
-    """Where the layers of multi-token prediction are with which a run began; None where the model has none."""
+    """Return the source of the multi-token prediction layers that a run began with; None if the model has none."""
     if not spec.mtp_layers:
         return None
     if torch_dist is not None:
         return TorchDistSource(torch_dist, spec)
     if not Path(path).is_dir():
-        # Of a model from a hub its files are wanted that hold them: the one, where no list names them.
+        # From a hub, download only the files with these layers; without an index there is a single file.
         files = find_mtp_tensors(directory, spec).values() if (directory / INDEX).is_file() else [SINGLE]
         directory = model_snapshot(path, (*_COPIED, *sorted(set(files))), state.commits.get(path))
     return SafetensorsSource(directory, spec, find_mtp_tensors(directory, spec))
@@ -151,8 +151,11 @@ def _mtp_source(path: str, directory: Path, spec: ModelSpec, state: RunState, to
 def with_mtp(
     weights: Iterable[tuple[str, Tensor]], source: Source, spec: ModelSpec, trained: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights`, and the layers of multi-token prediction that `source` has: what they share with the model as it is there,
-    what was `trained`, and everything else unchanged."""
+    """Yield `weights` and the multi-token prediction layers of `source`.
+
+    Tensors that these layers share with the model come from `weights`, trained ones from `trained`, the others from
+    `source`.
+    """
     wanted, copies = source.mtp_names, mtp_copies(spec)
     shared = {name: copies[name] for name in wanted if name in copies}
     if spec.tied:
@@ -167,7 +170,7 @@ def with_mtp(
 
 
 def _without_mtp(path: Path) -> None:
-    """Say in config.json that there are no layers of multi-token prediction."""
+    """Set the number of multi-token prediction layers in config.json to 0."""
     config = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
     write_text(path, json.dumps(config, indent=2))
 
@@ -177,7 +180,7 @@ def _parts(checkpoint: Path) -> list[str]:
 
 
 def _make_classifier(path: Path) -> None:
-    """Say in config.json what transformers calls a model with a value head: a sequence classifier with one label."""
+    """Describe a model with a value head in config.json as transformers does: a sequence classifier with one label."""
     config = json.loads(path.read_text())
     family = config["architectures"][0].partition("For")[0]
     config |= {"architectures": [f"{family}ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -186,7 +189,10 @@ def _make_classifier(path: Path) -> None:
 
 
 def write_safetensors(weights: Iterable[tuple[str, Tensor]], out: Path, limit: int) -> tuple[int, int]:
-    """Write (name, tensor) pairs into files of at most `limit` bytes, with an index when there are several."""
+    """Write (name, tensor) pairs into files of at most `limit` bytes, with an index if there are several.
+
+    Returns the number of files and the total bytes.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     filled = total = 0
     for name, tensor in weights:

@@ -1,4 +1,4 @@
-"""What a run is, key by key, with the content of the files that it names: written with a checkpoint, compared on resume."""
+"""Identity of a run, key by key, with the content of its files: written with a checkpoint and compared on resume."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fivefold.hub import commit_of
 from fivefold.models.torch_dist import find_torch_dist, is_torch_dist
 
 _OF_THIS_START = ("trainer.run_dir", "trainer.resume", "trainer.accept_changes")
-"""Keys about how a run is started, not about the run."""
+"""Keys about how a run is started, which are not part of its identity."""
 _NEVER_ACCEPTED = tuple(f"{name}.lora.rank" for name in LEARNERS)
-"""Keys that say of what size a checkpoint's tensors are."""
+"""Keys that determine the size of a checkpoint's tensors."""
 _BEFORE_THE_KEY = {"algorithm.bootstrap_truncated": ("algorithm.credit", "gae", True)}
-"""Key -> (another key, a value of that, what a run with this value did before the key existed), where that is no default."""
+"""Key -> (another key, its value, behavior of runs with that value before the key existed), if that is not the default."""
 _OF_A_MODEL = ("*.safetensors", "*.distcp", ".metadata", "*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -32,13 +32,13 @@ class Changes:
     """Keys that differ between a checkpoint and the run that is to resume from it, each as `key: old -> new`."""
 
     refused: list[str]
-    """What is learned changes with them."""
+    """Changes that affect what is learned."""
     accepted: list[str]
-    """The same, and `trainer.accept_changes` names them."""
+    """Changes that affect what is learned, but are listed in `trainer.accept_changes`."""
     harmless: list[str]
 
     def check(self, checkpoint: Path) -> None:
-        """Raise ValueError where the run cannot resume from the checkpoint."""
+        """Raise ValueError if the run cannot resume from the checkpoint."""
         if not self.refused:
             return
         keys = ",".join(change.partition(":")[0] for change in self.refused)
@@ -52,21 +52,23 @@ class Changes:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a run is, as it is compared with what a checkpoint's run was."""
+    """Identity of a run, for comparison with that of a checkpoint's run."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Key -> its value, as JSON has it; of a key that names files, their names and a hash of what each holds."""
+    """Key -> its value as JSON; for a key that names files, their names and a hash of the content of each."""
     harmless: frozenset[str] = frozenset()
-    """Keys that may change."""
+    """Keys that may change freely."""
     accept: Sequence[str] = ()
-    """Keys and sections whose change is meant."""
+    """Keys and sections whose change the user accepts."""
     commits: dict[str, str] = field(default_factory=dict)
-    """Hub id -> the commit that the run reads."""
+    """Hub id -> commit that the run reads."""
 
     @classmethod
     def of(cls, config: RunConfig, steps: int | None, directories: Mapping[str, Path]) -> Fingerprint:
-        """That of a run of so many steps, if their number is known; `directories` has where each hub id lies on this
-        machine, if it does."""
+        """Build the fingerprint of a run of `steps` steps (None: not known).
+
+        `directories` maps each hub id to its directory on this machine, if it has one.
+        """
         values: dict[str, Any] = {}
         for key, value, counts in _keys(config):
             if counts is Counts.CONTENT and value:
@@ -84,11 +86,11 @@ class Fingerprint:
         return cls(_as_json(values), harmless, config.trainer.accept_changes, commits)
 
     def compare(self, before: dict[str, Any]) -> Changes:
-        """What differs from the values that a checkpoint has."""
+        """Return the differences to the values of a checkpoint."""
         usual = _as_json({key: value for key, value, _ in _keys(RunConfig(ModelConfig("")))})
         changes = Changes([], [], [])
         for key, now in self.values.items():
-            # A key that the version of the checkpoint did not have was as it is when left out, with few exceptions.
+            # A key that is newer than the checkpoint had its default value then, with few exceptions.
             other, value, meant = _BEFORE_THE_KEY.get(key, ("", None, None))
             then = before.get(key, meant if other and before.get(other) == value else usual.get(key))
             if _is_same(then, now):
@@ -108,7 +110,7 @@ _LENGTHS = {"trainer.steps": "run", "trainer.epochs": "data"}
 
 
 def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
-    """(key, value, how it counts) of the keys that say what a run is and how it runs."""
+    """Yield (key, value, how a change counts) for the keys that define a run and how it runs."""
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
     learning = [cast(PolicyConfig, role.section).optimizer for role in config.roles.learners.values()]
     falling = {each.schedule_over for each in learning if each.schedule != "constant" and each.decay_steps is None}
@@ -117,7 +119,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
         if leaf.key in _OF_THIS_START:
             continue
         if _LENGTHS.get(leaf.key) in falling:
-            # The learning rate falls until the last step, or the end of the data.
+            # The learning rate decays until the last step or the end of the data, so their number changes what is learned.
             counts = Counts.VALUE
         if (section := leaf.key.partition(".")[0]) in LEARNERS and section not in config.roles:
             counts = Counts.HARMLESS
@@ -125,7 +127,7 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
 
 
 def content_of(paths: Sequence[Path]) -> list[str | None]:
-    """A hash of what stands in each file, or in a model's directory; None for what is not here."""
+    """Return a hash of the content of each file or model directory; None for those that are not on this machine."""
     found: list[str | None] = []
     for path in paths:
         if path.is_dir() and is_torch_dist(path):
@@ -140,7 +142,7 @@ def content_of(paths: Sequence[Path]) -> list[str | None]:
 
 
 def _with_code(value: Any) -> Any:
-    """The value with `file.py:function@content` in the place of each function of the user's."""
+    """Return the value with each user function replaced by `file.py:function@content`."""
     if isinstance(value, dict):
         return {_with_code(key): _with_code(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -152,7 +154,7 @@ def _with_code(value: Any) -> Any:
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """The values as they come back from a file: the keys of a mapping are texts then."""
+    """Return the values as JSON restores them: keys of mappings become texts."""
     return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
 
@@ -161,7 +163,7 @@ def _is_files(value: Any) -> bool:
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """Of files what they hold counts, of those that are not here their names."""
+    """Compare values. Files are compared by content, or by name if any of them is not on this machine."""
     if not (_is_files(then) and _is_files(now)):
         return bool(then == now)
     both = None not in (*then["content"], *now["content"])

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: its files, and a sum of every byte that no sum within a file covers. No torch here.
+"""Manifest of a checkpoint: its files, and a checksum of every byte that no checksum within a file covers. No torch here.
 
-`{"files": {name: [size, first bytes that the sum covers, sum]}, "sum": of the list itself}`. Of a file of tensors that is
-its header: it has the sums of the data, which ranks check while they read it.
+The format is `{"files": {name: [size, number of leading bytes that the sum covers, sum]}, "sum": sum of the list itself}`.
+For tensor files the leading bytes are the header. It contains the checksums of the data, which ranks verify while they read
+it.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from fivefold.summed_files import DamagedFile, covered_by_manifest, read_part, r
 
 MANIFEST = "manifest.json"
 Entry = list[Any]
-"""[size, first bytes that the sum covers, sum] of a file."""
+"""[size, number of leading bytes that the sum covers, sum] of a file."""
 _READ_BY_PATTERN = (".safetensors", ".json")
-"""Ends of names that are looked for in the directories of a checkpoint."""
+"""File name suffixes that readers search for in the directories of a checkpoint."""
 _ENDS_BYTES = 16 * 2**20
 
 
 def entry_of(path: Path) -> Entry:
-    """What the manifest has of a file as it is."""
+    """Return the manifest entry of a file as it is on disk."""
     covered = covered_by_manifest(path)
     return [path.stat().st_size, covered, sum_of(read_part(path, covered))]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint by their names."""
+    """Files of a checkpoint by name."""
 
     files: Mapping[str, Entry]
     is_partial: bool = False
-    """It is of an older version: of files above 32 MiB it has the sum of both ends only."""
+    """Whether it is from an older version, which has the sum of only both ends for files above 32 MiB."""
 
     @property
     def text(self) -> str:
-        """The content of its file."""
+        """Content of the manifest file."""
         return json.dumps({"files": self.files, "sum": sum_of(json.dumps(self.files).encode())}, indent=1)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of a checkpoint; raises DamagedFile where it is not as it was written."""
+        """Read the manifest of a checkpoint; raises DamagedFile if it differs from what was written."""
         content = read_part(directory / MANIFEST)
         try:
             text = content.decode()
@@ -62,7 +63,7 @@ class Manifest:
         return cls(files)
 
     def check(self, directory: Path) -> None:
-        """Raise DamagedFile for the first file that is not as the manifest has it, or that it does not have."""
+        """Raise DamagedFile for the first file that differs from its entry, or that has none."""
         for name, (size, *rest) in self.files.items():
             path = directory / name
             status = repeat_io(path.stat, path)
@@ -78,9 +79,9 @@ class Manifest:
 
 
 def find_corruption(directory: Path) -> str:
-    """What is wrong with a checkpoint, or an empty text; the data of tensors is checked where it is read.
+    """Return what is wrong with a checkpoint, or an empty text. Tensor data is checked when it is read.
 
-    Raises OSError where a file cannot be read, which says nothing about what it holds.
+    Raises OSError if a file cannot be read, since that does not mean that its content is damaged.
     """
     try:
         Manifest.read(directory).check(directory)
@@ -90,7 +91,7 @@ def find_corruption(directory: Path) -> str:
 
 
 def sum_of_ends(path: Path) -> int:
-    """CRC-32 of a file's head and tail: of files up to 32 MiB all of it, of larger ones what does not take minutes."""
+    """CRC-32 of a file's first and last 16 MiB: the whole file up to 32 MiB; a sum of all of a large file takes minutes."""
 
     def read() -> int:
         with path.open("rb") as file:
@@ -103,7 +104,7 @@ def sum_of_ends(path: Path) -> int:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is that of a file within the checkpoint."""
+    """Whether a name is a path within the checkpoint."""
     path = PurePosixPath(name)
     return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
 

@@ -1,4 +1,4 @@
-"""Files of a run that grow by each step, when the run resumes: what stays, what moves aside, what cannot be read."""
+"""Record files that grow with each step, on resume: rows to keep, rows to move aside, unreadable lines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ RECORDS = ("metrics.jsonl", SAMPLES, "trace/stages.jsonl")
 
 
 def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -> None:
-    """Move the rows of steps after the `last` one to keep to the file `aside`: a resumed run writes them again.
+    """Move the rows of steps after `last` to the file `aside`; a resumed run writes them again.
 
-    Lines that are no such row go to a file next to it, `NAME.unreadable`, and `warn` names them.
+    Lines that are not such rows go to the file `NAME.unreadable` in the same directory, and `warn` names them.
     """
     if not path.is_file():
         return
     kept: list[bytes] = []
     moved: list[bytes] = []
     unreadable: dict[int, bytes] = {}
-    # In bytes lines end at newlines only.
+    # Split bytes, not text: text has further line separators, bytes only newlines.
     content = path.read_bytes()
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
@@ -44,7 +44,7 @@ def move_rows(path: Path, last: int, aside: Path, warn: Callable[[str], None]) -
         lines = f"line{'s' * (len(unreadable) > 1)} {', '.join(map(str, list(unreadable)[:5]))}"
         more = f" and {len(unreadable) - 5} more" if len(unreadable) > 5 else ""
         warn(f"{path}: {lines}{more} must be a JSON object with the number of a step: kept in {beside}")
-    # Written to the side and renamed: a kill in between must not cost what is kept.
+    # Write a new file and rename it, so that a kill in between does not lose the kept rows.
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(_joined(kept))
     partial.replace(path)
@@ -55,7 +55,7 @@ def _joined(lines: Iterable[bytes]) -> bytes:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a row; None where the line is none."""
+    """Return the step of a row; None if the line is not a row."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a run resumes from: models, random states, and where it stands."""
+"""Resuming of a run: finds a checkpoint and loads models, random states and the position of the run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fivefold.summed_files import DamagedFile
 
 
 def find_checkpoint(config: RunConfig, ranks: Ranks) -> Path | None:
-    """The checkpoint that the run resumes from, if any; raises ValueError where one that is named is damaged. Collective."""
+    """Return the checkpoint to resume from, if any; raises ValueError if a named one is damaged. Collective."""
     checkpoints = Checkpoints(config.run_dir, config.trainer.keep)
     return _on_main(ranks, partial(checkpoints.find, config.trainer.resume, partial(print, flush=True)))
 
 
 def _on_main(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
-    """The checkpoint that rank 0 finds, on every rank."""
+    """Return, on every rank, the checkpoint that rank 0 finds."""
 
     def name() -> str | None:
         path = find()
@@ -36,7 +36,7 @@ def _on_main(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run resumes from."""
+    """A loaded checkpoint: its path and the run state."""
 
     path: Path
     state: RunState
@@ -51,10 +51,10 @@ def load_run(
     ranks: Ranks,
     logger: RunLogger,
 ) -> Resumed | None:
-    """Load the checkpoint that was found, if any, and make room for what will be written; where `resume` is auto and a model
-    of it turns out to be damaged, the checkpoint before. Collective.
+    """Load the checkpoint `found`, if any, and move aside files that the resumed run would overwrite. Collective.
 
-    `fingerprint` is the main rank's. Raises ValueError where the checkpoint is of another run, or none is whole.
+    If `resume` is auto and one of its models turns out to be damaged, the previous checkpoint is loaded. `fingerprint` is
+    the main rank's. Raises ValueError if the checkpoint is from another run, or none is intact.
     """
     damaged: dict[Path, str] = {}
     while found is not None:
@@ -77,7 +77,7 @@ def load_run(
             if keys:
                 logger.log(f"changed since then, {title}: {'; '.join(keys)}")
     if ranks.is_main:
-        # What stands here next to a checkpoint from elsewhere is of another run.
+        # If the checkpoint is from another directory, the files here belong to another run.
         is_own = found is not None and found.resolve().parent == checkpoints.root.resolve()
         step = state.step if is_own else 0
         is_pending = step > 0 and state.pending is not None
@@ -87,7 +87,7 @@ def load_run(
 
 
 def _load_models(path: Path, models: dict[str, Model], ranks: Ranks) -> str:
-    """Load every model from a checkpoint; what is wrong with it, the same on all ranks."""
+    """Load every model from a checkpoint; return the fault, the same on all ranks, or an empty text."""
     for name, model in models.items():
         if not (path / name).is_dir():
             raise ValueError(
@@ -99,7 +99,7 @@ def _load_models(path: Path, models: dict[str, Model], ranks: Ranks) -> str:
             model.load(path / name)
         except DamagedFile as error:
             fault = str(error).replace(f"{path}/", "")
-        # A model may be on some of the ranks only: the next one is loaded by all of its ranks or by none.
+        # A model may be on some ranks only; agree here, so that all ranks of the next model load it or none does.
         if faults := [each for each in ranks.gather_objects(fault) if each]:
             return faults[0]
     return ""

@@ -1,4 +1,4 @@
-"""Random states of a rank. Sampling does not use them (its draws are a function of seed and position), torch does."""
+"""Random states of a rank. Torch uses them; sampling does not, since its draws are a function of seed and position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fivefold.distributed.ranks import Ranks
 
 
 def rng_states() -> dict[str, torch.Tensor]:
-    """This rank's states as they are."""
+    """Return the current random states of this rank."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -25,12 +25,12 @@ def set_rng_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def rng_name(ranks: Ranks) -> str:
-    """The file of this rank's states."""
+    """Return the name of the file with this rank's states."""
     return f"{ranks.world.size()}-ranks-{ranks.rank}.safetensors"
 
 
 def load_rng(directory: Path, ranks: Ranks) -> None:
-    """Read them back; another number of ranks has none of its own and keeps the states made from the seed."""
+    """Load this rank's states. With another number of ranks there is no file, and the states made from the seed stay."""
     path = directory / rng_name(ranks)
     if path.is_file():
         set_rng_states(load_file(path))

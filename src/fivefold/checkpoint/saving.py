@@ -1,4 +1,4 @@
-"""A checkpoint that is being written: every rank writes its files, here or in a thread, and one of them makes it visible."""
+"""Saving of a checkpoint: every rank writes its files, directly or in a thread, and the main rank publishes it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fivefold.files import write_text, writing
 
 Entries = dict[str, Entry]
 Writer = Callable[[Path], list[Path]]
-"""Writes this rank's share into a directory and gives its files."""
+"""Writes this rank's share into a directory and returns its files."""
 
 
 class Saving:
-    """From the moment at which a run is saved until its checkpoint is there. Every method is called on all ranks."""
+    """Saves one checkpoint, from the start of writing until it is published. Every method is called on all ranks."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Saving:
         config: str,
         in_background: bool,
     ) -> None:
-        """Begin to write; `in_background` in a thread, while the run goes on.
+        """Start writing; with `in_background` in a thread, while the run continues.
 
-        `parts`: name of a directory -> what writes this rank's share there; `config`: the resolved configuration as YAML.
+        `parts`: directory name -> writer of this rank's share there; `config`: the resolved configuration as YAML.
         """
         self._checkpoints, self._state, self._ranks = checkpoints, state, ranks
         states = rng_states()
@@ -59,9 +59,9 @@ class Saving:
         self._written = in_thread(write, "checkpoint") if in_background else _now(write)
 
     def finish(self, wait: bool) -> Path | None:
-        """The checkpoint, once all ranks have written theirs; None where `wait` is not set and one has not.
+        """Return the checkpoint once all ranks have written their files; None if one has not yet and `wait` is not set.
 
-        Raises RuntimeError on all ranks where one could not write.
+        Raises RuntimeError on all ranks if one could not write.
         """
         if not wait and self._ranks.any(not self._written.done()):
             return None

@@ -1,1 +1,1 @@
-"""Data files: rows -> tokenized prompts, in an order that can be resumed."""
+"""Data files: rows -> tokenized prompts, in an order that a resumed run continues."""

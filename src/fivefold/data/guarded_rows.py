@@ -1,4 +1,4 @@
-"""Rows whose texts hold special tokens: kept, escaped or refused, as `data.special_tokens` has it. No torch here."""
+"""Special tokens in the texts of rows: kept, escaped or refused, as `data.special_tokens` sets it. No torch here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SpecialTokens = Literal["keep", "escape", "refuse"]
 
 
 def special_in(row: Row, pattern: re.Pattern[str] | None) -> str | None:
-    """The first special token in the texts of a row."""
+    """Return the first special token in the texts of a row; None without one."""
     found = (pattern.search(text) for text in _texts(row)) if pattern is not None else ()
     return next((each[0] for each in found if each is not None), None)
 
 
 def guard(row: Row, mode: SpecialTokens, pattern: re.Pattern[str] | None) -> Row:
-    """The row as `data.special_tokens` has it: what a tool has answered never holds a special token.
+    """Apply `data.special_tokens` to a row; special tokens in tool messages are always escaped.
 
-    Raises ValueError where they are refused.
+    Raises ValueError if they are refused.
     """
     if (token := special_in(row, pattern)) is None:
         return row

@@ -1,6 +1,6 @@
-"""A tokenizer's files read without transformers and torch: what `check` needs to see of what training will read.
+"""Reads a tokenizer's files without transformers and torch, so that `check` sees what training will read.
 
-It encodes as the fast tokenizer of transformers does, and renders chat templates in the same sandbox with the same names.
+It encodes like the fast tokenizer of transformers, and renders chat templates in the same sandbox with the same names.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fivefold.special_tokens import special_pattern
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MOST_STEPS, MOST_SIZE = 200_000, 100_000
-"""Bodies of loops and macros that a chat template runs for one conversation, and sizes of what it multiplies."""
+"""Limits per conversation: bodies of loops and macros that a chat template runs, and the size of a product in it."""
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model", "tekken.json")
-"""Of tokenizers that only transformers can read."""
+"""Files of tokenizers that only transformers can read."""
 
 
 @dataclass(frozen=True)
 class LightTokenizer:
-    """The parts of a transformers tokenizer that prompts go through; raises ValueError where its files cannot be used."""
+    """The parts of a transformers tokenizer that process prompts; raises ValueError if its files cannot be used."""
 
     directory: Path
     backend: Any
-    """tokenizers.Tokenizer."""
+    """The tokenizer as a tokenizers.Tokenizer."""
     special: dict[str, str] = field(default_factory=dict)
-    """Name (eos_token, ...) -> its text."""
+    """Name (eos_token, ...) -> text of the special token."""
     template: Any = None
-    """Its chat template, where it has one."""
+    """Compiled chat template; None without one."""
 
     @classmethod
     def load(cls, directory: Path) -> LightTokenizer:
@@ -44,7 +44,7 @@ class LightTokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
-            # The library has one class for all its errors: Exception itself.
+            # The library raises plain Exception for all its errors.
             raise ValueError(f"{path} is no tokenizer that the tokenizers library reads: {first_line(error)}") from error
         config: dict[str, Any] = {}
         special: dict[str, str] = {}
@@ -58,12 +58,12 @@ class LightTokenizer:
         return cls(directory, backend, special, _compile(text, str(directory)) if text else None)
 
     def with_template(self, text: str, where: str) -> LightTokenizer:
-        """The same with another chat template; raises ValueError where it is none."""
+        """Return this tokenizer with another chat template; raises ValueError if it is not a valid template."""
         return replace(self, template=_compile(text, where))
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
-        """What finds its special tokens in a text."""
+        """Pattern that matches the tokenizer's special tokens in a text."""
         return special_pattern(self.backend.get_added_tokens_decoder())
 
     @property
@@ -71,20 +71,20 @@ class LightTokenizer:
         return self.backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
 
     def highest_id(self, with_added: bool) -> int:
-        """The last token of the vocabulary, with or without those that were added to it."""
+        """Return the highest token id of the vocabulary, with or without added tokens."""
         return max(self.backend.get_vocab(with_added_tokens=with_added).values(), default=-1)
 
     def render(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, kwargs: dict[str, Any] | None = None
     ) -> str:
-        """The text of a prompt, as data/prompts.py makes it; `kwargs` are variables of the template."""
+        """Return the text of a prompt, as data/prompts.py renders it; `kwargs` are variables of the template."""
         if self.template is not None:
             return self.apply_chat_template(messages, add_generation_prompt, kwargs or {})
         end = "\n" if add_generation_prompt else ""
         return "\n".join(str(message["content"]) for message in messages) + end
 
     def check_text(self, text: str) -> list[int]:
-        """The tokens of a text without those put around it; raises ValueError where a character has none."""
+        """Return the tokens of a text without surrounding special tokens; raises ValueError if a character has no token."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         covered = bytearray(len(text))
         for begin, end in encoding.offsets:
@@ -102,7 +102,7 @@ class LightTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
     ) -> str:
-        """The text of a conversation; raises ValueError where the template does."""
+        """Return the text of a conversation; raises ValueError if the template raises an error."""
         import jinja2
 
         self.template.environment.steps = 0
@@ -128,7 +128,7 @@ class LightTokenizer:
 
 
 def _compile(text: str, where: str) -> Any:
-    """A chat template, in the sandbox and with the names that transformers gives it."""
+    """Compile a chat template in the sandbox and with the names that transformers uses."""
     import jinja2
     from jinja2.ext import loopcontrols
 
@@ -154,7 +154,7 @@ def _compile(text: str, where: str) -> Any:
 
 
 def _sandbox() -> Any:
-    """The sandbox of transformers, in which a template without an end, or with a text of gigabytes, raises an error."""
+    """Return the sandbox class of transformers with limits: endless templates and texts of gigabytes raise an error."""
     import jinja2
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -162,7 +162,7 @@ def _sandbox() -> Any:
     class Bounded(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(["*", "**"])
         steps = 0
-        """Bodies of loops and macros that the rendering in progress has run."""
+        """Number of bodies of loops and macros that the rendering in progress has run."""
 
         def step(self, count: int = 1) -> bool:
             self.steps += count
@@ -195,7 +195,7 @@ def _sandbox() -> Any:
 
 
 def _generation_block() -> Any:
-    """`{% generation %}`, which marks the assistant's part and writes nothing of its own."""
+    """Return the extension for `{% generation %}`, which marks the assistant's part and writes nothing itself."""
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -216,7 +216,7 @@ def _token_text(value: Any, name: str, path: Path) -> str:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """That of a file of its own, otherwise of the configuration; of several the one named default."""
+    """Return the chat template from its own file, otherwise from the configuration; of several, the one named default."""
     if (path := directory / "chat_template.jinja").is_file():
         return read_text(path)
     found = config.get("chat_template")

@@ -1,7 +1,7 @@
-"""Data sets in the schema that verl, siiRL and SkyRL users have: source files -> train and test parquet.
+"""Data sets in the schema of verl, siiRL and SkyRL: source files -> train and test parquet.
 
-Columns: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info, and `response`, the
-worked solution, where the source has one (for sft).
+Columns: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info, and `response`: the worked
+solution if the source has one (for sft).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INSTRUCTIONS = {
     "verl": {"gsm8k": f" {GSM8K_INSTRUCTION}", "math": f" {MATH_INSTRUCTION}", "deepscaler": f" {MATH_INSTRUCTION}"},
     "areal": {"gsm8k": "\nPlease put your final answer within \\boxed{}."},
 }
-"""Whose form a data set has -> what follows each question (AReaL's: areal/dataset/gsm8k.py)."""
+"""Name of the form -> text after each question, by data set (AReaL's: areal/dataset/gsm8k.py)."""
 HUB = {
     "gsm8k": ("openai/gsm8k", {"train": "main/train-00000-of-00001.parquet", "test": "main/test-00000-of-00001.parquet"}),
     "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", {"train": "deepscaler.json"}),
@@ -41,10 +41,10 @@ def prepare(
     below: int = 100,
     form: str = "verl",
 ) -> dict[str, int]:
-    """Write `out`/train.parquet and `out`/test.parquet; rows written of each.
+    """Write `out`/train.parquet and `out`/test.parquet; return the number of rows in each.
 
-    `source` are local files; one with "test" in its name makes the test split, otherwise the last 5 % of the rows do.
-    Without `source` the files come from the hub; `arithmetic` needs none. `form` chooses what follows each question.
+    `source` are local files. Files with "test" in their name make the test split; without one, the last 5 % of the rows do.
+    Without `source` the files come from the hub; `arithmetic` needs none. `form` chooses the text after each question.
     """
     if form != "verl" and name not in INSTRUCTIONS[form]:
         raise ValueError(f"--form {form} is a form of {', '.join(INSTRUCTIONS[form])}: got {name}")
@@ -77,7 +77,7 @@ def prepare(
 
 
 def arithmetic(count: int, seed: int, below: int) -> dict[str, list[dict[str, Any]]]:
-    """Sums of two numbers, every problem once; the test split has none of the training problems."""
+    """Create sums of two numbers, each problem once; the test split has none of the training problems."""
     if not 2 <= below <= _MOST_BELOW:
         raise ValueError(f"--below must be in [2, {_MOST_BELOW}]: got {below}")
     problems = [(a, b) for a in range(below) for b in range(below)]
@@ -130,7 +130,7 @@ def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(name: str, instruction: str, raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One row of our schema from one row of the source."""
+    """Convert one source row to our schema."""
     if name == "gsm8k":
         question, solution = _text(raw, "question"), _text(raw, "answer")
         truth = solution.rsplit("####", 1)[-1].strip().replace(",", "")

@@ -1,4 +1,7 @@
-"""Large data sets are tokenized once a machine, by all its cores, and kept: files, tokenizer, settings -> StoredPrompts."""
+"""Cache of tokenized prompts for large data sets: files, tokenizer, settings -> StoredPrompts.
+
+A data set is tokenized once per machine, on all its cores.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ from fivefold.data.tokenizer import load_tokenizer
 from fivefold.files import users_umask
 
 IN_MEMORY = 20_000
-"""Rows up to which every rank reads and tokenizes by itself: a second or two."""
+"""Maximum rows for which every rank reads and tokenizes by itself, which takes a second or two."""
 _CHUNK, _FORMAT, _NEWS = 2_000, 1, 100_000
 
 Log = Callable[[str], None]
 
 
 def is_large(files: Sequence[str], first: int | None = None) -> bool:
-    """Whether the files have more rows than a rank reads by itself."""
+    """Whether the files have more than IN_MEMORY rows."""
     rows = 0
     for name in files:
         rows += min(count_rows(Path(name), IN_MEMORY + 1), IN_MEMORY + 1 if first is None else first)
@@ -38,10 +41,11 @@ def is_large(files: Sequence[str], first: int | None = None) -> bool:
 def store_prompts(
     files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, cache: Path, log: Log, workers: int | None = None
 ) -> Path:
-    """The file of the prompts, made unless it is there.
+    """Return the file of the tokenized prompts, and create it if it does not exist.
 
-    `tokenizer`: its directory, and whether its own code may run. It is known by the content of the data files and of the
-    tokenizer's, so that a change of either makes another. Raises ValueError for a row that cannot be used, naming it.
+    `tokenizer`: its directory, and whether its own code may run. The file name depends on the content of the data files and
+    of the tokenizer's files, so a change of either creates a new file. Raises ValueError for a row that cannot be used,
+    naming it.
     """
     path = cache / f"{_key(files, tokenizer[0], reading)}.arrow"
     if path.is_file():
@@ -72,7 +76,7 @@ def _made(
 
 
 def open_prompts(path: Path) -> PromptSet:
-    """The prompts of a file that `store_prompts` made."""
+    """Open the prompts in a file that `store_prompts` created."""
     stored = StoredPrompts(path)
     return PromptSet(stored, stored.dropped)
 
@@ -93,7 +97,7 @@ def _write(path: Path, files: Sequence[str], tokenizer: tuple[Path, bool], readi
 def _batches(
     files: Sequence[str], tokenizer: tuple[Path, bool], reading: Reading, workers: int
 ) -> Iterator[tuple[Any, int]]:
-    """(record batch, rows that were read) chunk by chunk, in their order."""
+    """Yield (record batch, rows that were read) per chunk, in order."""
     rows = numbered_rows(files)
     chunks = iter(lambda: list(islice(rows, _CHUNK)), [])
     if workers == 1:
@@ -104,7 +108,7 @@ def _batches(
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (*tokenizer, reading)) as pool:
         for chunk in chunks:
             waiting.append((pool.submit(_tokenize, chunk), len(chunk)))
-            # Memory does not grow with the files.
+            # Limit the chunks in flight, so that memory does not grow with the files.
             if len(waiting) > 2 * workers:
                 future, read = waiting.popleft()
                 yield future.result(), read
@@ -113,7 +117,7 @@ def _batches(
 
 
 _of_process: dict[str, Any] = {}
-"""In a worker: the tokenizer, and how rows are read."""
+"""Tokenizer and reading settings of this worker process."""
 
 
 def _begin(directory: Path, trust_remote_code: bool, reading: Reading) -> None:
@@ -127,7 +131,8 @@ def _tokenize(chunk: list[tuple[dict[str, Any], Place]]) -> Any:
 
 
 def _key(files: Sequence[str], tokenizer: Path, reading: Reading) -> str:
-    """What the prompts depend on. A source without a name in its rows is the name of its file."""
+    """Return a hash of everything that the prompts depend on, with the file names: they name the source of rows without
+    one."""
     import transformers
 
     names = [Path(name).name for name in files]

@@ -1,4 +1,4 @@
-"""Which prompts come when: a pure function of seed and position, so that a resumed run takes the same ones."""
+"""Order of the prompts: a pure function of seed and position, so that a resumed run takes the same ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Loader(Protocol[T]):
-    """The items of a run by their position, over all epochs."""
+    """Provides the items of a run by their position, over all epochs."""
 
     @property
     def steps_per_epoch(self) -> int: ...
@@ -20,7 +20,7 @@ class Loader(Protocol[T]):
 
 
 class PromptLoader(Generic[T]):
-    """Goes through the items epoch by epoch, shuffled anew for each; what does not fill a step at its end is left out."""
+    """Goes through the items epoch by epoch, reshuffled in each; items that do not fill a step at the end are left out."""
 
     def __init__(self, items: Sequence[T], per_step: int, seed: int, shuffle: bool) -> None:
         if len(items) < per_step:
@@ -36,11 +36,11 @@ class PromptLoader(Generic[T]):
         return len(self._items) // self.per_step
 
     def epoch(self, position: int) -> int:
-        """Epoch, from 0, of the item at `position` of the whole run."""
+        """Return the epoch, from 0, of the item at `position` in the whole run."""
         return position // (self.steps_per_epoch * self.per_step)
 
     def take(self, position: int, count: int) -> list[T]:
-        """`count` items from `position` on, counted over all epochs."""
+        """Return `count` items from `position` on, counted over all epochs."""
         return [self._at(place) for place in range(position, position + count)]
 
     def _at(self, position: int) -> T:

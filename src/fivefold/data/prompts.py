@@ -32,27 +32,27 @@ from fivefold.types import DatasetResponse, Prompt
 class PromptSet:
     prompts: Sequence[Prompt]
     dropped: int
-    """Rows left out because their prompt is longer than allowed."""
+    """Number of rows left out because their prompt is too long."""
 
     def ground_truths(self) -> Iterator[tuple[int, str, str]]:
-        """(id, source, ground truth) of each prompt."""
+        """Iterate over (id, source, ground truth) of each prompt."""
         if isinstance(self.prompts, StoredPrompts):
             return self.prompts.ground_truths()
         return ((prompt.id, prompt.source, prompt.ground_truth) for prompt in self.prompts)
 
 
 class Place(NamedTuple):
-    """Where a row is."""
+    """Location of a row."""
 
     number: int
-    """Among the rows of all files, from 0."""
+    """Index of the row over all files, from 0."""
     file: Path
     row: int
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become prompts."""
+    """Settings for converting rows to prompts."""
 
     max_prompt_tokens: int
     overlong: Literal["drop", "refuse"] = "drop"
@@ -60,23 +60,23 @@ class Reading:
     learns_from: LearnsFrom = "rollouts"
     need_responses: bool = False
     max_response_tokens: int = 0
-    """Where responses to learn from are cut off: the one to imitate, or the chosen and the rejected one."""
+    """Length at which responses to learn from are truncated: the one to imitate, or the chosen and the rejected one."""
     system_prompt: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     template: str | None = None
-    """A chat template in the place of the tokenizer's."""
+    """Chat template that replaces the tokenizer's; None: the tokenizer's."""
     apply_chat_template: bool = True
     learned_turns: Literal["all", "last"] = "all"
     max_total_tokens: int | None = None
-    """Of prompt and response to learn from together."""
+    """Maximum tokens of a prompt together with a response to learn from."""
     special_tokens: SpecialTokens = "keep"
-    """What becomes of special tokens in the texts of a row."""
+    """Handling of special tokens in the texts of a row."""
 
     def prompt_of(self, row: dict[str, Any], at: Place, tokenizer: Any) -> Prompt | None:
-        """None where it is too long; raises ValueError naming the row."""
+        """Convert a row to a prompt; None if it is too long. Raises ValueError naming the row."""
         where = f"{at.file}, row {at.row}"
-        # What apply_chat_template takes by this name comes over the tokenizer's.
+        # The chat_template argument of apply_chat_template overrides the tokenizer's template.
         arguments = self.template_kwargs | ({} if self.template is None else {"chat_template": self.template})
         try:
             found = parse_row(row, self.columns, self.learns_from, at.file.stem)
@@ -116,7 +116,7 @@ class Reading:
 
 
 def load_prompts(files: Sequence[str], tokenizer: Any, reading: Reading, first: int | None = None) -> PromptSet:
-    """Rows of all files in order, numbered from 0; `first` takes only so many of each file.
+    """Load the rows of all files in order, numbered from 0; `first` limits the rows of each file.
 
     Raises ValueError for a file or row that cannot be used, naming it.
     """
@@ -126,7 +126,7 @@ def load_prompts(files: Sequence[str], tokenizer: Any, reading: Reading, first: 
 
 
 def numbered_rows(files: Sequence[str], first: int | None = None) -> Iterator[tuple[dict[str, Any], Place]]:
-    """The rows of all files in order; `first` takes only so many of each."""
+    """Yield the rows of all files in order; `first` limits the rows of each file."""
     number = count()
     for name in files:
         for place, row in enumerate(islice(read_rows(Path(name)), first)):
@@ -134,7 +134,7 @@ def numbered_rows(files: Sequence[str], first: int | None = None) -> Iterator[tu
 
 
 def not_empty(files: Sequence[str], reading: Reading, kept: int, dropped: int) -> int:
-    """`dropped`; raises ValueError where no prompt was kept."""
+    """Return `dropped`; raises ValueError if no prompt was kept."""
     if not kept:
         raise ValueError(
             f"no prompts left in {', '.join(files)}: {dropped} were longer than {reading.max_prompt_tokens} tokens"
@@ -155,7 +155,7 @@ def tokenize(
 
 
 def tokenize_as_it_is(row: Row, tokenizer: Any) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
-    """The same of a prompt that is a text already."""
+    """(messages, tokens, text, responses) of a prompt that is plain text and needs no chat template."""
     text = text_of(row)
     if not (token_ids := [int(token) for token in tokenizer.encode(text)]):
         raise ValueError(f"the prompt has no tokens: {text!r}")
@@ -176,7 +176,8 @@ def _truncate(given: DatasetResponse, limit: int) -> DatasetResponse:
 def conversation(
     messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
 ) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
-    """A conversation whose assistant's turns are learned: (messages before the first, their tokens, text, the rest)."""
+    """Split a conversation whose assistant turns are all learned: (messages before the first one, their tokens, text,
+    rest)."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = messages[: turns[0]]
     token_ids, text = render(prompt, tokenizer, template_kwargs)
@@ -194,7 +195,7 @@ def conversation(
         between = tokenizer.encode(before[len(said) :], add_special_tokens=False) if len(before) > len(said) else []
         own = tokenizer.encode(after[len(before) :], add_special_tokens=False)
         if tokenizer.eos_token_id in own:
-            # What the template writes behind the end of a turn is not the model's to say.
+            # The model does not learn what the template writes after the end of a turn.
             end = len(own) - own[::-1].index(tokenizer.eos_token_id)
         else:
             own, end = [*own, tokenizer.eos_token_id], len(own) + 1
@@ -208,7 +209,7 @@ def conversation(
 def last_turn(
     messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
 ) -> tuple[Messages, list[int], str, list[DatasetResponse]]:
-    """A conversation whose last turn is learned, with all that the template writes behind it."""
+    """Split a conversation whose last turn is learned, including everything that the template writes after it."""
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"the last turn is to be learned, and is the {messages[-1]['role']}'s")
     prompt = messages[:-1]
@@ -223,23 +224,23 @@ def last_turn(
 
 
 def conversation_text(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> str:
-    """The text of a conversation that ends with an assistant's turn."""
+    """Return the text of a conversation that ends with an assistant turn."""
     if _has_template(tokenizer, template_kwargs):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **(template_kwargs or {})))
     return "\n".join(str(message["content"]) for message in messages)
 
 
 def encode_conversation(messages: Messages, response: str, tokenizer: Any) -> list[int]:
-    """The tokens of a prompt's messages with a response as the assistant's turn: what a reward model reads."""
+    """Return the tokens of a prompt with a response as the assistant turn, as a reward model reads them."""
     text = conversation_text([*messages, {"role": "assistant", "content": response}], tokenizer)
     templated = bool(getattr(tokenizer, "chat_template", None))
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=not templated)]
 
 
 def render(messages: Messages, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> tuple[list[int], str]:
-    """(tokens, text) of a prompt through the tokenizer's chat template where it has one.
+    """(tokens, text) of a prompt through the tokenizer's chat template, if it has one.
 
-    Without a template messages are joined by line breaks and the text is followed by one more.
+    Without a template, messages are joined by line breaks and one more line break ends the text.
     """
     if _has_template(tokenizer, template_kwargs):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {}))

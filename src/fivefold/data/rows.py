@@ -1,6 +1,6 @@
-"""Rows of data files: parquet or jsonl -> what a row says, before any tokenizer. No torch here.
+"""Rows of data files: parquet or jsonl -> parsed rows, before any tokenizer. No torch here.
 
-A ValueError names the file, the row and the column of what cannot be used.
+A ValueError names the file, the row and the column that cannot be used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fivefold.files import LONGEST_LINE, read_json_lines
 
 Messages = list[dict[str, Any]]
 _LARGEST_ROW, _UNPACKED, _ROWS = LONGEST_LINE, 2**29, 1024
-"""Bytes of a row, bytes of rows of a parquet file that are unpacked together, and the most such rows."""
+"""Maximum bytes of a row, bytes of parquet rows that are unpacked together, and number of such rows."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row keeps what; `a.b` is the part b of column a, where there is no column of that name."""
+    """Column names of a row. `a.b` is the field b of column a, unless a column has that full name."""
 
     prompt: str = "prompt"
     response: str = "response"
@@ -51,20 +51,20 @@ class Columns:
 USUAL_COLUMNS = Columns()
 TEMPLATE_NAMES = ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
                   "continue_final_message")  # fmt: skip
-"""Arguments of a chat template that are ours to say."""
+"""Chat template arguments that the program sets itself."""
 TOOLS_NEED_TEMPLATE = "functions of data.tools_key are written by a chat template: set data.chat_template"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a row says."""
+    """Content of a parsed row."""
 
     messages: Messages
-    """Those of the prompt; of a whole conversation all of them."""
+    """Messages of the prompt; for a conversation to imitate, all its messages."""
     source: str
     ground_truth: str
     is_conversation: bool = False
-    """`messages` are to be imitated: the assistant's turns carry loss."""
+    """Whether `messages` are to be imitated: the assistant's turns carry loss."""
     responses: list[str] = field(default_factory=list)
     """Texts to learn from: the one to imitate, or the chosen and the rejected one."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the chat template that only this row has."""
+        """Chat template arguments that are specific to this row."""
         return {"tools": self.tools} if self.tools else {}
 
 
@@ -81,7 +81,7 @@ _PART = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]", re.DOTALL)
 
 
 def part_of(path: Path) -> tuple[Path, slice]:
-    """`train.parquet[:200]` names the first 200 rows of a file, `[-100:]` its last hundred: as of a list."""
+    """Split `train.parquet[:200]` into the file and a slice: its first 200 rows; `[-100:]` are its last hundred."""
     found = _PART.fullmatch(str(path))
     if found is None:
         return path, slice(None)
@@ -89,7 +89,7 @@ def part_of(path: Path) -> tuple[Path, slice]:
 
 
 def _bounds(path: Path) -> tuple[Path, int, int | None]:
-    """(file, first row, row behind the last, None at its end)."""
+    """(file, first row, row after the last; None: until the end)."""
     file, part = part_of(path)
     begin, end = part.start or 0, part.stop
     if begin < 0 or (end or 0) < 0:
@@ -98,7 +98,7 @@ def _bounds(path: Path) -> tuple[Path, int, int | None]:
 
 
 def count_rows(path: Path, enough: int) -> int:
-    """Rows of a file or of a part of it; of a jsonl file the count ends at `enough`."""
+    """Return the number of rows of a file or of a part of it; for a jsonl file the count stops at `enough`."""
     file, begin, end = _bounds(path)
     there = _count(file, begin + enough)
     return max(0, (there if end is None else min(there, end)) - begin)
@@ -112,7 +112,7 @@ def _count(path: Path, enough: int) -> int:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet or jsonl file, or of a part of it."""
+    """Yield the rows of a parquet or jsonl file, or of a part of it."""
     if not (file := part_of(path)[0]).is_file():
         raise ValueError(f"no data file at {file}")
     file, begin, end = _bounds(path)
@@ -149,9 +149,10 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _batch_size(group: Any) -> int:
-    """Rows of a row group that are unpacked together.
+    """Return how many rows of a row group are unpacked together.
 
-    A value that is stored once, for many rows, is unpacked for each of them: a row may take all that its texts take.
+    A value that is stored once for many rows is unpacked for each of them, so one row may need as much memory as all texts
+    of the group.
     """
     columns = (group.column(place) for place in range(group.num_columns))
     texts = sum(column.total_uncompressed_size for column in columns if column.physical_type == "BYTE_ARRAY")
@@ -159,7 +160,7 @@ def _batch_size(group: Any) -> int:
 
 
 def _plain(batch: Any) -> Any:
-    """A batch whose columns have their values, not places in a list of them."""
+    """Return a batch with dictionary-encoded columns decoded to their values."""
     import pyarrow
 
     is_encoded = pyarrow.types.is_dictionary
@@ -168,7 +169,7 @@ def _plain(batch: Any) -> Any:
 
 
 def _check_sizes(path: Path, batch: Any, first: int) -> None:
-    """Raise ValueError for a row of a batch that is too large; `first` is the number of the first one."""
+    """Raise ValueError for a row of a batch that is too large; `first` is the number of the batch's first row."""
     if batch.nbytes <= _LARGEST_ROW:
         return
     for place in range(batch.num_rows):
@@ -190,7 +191,7 @@ def _parquet(path: Path) -> Any:
 
 
 def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, source: str) -> Row:
-    """What a row says; `source` is its data_source where it names none. Raises ValueError naming the column."""
+    """Parse a row; `source` is its data_source if the row names none. Raises ValueError naming the column."""
     messages, is_conversation, responses = _read_texts(row, columns, learns_from)
     given = _cell(row, columns.source)
     if given is not None and not isinstance(given, (str, int)):
@@ -209,14 +210,14 @@ def parse_row(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom, so
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:
-    """The row with a system message before its own, where there is one and the row does not begin with another."""
+    """Return the row with `text` as its system message, unless the row begins with a system or developer message."""
     if text is None or row.messages[0]["role"] in ("system", "developer"):
         return row
     return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
 
 
 def text_of(row: Row) -> str:
-    """The text of a prompt that needs no template; raises ValueError for messages."""
+    """Return the text of a prompt that needs no template; raises ValueError for a prompt of several messages."""
     if row.is_conversation or len(row.messages) != 1 or row.messages[0]["role"] != "user":
         raise ValueError("a prompt of messages needs data.apply_chat_template: true")
     return str(row.messages[0]["content"])
@@ -252,7 +253,7 @@ def _read_texts(row: dict[str, Any], columns: Columns, learns_from: LearnsFrom) 
 
 
 def _with_query(messages: Messages, row: dict[str, Any], columns: Columns) -> Messages:
-    """The messages of a prompt whose last one continues with the row's query, on a line of its own."""
+    """Return a prompt's messages, with the row's query appended to the last one on a new line."""
     if columns.query is None:
         return messages
     if columns.query not in row:
@@ -263,7 +264,7 @@ def _with_query(messages: Messages, row: dict[str, Any], columns: Columns) -> Me
 
 
 def _optional_text(row: dict[str, Any], column: str | None) -> str | None:
-    """The text of a column that a row may leave empty; None where there is none."""
+    """Return the text of a column that a row may leave empty; None if it is empty."""
     found = None if column is None else _cell(row, column)
     if found is None or found == "":
         return None
@@ -274,7 +275,7 @@ def _optional_text(row: dict[str, Any], column: str | None) -> str | None:
 
 
 def _tools(row: dict[str, Any], column: str | None) -> list[Any]:
-    """The functions of a row: a list, or JSON of one."""
+    """Return the functions of a row, given as a list or as JSON of a list."""
     found = None if column is None else _cell(row, column)
     if isinstance(found, str):
         try:
@@ -287,7 +288,7 @@ def _tools(row: dict[str, Any], column: str | None) -> list[Any]:
 
 
 def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: list[str]) -> None:
-    """Raise ValueError where a row of the columns `names` lacks what is learned from."""
+    """Raise ValueError if a row with the columns `names` lacks the responses to learn from."""
     wanted = {"rollouts": 0, "responses": 1, "pairs": 2}[learns_from]
     if row.is_conversation or len(row.responses) == wanted:
         return
@@ -299,7 +300,7 @@ def check_responses(row: Row, columns: Columns, learns_from: LearnsFrom, names: 
 
 
 def _of_alpaca(row: dict[str, Any]) -> Messages:
-    """The conversation of a row of Alpaca's form: instruction and, where there is one, input; then output."""
+    """Return the conversation of an Alpaca row: the instruction with the optional input, then the output."""
     asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text).strip()
     if not asked:
         raise ValueError("column 'instruction': the prompt is empty")
@@ -308,7 +309,7 @@ def _of_alpaca(row: dict[str, Any]) -> Messages:
 
 
 def as_messages(prompt: Any, column: str) -> Messages:
-    """Messages of a text or of messages, also as JSON in a text; raises ValueError for anything else."""
+    """Convert a text, messages or JSON messages in a text to messages; raises ValueError for anything else."""
     if isinstance(prompt, str) and (found := _json_messages(prompt)) is not None:
         prompt = found
     if isinstance(prompt, str):
@@ -334,7 +335,7 @@ def as_messages(prompt: Any, column: str) -> Messages:
 
 
 def _json_messages(text: str) -> list[dict[str, Any]] | None:
-    """Messages that a text holds as JSON; None where it is another text, which a user may well write in brackets."""
+    """Parse messages that a text holds as JSON; None for any other text, which a user may also write in brackets."""
     if not text.startswith("[{") or '"role"' not in text:
         return None
     try:
@@ -346,7 +347,7 @@ def _json_messages(text: str) -> list[dict[str, Any]] | None:
 
 
 def _response(value: Any, column: str) -> str:
-    """A response given as a text, or as messages whose last one is it."""
+    """Return a response given as a text, or as messages whose last one is the response."""
     found = as_messages(value, column)[-1]["content"] if isinstance(value, list) else value
     if not isinstance(found, str):
         raise ValueError(f"column {column!r}: a response is a text or a list of messages, got {shown(value)}")
@@ -373,7 +374,7 @@ def _mapping(row: dict[str, Any], column: str) -> dict[str, Any]:
 
 
 def _cell(row: dict[str, Any], name: str) -> Any:
-    """What a row has under a name: its column, or for `a.b` the part b of column a; None where there is nothing."""
+    """Return the value of a column, or for `a.b` the field b of column a; None if missing."""
     if name in row:
         return row[name]
     found: Any = row
@@ -383,7 +384,7 @@ def _cell(row: dict[str, Any], name: str) -> Any:
 
 
 def _ground_truth(row: dict[str, Any], name: str) -> str:
-    """The text; in a column of another name a solution that ends in `#### answer`, as GSM8K's do, has the answer there."""
+    """Return the ground truth as a text; in a custom column, the answer of a solution that ends in `#### answer` (GSM8K)."""
     if name == Columns.ground_truth:
         return _as_text(_mapping(row, "reward_model").get("ground_truth"))
     found = _cell(row, name)
@@ -393,7 +394,7 @@ def _ground_truth(row: dict[str, Any], name: str) -> str:
 
 
 def _as_text(ground_truth: Any) -> str:
-    """A ground truth as rewards get it: a text stays, nothing is empty, lists and mappings are JSON."""
+    """Convert a ground truth to the text that rewards receive: None is empty, lists and mappings are JSON."""
     if ground_truth is None:
         return ""
     if isinstance(ground_truth, (list, dict)):

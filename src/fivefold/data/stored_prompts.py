@@ -1,4 +1,4 @@
-"""Tokenized prompts in an Arrow file that every rank of a machine maps: what is not looked at takes no memory."""
+"""Tokenized prompts in an Arrow file that every rank of a machine maps; pages that are not read use no memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SCHEMA = pa.schema(
         ("responses", pa.list_(_RESPONSE)),
     ]
 )
-"""Messages and extra columns are JSON."""
+"""Schema of the file; messages and extra columns are JSON."""
 DROPPED = b"dropped"
-"""Of a batch's metadata: rows that were too long."""
+"""Key in a batch's metadata: number of rows that were too long."""
 
 
 def to_batch(prompts: Sequence[Prompt]) -> Any:
-    """A record batch of prompts; raises ValueError for extra columns that JSON does not keep as they are."""
+    """Convert prompts to a record batch; raises ValueError for extra columns that JSON does not preserve."""
     rows = [
         {
             "id": prompt.id,
@@ -60,7 +60,7 @@ def _json(prompt: Prompt, value: Any) -> str:
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """The prompts of a file, each made when it is asked for."""
+    """The prompts of a file, each created on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,7 +94,7 @@ class StoredPrompts(Sequence[Prompt]):
         )
 
     def ground_truths(self) -> Iterator[tuple[int, str, str]]:
-        """(id, source, ground truth) of each, without the rest."""
+        """Yield (id, source, ground truth) of each prompt, without reading the other columns."""
         for batch in self._batches:
             columns = (batch.column(name).to_pylist() for name in ("id", "source", "ground_truth"))
             yield from zip(*columns, strict=True)

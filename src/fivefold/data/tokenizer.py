@@ -1,4 +1,4 @@
-"""Tokenizers and small models: loaded, or made here."""
+"""Loads tokenizers, trains small ones, and creates small models."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unknown|>"
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a directory or of a hub id."""
+    """Load the tokenizer from a directory or by hub id."""
     import transformers
 
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        # Each kind of damage has an error of its own, of three libraries.
+        # Three libraries raise different errors for different kinds of damage.
         raise ValueError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
 
 
 def check_config(directory: Path) -> None:
-    """Raise ValueError where transformers cannot read a model's configuration, of which it knows more keys than we do."""
+    """Raise ValueError if transformers cannot read a model's configuration, where it checks more keys than we do."""
     import transformers
 
     try:
@@ -35,9 +35,9 @@ def check_config(directory: Path) -> None:
 
 
 def train_tokenizer(kind: Literal["char", "bpe"], texts: list[str], out: Path, vocabulary: int = 1024) -> int:
-    """Train a tokenizer on `texts` and write it to `out` as transformers reads it; its size.
+    """Train a tokenizer on `texts`, write it to `out` in the format of transformers, and return its size.
 
-    `char` has one token a character; `bpe` is byte-level and can write every text.
+    `char` has one token per character; `bpe` is byte-level and can encode every text.
     """
     import tokenizers
     import transformers
@@ -71,7 +71,7 @@ def train_tokenizer(kind: Literal["char", "bpe"], texts: list[str], out: Path, v
 
 
 def texts_of(row: dict[str, Any]) -> list[str]:
-    """The texts of a data row that a model will read or write, line breaks as the plain template sets them."""
+    """Return the texts of a data row that a model will read or write, with the line breaks of the plain template."""
     given = {"prompt": row.get("prompt")} | {
         key: row[key] for key in ("messages", "chosen", "rejected") if isinstance(row.get(key), list)
     }
@@ -94,7 +94,7 @@ def make_model(
     tied: bool,
     seed: int,
 ) -> int:
-    """Write a Hugging Face directory with random weights and the tokenizer's vocabulary; its number of parameters."""
+    """Write a Hugging Face directory with random weights and the tokenizer's vocabulary; return the number of parameters."""
     import torch
     import transformers
 

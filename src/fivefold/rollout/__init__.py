@@ -1,1 +1,1 @@
-"""Where a step's samples come from, and how they become a batch."""
+"""Sources of a step's samples, and how samples become a batch."""

@@ -1,4 +1,4 @@
-"""Groups that are sampled ahead of the step that trains on them: engines go on while the trainer trains."""
+"""Groups that are sampled ahead of the step that trains on them: engines continue to sample while the trainer trains."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fivefold.rollout.stats import Informative
 from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 _POLL_SECONDS = 0.05
-"""Between two agreements of the ranks on what is complete."""
+"""Seconds between two synchronizations of the ranks on which groups are complete."""
 FILE = "groups-{:05d}.safetensors"
 
 
 @dataclass
 class _Open:
-    """A group of this rank that was given out and not used."""
+    """A group of this rank that was given out and is not used yet."""
 
     prompt: Prompt
     requests: dict[int, Request] = field(default_factory=dict)
-    """Those in flight, by id."""
+    """Requests in flight, by id."""
     numbers: dict[int, int] = field(default_factory=dict)
     """Id of a request in flight -> its number in the group."""
     samples: dict[int, Sample] = field(default_factory=dict)
@@ -51,19 +51,19 @@ class _Open:
 
 @dataclass
 class _Tokens:
-    """What became of tokens that were sampled while weights changed, on this rank."""
+    """Counts of tokens on this rank that were sampled while weights changed."""
 
     aborted: int = 0
-    """Thrown away."""
+    """Tokens thrown away."""
     reused: int = 0
-    """Of older weights than the end of their response."""
+    """Tokens from older weights than the last token of their response."""
 
 
 class AsyncRollouts:
-    """A RolloutSource whose groups are given out, sampled and scored before the step that takes them asks.
+    """A RolloutSource that gives out, samples and scores groups before the step that takes them.
 
-    Every rank has the prompts whose place in the run is its own (place mod replicas of the engine). Which groups are given
-    out and not used is known on all ranks and is the same there; who has completed which is exchanged while a step waits.
+    Every rank samples the prompts whose place in the run belongs to it (place mod engine replicas). All ranks store the same
+    record of the groups that are given out and unused. Completed groups are exchanged between ranks while a step waits.
     """
 
     def __init__(
@@ -81,10 +81,12 @@ class AsyncRollouts:
         most_prompts: int = 0,
         informative: Informative | None = None,
     ) -> None:
-        """`tail`: whether a step waits for groups that may not be used later, or samples their prompts again, or drops them;
-        `capacity`: requests that the engine can have in flight, over all its replicas; `most_prompts`: of a step with
-        dynamic sampling (DAPO, 2503.14476, section 3.2), until which groups without reward variance are left out;
-        `informative`: which groups those are, as in DynamicSampling."""
+        """`tail`: for groups that no later step may use, wait for them, sample their prompts again, or drop them.
+
+        `capacity`: requests that the engine can have in flight, over all its replicas. `most_prompts`: maximum prompts of a
+        step with dynamic sampling (DAPO, 2503.14476, section 3.2), up to which groups without reward variance are left out.
+        `informative`: defines those groups, as in DynamicSampling.
+        """
         self._generator, self._prompts, self._log, self._sampling = generator, prompts, log, sampling
         self._admission, self._seed, self._group_size, self._tail = admission, seed, group_size, tail
         self._capacity, self._most_prompts, self._informative = capacity, most_prompts, informative or Informative()
@@ -92,14 +94,14 @@ class AsyncRollouts:
         self._stream: Stream = self._engine.stream()
         self._ids = count()
         self._position = 0
-        """Prompts given out."""
+        """Number of prompts given out."""
         self._unused: dict[int, int] = {}
         """Place in the run -> step before which it was given out, of all ranks."""
         self._versions: list[tuple[int, int]] = []
-        """(step, optimizer steps taken before it) of the last steps, as far back as what is unused."""
+        """(step, optimizer steps taken before it) of the last steps, back to the oldest unused group."""
         self._open: dict[int, _Open] = {}
         self._owner: dict[int, int] = {}
-        """Request in flight -> place."""
+        """Id of a request in flight -> place of its group in the run."""
         self._tokens = _Tokens()
         self._began = -1
         self._cached: tuple[int, list[Prompt], list[int]] = (-1, [], [])
@@ -107,23 +109,23 @@ class AsyncRollouts:
     # --- giving out --------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, sync: Callable[[], None]) -> None:
-        """Sync the weights, then give out what may be sampled with them; nothing after the run's end."""
+        """Sync the weights, then give out the groups that may be sampled with them; none after the run's end."""
         sync()
         self._begin(step)
 
     def _begin(self, step: int) -> None:
-        """Give out what may be sampled once the engine has the weights of `step`."""
+        """Give out groups once the engine has the weights of `step`."""
         if step == self._began or self._admission.room(0, step) == 0:
             return
         if self._began < 0:
-            # How long it took to start is nobody's waiting.
+            # Reset the load statistics: startup time is not waiting time.
             self._stream.load()
         self._began = step
-        # None where `max_staleness` is what it was when they were given out.
+        # Only happens if `max_staleness` was changed after they were given out.
         for place in self._admission.overdue(self._unused, step - 1):
             self._take_back(place)
             self._unused[place] = step
-        # A step that is done anew has begun before, by the weights of then.
+        # A repeated step already has an entry, with the weights it had then.
         oldest = min([step, *self._unused.values()])
         self._versions = [each for each in self._versions if oldest <= each[0] <= step] + [(step, self._engine.version)]
         self._give_out(step)
@@ -133,13 +135,14 @@ class AsyncRollouts:
             self._unused[self._position] = step
             self._position += 1
         replica = self._engine.replica
-        # More are unused than may be where a run was resumed with another bound: those are not due yet.
+        # A run resumed with another bound may have more unused groups than allowed; the surplus is not due yet.
         for place in sorted(self._unused)[: self._admission.room(0, step)]:
             if replica.owns(place) and place not in self._open:
                 self._ask(place)
 
     def _ask(self, place: int) -> None:
-        """Sample a prompt, by the draws of the step that would take it if nothing were sampled ahead."""
+        """Request samples of a prompt, with the random draws of the step that would take it if nothing were sampled
+        ahead."""
         begin = place - place % self._admission.per_step
         prompts, numbers = self._of_step(begin)
         prompt, first = prompts[place - begin], numbers[place - begin]
@@ -152,7 +155,7 @@ class AsyncRollouts:
         self._stream.submit(list(group.requests.values()))
 
     def _of_step(self, begin: int) -> tuple[list[Prompt], list[int]]:
-        """The prompts from a place on that a step would take, and the number of the first response to each."""
+        """Return the prompts of the step that starts at place `begin`, and the number of the first response to each."""
         if self._cached[0] != begin:
             prompts = self._prompts.take(begin, self._admission.per_step)
             self._cached = begin, prompts, first_numbers(prompts, self._group_size)
@@ -161,7 +164,7 @@ class AsyncRollouts:
     # --- taking ------------------------------------------------------------------------------------------------------
 
     def next(self, step: int) -> list[Group]:
-        """This rank's groups of the step."""
+        """Return this rank's groups of the step."""
         self._begin(step)
         self._log.record({"epoch": float(self._prompts.epoch(min(self._unused)))})
         began, waited = time.monotonic(), 0
@@ -205,7 +208,7 @@ class AsyncRollouts:
     def _keep(self, completion: Completion) -> None:
         group = self._open[self._owner[completion.request_id]]
         if completion.finish_reason == "abort":
-            # The weights change: it is sampled again by the new ones.
+            # Aborted by a weight update: sample it again with the new weights.
             self._tokens.aborted += len(completion.token_ids)
             self._stream.submit([group.requests[completion.request_id]])
             return
@@ -218,8 +221,10 @@ class AsyncRollouts:
             group.scoring.append(self._generator.rewards.submit(group.prompt, sample))
 
     def _choice(self, step: int, left_out: list[int]) -> dict[int, bool] | None:
-        """What the step takes -> whether it is informative, the same on all ranks; `left_out` gets what it does not want.
-        Collective."""
+        """Return the groups that the step takes and whether each is informative; None until they are complete. Collective.
+
+        The result is the same on all ranks. Groups that the step leaves out are appended to `left_out`.
+        """
         leads = self._engine.replica.leads
         complete = [(place, group) for place, group in self._open.items() if leads and group.is_complete]
         mine = [[place, self._informative(group.samples.values())] for place, group in complete]
@@ -231,11 +236,11 @@ class AsyncRollouts:
         return None if chosen is None else {place: ready[place] for place in chosen}
 
     def _leave_out(self, ready: dict[int, bool], left_out: list[int]) -> bool:
-        """Take the groups without reward variance out of those that the step would take; whether there were any."""
+        """Remove groups without reward variance from those that the step would take; return whether there were any."""
         before, wanted = len(left_out), 0
         for place in sorted(self._unused):
             if wanted == self._admission.per_step or (place not in ready and self._tail == "wait"):
-                # What comes behind it is looked at when it is the next one's turn.
+                # Later groups are examined once this one is complete, or by a later step.
                 break
             if place not in ready:
                 continue
@@ -247,26 +252,26 @@ class AsyncRollouts:
         return len(left_out) > before
 
     def _is_stranded(self) -> bool:
-        """No server is left on any rank. Collective."""
+        """Return whether no server is alive on any rank. Collective."""
         if not self._ranks.any(self._stream.is_stranded):
             return False
         self._engine.look_after()
         return self._engine.version < 0
 
     def _cut(self, step: int) -> int:
-        """Do without what no later step may use, and say how many groups that were."""
+        """Discard groups that no later step may use, and return their number."""
         overdue = self._admission.overdue(self._unused, step)
         for place in overdue:
             self._take_back(place)
             if self._tail == "drop":
                 del self._unused[place]
             else:
-                # It is given out again before the next step.
+                # The group is given out again before the next step.
                 self._unused[place] = step + 1
         return len(overdue)
 
     def _take_back(self, place: int) -> None:
-        """Do without what was sampled of a group."""
+        """Discard everything sampled for a group."""
         if (group := self._open.pop(place, None)) is not None:
             self._stream.drop(group.requests)
             for request_id in group.requests:
@@ -276,7 +281,7 @@ class AsyncRollouts:
     # --- what came of it ---------------------------------------------------------------------------------------------
 
     def _check(self, groups: list[Group], step: int) -> list[int]:
-        """Steps between each sample's oldest weights and its use; raises RuntimeError above `max_staleness`."""
+        """Return the steps between each sample's oldest weights and its use; raises RuntimeError above `max_staleness`."""
         samples = [sample for group in groups for sample in group.samples]
         found = [staleness(self._versions, sample.policy_version, step) for sample in samples]
         if max(found, default=0) > self._admission.oldest:
@@ -287,12 +292,12 @@ class AsyncRollouts:
         return found
 
     def _record(self, stale: list[int], cut: int, seconds: float) -> None:
-        """Metrics of the step, over all ranks. Collective."""
+        """Record the metrics of the step over all ranks. Collective."""
         stale_N = torch.cat(self._ranks.all_gather_world(torch.tensor(stale, dtype=torch.long)))
         complete = sum(group.is_complete for group in self._open.values()) if self._engine.replica.leads else 0
         load = self._stream.load() or Load(0.0, 0.0, 0.0, [])
         if self._engine.replica.index is None:
-            # Nobody waits for requests of a rank that has none.
+            # A rank without an engine replica has no requests, so its waiting does not count.
             load = Load(0.0, 0.0, 0.0, [])
         tokens, self._tokens = self._tokens, _Tokens()
         own = [complete, tokens.aborted, tokens.reused, load.request_seconds, load.idle_seconds, load.seconds]
@@ -321,20 +326,21 @@ class AsyncRollouts:
         return {"position": self._position, "unused": sorted(self._unused.items()), "versions": list(self._versions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """That of a synchronous run too, which has given out nothing ahead."""
+        """Restore the state; also accepts that of a synchronous run, which has given out nothing ahead."""
         self._position = int(state["position"])
         self._unused = {int(place): int(step) for place, step in state.get("unused", ())}
         self._versions = [(int(step), int(version)) for step, version in state.get("versions", ())]
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
-        """The whole groups of this rank as they are; the function writes them into a directory and gives its files."""
+        """Copy this rank's fully sampled groups. The returned function writes them into a directory and returns its
+        files."""
         rank, held, scored = self._ranks.rank, {}, set()
         if self._engine.replica.leads:
             for place, group in self._open.items():
                 if group.is_complete:
                     scored.add(place)
                 if group.is_sampled:
-                    # A reward model adds to the reward when the group is taken.
+                    # Copy, because a reward model changes the reward when a step takes the group.
                     held[place] = [copy.copy(group.samples[number]) for number in range(self._group_size)]
 
         def write(directory: Path) -> list[Path]:
@@ -345,7 +351,7 @@ class AsyncRollouts:
         return write
 
     def load(self, directory: Path) -> None:
-        """Take this rank's of the groups that the ranks of any layout have written; the others are sampled again."""
+        """Load this rank's groups from the files that ranks of any layout wrote; the other groups are sampled again."""
         replica = self._engine.replica
         for path in sorted(directory.glob("*.safetensors")):
             try:

@@ -1,4 +1,4 @@
-"""Prompts -> groups: requests of an engine, whose completions are scored as they come."""
+"""Prompts -> groups: sends requests to an engine and scores completions as they arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fivefold.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that turns tokens into text."""
+    """The part of a tokenizer that converts tokens to text."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -31,18 +31,18 @@ class Generator:
     rewards: RewardManager
     logger: RunLogger
     refresh: Callable[[], None] | None = None
-    """Gives an engine new weights that can lose them, with its servers. Collective."""
+    """Sends weights to an engine again after it lost them together with its servers. Collective."""
     members: Sequence[int] | None = None
-    """Ranks of this rank's replica of the engine, which take every step of it together; all where they are not known."""
+    """Ranks that share this engine replica and step it in lockstep; None: all ranks."""
 
     def sample(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, draw: tuple[int, ...], is_scored: bool = True
     ) -> list[Group]:
-        """This rank's groups of `group_size` responses with rewards, by the place of their prompt; every rank names all
-        prompts. Unless `is_scored` all rewards are 0.
+        """Sample and score this rank's groups of `group_size` responses, indexed by the position of their prompt.
+        Collective.
 
-        `draw` (seed, step, ...) with a prompt's id and the number of the response fixes what is drawn; a prompt that comes
-        twice has further numbers the second time. Collective.
+        Every rank passes all prompts. Unless `is_scored`, all rewards are 0. `draw` (seed, step, ...) fixes the random
+        numbers, together with the prompt's id and the number of the response. Repeats of a prompt get new response numbers.
         """
         replica, heartbeat = self.engine.replica, self.rewards.ranks.heartbeat
         heartbeat.begin()
@@ -60,7 +60,7 @@ class Generator:
         ]
         found: dict[int, Sample] = {}
         scoring: list[Scoring] = []
-        # An engine that asks before its own steps ends by itself.
+        # A stepped engine checks for the end of the run before each of its own steps.
         finished, is_ending = count(), isinstance(self.engine, SteppedEngine)
         while True:
             for completion in self.engine.generate([request for request in requests if request.id not in found]):
@@ -88,7 +88,7 @@ class Generator:
         return groups
 
     def to_sample(self, completion: Completion) -> Sample:
-        """What was sampled, not scored yet."""
+        """Convert a completion to a sample that is not scored yet."""
         return Sample(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
@@ -101,7 +101,7 @@ class Generator:
 
 
 def first_numbers(prompts: Sequence[Prompt], group_size: int) -> list[int]:
-    """For each place the number of its first response among all of the same prompt."""
+    """Return, for each position, the number of its first response among all responses to the same prompt."""
     seen: Counter[int] = Counter()
     numbers = []
     for prompt in prompts:

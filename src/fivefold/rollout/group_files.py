@@ -1,7 +1,7 @@
-"""Groups that wait to be trained on <-> safetensors files: one for each rank, which any number of ranks can read.
+"""Groups that wait for training <-> safetensors files, one per rank, which any number of ranks can read.
 
-Every field of `Sample` is a column. Lists of numbers and tensors are laid end to end in a tensor of the field's name. All
-other fields are the bytes of a JSON object: the header of such a file may not be longer than 100 MB, and texts may.
+Every field of `Sample` is a column. Lists of numbers and tensors are concatenated into a tensor with the field's name. All
+other fields are the bytes of a JSON object in a tensor: a file header is limited to 100 MB, and texts may be longer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fivefold.files import writing
 from fivefold.types import Sample
 
 _JSON = "fields.json"
-"""Name of the tensor of bytes; no field has a dot in its name."""
+"""Name of the tensor with the JSON bytes; no field has a dot in its name."""
 
 
 def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collection[int]) -> None:
-    """Write samples by the place of their group in the run; `scored`: places whose samples have their rewards."""
+    """Write samples by the place of their group in the run; `scored`: places of the groups that have all their rewards."""
     samples = [sample for group in groups.values() for sample in group]
     tensors: dict[str, Tensor] = {}
     lengths: dict[str, list[int | None]] = {}
@@ -50,7 +50,7 @@ def write_groups(path: Path, groups: Mapping[int, list[Sample]], scored: Collect
 
 
 def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
-    """Read what `write_groups` wrote; raises ValueError where another version of the program did."""
+    """Read the files of `write_groups`; raises ValueError if another version of the program wrote them."""
     with safe_open(path, framework="pt") as file:
         names = {item.name for item in fields(Sample)}
         described = json.loads(file.get_tensor(_JSON).numpy().tobytes()) if _JSON in file.keys() else {}  # noqa: SIM118
@@ -65,7 +65,7 @@ def read_groups(path: Path) -> tuple[dict[int, list[Sample]], set[int]]:
 
 
 def _is_long(value: Any) -> bool:
-    """Whether the value is a tensor or a list of numbers, which have as many entries as there are tokens or so."""
+    """Whether the value is a tensor or a list of numbers, which have about one entry per token."""
     return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(entry, int | float) for entry in value))
 
 
@@ -79,8 +79,8 @@ def _joined(values: list[Any]) -> Tensor:
 
 
 def _split(joined: Tensor, lengths: list[int | None], as_lists: bool) -> Iterable[Any]:
-    """The values that `_joined` laid end to end."""
+    """Yield the values that `_joined` concatenated."""
     pieces = iter(joined.split([length for length in lengths if length is not None]))
     for length in lengths:
-        # A copy: a view would keep the tensors of all samples.
+        # Copy, because a view would keep the tensors of all samples in memory.
         yield None if length is None else next(pieces).tolist() if as_lists else next(pieces).clone()

@@ -1,4 +1,4 @@
-"""Groups on the ranks that sampled them -> the packed TokenBatch of each replica, moved as tensors."""
+"""Groups on the ranks that sampled them -> the packed TokenBatch of each replica; samples are exchanged as tensors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fivefold.routes import decode_routes, encode_routes, route_columns
 from fivefold.types import Group, RolloutStats, Sample, TokenBatch
 
 _FIELDS = 4
-"""Numbers per token that travel: token id, loss mask, log-prob (its bits), version; and behind them those of its routes."""
+"""Numbers sent per token: token id, loss mask, log-prob (its bits), version. The numbers of its routes follow."""
 
 
 def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan) -> TokenBatch:
-    """The samples that this replica owns, in the order of `stats`, on all its ranks; collective.
+    """Return the samples that this replica owns, in the order of `stats`, on all its ranks. Collective.
 
-    Tokens go from the rank that sampled them to one rank of the owner (all to all over replicas) and from there to the other
-    ranks of the replica (all-gather): every token crosses each of the two groups once. What comes from where follows from
-    `stats`, so no sizes are exchanged.
+    Tokens go from the rank that sampled them to one rank of the owner (all-to-all over replicas), and from there to the
+    other ranks of the replica (all-gather). So every token crosses each of the two process groups once. `stats` determines
+    all sources and sizes, so no sizes are exchanged.
 
     Example: with `owner_N = [0, 1, 1]` and prompts of one token, replica 1 gets `token_ids_T = [p1, a, b, p2, c]`,
     `lengths_N = [3, 2]`, `sample_index_N = [1, 2]`, wherever the samples came from.
@@ -58,7 +58,7 @@ def pack(groups: list[Group], stats: RolloutStats, ranks: Ranks, plan: BatchPlan
 
 
 def pack_dataset(groups: list[Group], plan: BatchPlan) -> TokenBatch:
-    """The batch of responses of a dataset that are all on this replica, in their order; nothing is exchanged."""
+    """Return the batch of dataset responses that are all on this replica, in their order; no communication."""
     samples = [(group, sample) for group in groups for sample in group.samples]
     pieces = [_encode(one, plan) for one in samples]
     tokens_TF = torch.cat(pieces or [_nothing(plan)])

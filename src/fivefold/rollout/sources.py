@@ -1,6 +1,6 @@
-"""Where a step's groups come from: an engine, the responses of a dataset, or dynamic sampling around another source.
+"""Sources of a step's groups: an engine, the responses of a dataset, or dynamic sampling around another source.
 
-Each is a RolloutSource: `next(step)` gives this rank's groups, each with its place among the groups of the step.
+Each one is a RolloutSource: `next(step)` returns this rank's groups, each with its index among the groups of the step.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fivefold.types import Group, Prompt, Sample, Sampling
 
 
 class PromptQueue:
-    """The prompts of a run in their order, as far as they were taken."""
+    """The prompts of a run in order, with the position up to which they were taken."""
 
     def __init__(self, loader: Loader[Prompt], log: RunLogger, metric: str = "epoch", end: int | None = None) -> None:
-        """`end`: prompts that the run may take; when left out, as many as are asked for."""
+        """`end`: number of prompts that the run may take; None: no limit."""
         self._loader, self._log, self._metric, self._end = loader, log, metric, end
         self.position = 0
 
     def has(self, count: int) -> bool:
-        """So many prompts are left."""
+        """Return whether `count` prompts are left."""
         return self._end is None or self.position + count <= self._end
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; the epoch of the first one is recorded."""
+        """Return the next `count` prompts, and record the epoch of the first one."""
         self._log.record({self._metric: float(self._loader.epoch(self.position))})
         self.position += count
         return self._loader.take(self.position - count, count)
@@ -42,7 +42,7 @@ class PromptQueue:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where a run that samples ahead has given out prompts that it did not use."""
+        """Restore the position; raises ValueError if the saved run gave out prompts ahead that it did not use."""
         if unused := state.get("unused"):
             raise ValueError(
                 f"{len(unused)} prompts were given out and not used, and a synchronous run would leave them out: "
@@ -52,7 +52,7 @@ class PromptQueue:
 
 
 class EngineRollouts(RolloutSource):
-    """Responses that an engine samples, with their rewards."""
+    """Samples responses with an engine and scores them."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class EngineRollouts(RolloutSource):
         self._step, self._round = -1, 0
 
     def next(self, step: int) -> list[Group] | None:
-        """This rank's groups of the next prompts; asked again in the same step it takes further prompts."""
+        """Return this rank's groups of the next prompts; a further call in the same step takes further prompts."""
         if not self._prompts.has(self._count):
             return None
         self._round = self._round + 1 if step == self._step else 0
         self._step = step
         prompts = self._prompts.take(self._count)
-        # A prompt that comes again in a later round of the same step draws other responses.
+        # The round is part of the draw: a prompt repeated in a later round of the step gets other responses.
         draw = (self._seed, step + (self._round << 32))
         groups = self._generator.sample(prompts, self._group_size, self._sampling, draw)
         if self._with_greedy:
@@ -89,7 +89,7 @@ class EngineRollouts(RolloutSource):
             for group, other in zip(groups, most_likely, strict=True):
                 group.greedy_reward, group.greedy_length = other.samples[0].reward, other.samples[0].loss_tokens
                 if other.samples[0].reward_failed:
-                    # Without it the group has nothing to compare with.
+                    # The group has no baseline without the greedy reward.
                     for sample in group.samples:
                         sample.reward_failed = True
         return groups
@@ -102,13 +102,13 @@ class EngineRollouts(RolloutSource):
 
 
 class DatasetRollouts(RolloutSource):
-    """Responses that stand in the data: the one to imitate, or the chosen and the rejected one."""
+    """Responses from the dataset: the one to imitate, or the chosen and the rejected one."""
 
     def __init__(self, prompts: PromptQueue, ranks: Ranks, prompts_per_step: int) -> None:
         self._prompts, self._ranks, self._count = prompts, ranks, prompts_per_step
 
     def next(self, step: int) -> list[Group]:
-        """This rank's groups of the next prompts."""
+        """Return this rank's groups of the next prompts."""
         return self._ranks.shard(groups_from_dataset(self._prompts.take(self._count)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,17 +119,17 @@ class DatasetRollouts(RolloutSource):
 
 
 class ExpertRollouts(RolloutSource):
-    """Responses of an expert that stand in the data, next to those of another source, as many in each optimizer step."""
+    """Adds expert responses from the dataset to the groups of another source, equally many in each optimizer step."""
 
     def __init__(
         self, source: RolloutSource, experts: PromptQueue, ranks: Ranks, *, groups: int, per_step: int, updates: int
     ) -> None:
-        """`groups` of the other source are used in a step, whose optimizer steps take whole groups in their order."""
+        """`groups`: groups of the other source used per step; the step's optimizer steps take whole groups in order."""
         self._source, self._experts, self._ranks = source, experts, ranks
         self._groups, self._count, self._updates = groups, per_step, updates
 
     def next(self, step: int) -> list[Group] | None:
-        """This rank's groups: in each optimizer step first the source's, then the expert's."""
+        """Return this rank's groups: in each optimizer step the source's groups first, then the expert's."""
         if (groups := self._source.next(step)) is None:
             return None
         own, more = self._groups // self._updates, self._count // self._updates
@@ -149,11 +149,11 @@ class ExpertRollouts(RolloutSource):
 
 
 class DynamicSampling(RolloutSource):
-    """Further groups in the place of those without reward variance (DAPO, 2503.14476, section 3.2), or whose mean reward is
-    outside of bounds (PRIME, 2502.01456).
+    """Replaces groups without reward variance (DAPO, 2503.14476, section 3.2) or with a mean reward out of bounds (PRIME,
+    2502.01456).
 
-    Asks another source again within a step until enough groups are informative. After the last round the others fill up what
-    is missing. Groups that are left out come last and are not used: the metrics are those of all that was sampled.
+    It draws from another source within a step until enough groups are informative. After the last round, groups that are not
+    informative fill up the step. Unused groups come last; the metrics cover all sampled groups.
     """
 
     def __init__(
@@ -166,12 +166,12 @@ class DynamicSampling(RolloutSource):
         max_rounds: int,
         informative: Informative | None = None,
     ) -> None:
-        """`informative` says of a group's samples whether the step wants them."""
+        """`informative` returns whether the step should use a group with these samples."""
         self._source, self._ranks, self._log = source, ranks, log
         self._needed, self._max_rounds, self._informative = groups_per_step, max_rounds, informative or Informative()
 
     def next(self, step: int) -> list[Group] | None:
-        """This rank's groups of all rounds, the chosen ones first."""
+        """Return this rank's groups of all rounds, the chosen ones first."""
         own: dict[int, Group] = {}
         informative: list[int] = []
         zero_variance: list[int] = []
@@ -215,7 +215,7 @@ class DynamicSampling(RolloutSource):
 
 
 def groups_from_dataset(prompts: Sequence[Prompt]) -> list[Group]:
-    """The responses that stand in the data as groups; where there are two, the first is the chosen one, with reward 1."""
+    """Return the dataset's responses as groups. Of two responses, the first is the chosen one, with reward 1."""
     return [
         Group(
             prompt,

@@ -1,6 +1,6 @@
 """Groups on the ranks that sampled them -> RolloutStats of the whole step, the same on every rank.
 
-A sample whose reward failed ends here: nothing behind compares with it, learns from it or counts it in a mean.
+A sample whose reward failed is dropped here: nothing after this compares with it, learns from it or averages over it.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from fivefold.types import Group, RolloutStats, Sample
 
 
 def tokens(lengths_N: Tensor) -> Tensor:
-    """The work of a sample by its tokens alone."""
+    """Work of a sample, measured in tokens."""
     return lengths_N.double()
 
 
 def nothing_skipped(stats: RolloutStats) -> None:
-    """The policy's passes are over all samples."""
+    """Return None: the policy's passes cover all samples."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the samples of a step become batches: dealt to optimizer steps, then to replicas."""
+    """Parameters that turn the samples of a step into batches: dealt to optimizer steps, then to replicas."""
 
     updates_per_step: int = 1
-    """Optimizer steps that one rollout is divided into, by whole groups in their order."""
+    """Optimizer steps into which one rollout is divided, by whole groups in order."""
     samples_per_comparison: int = 1
     """Consecutive samples that the loss compares and that stay together: 2 for pairs."""
     temperature: float = 1.0
-    """Temperature of sampling: it divides the logits of every log-prob."""
+    """Sampling temperature, which divides the logits for every log-prob."""
     max_response_tokens: int = 0
     work: Callable[[Tensor], Tensor] = tokens
-    """lengths_N -> what a forward and backward pass over each sample costs, in any unit."""
+    """lengths_N -> cost of a forward and backward pass over each sample, in any unit."""
     skipped: Callable[[RolloutStats], Tensor | None] = nothing_skipped
-    """Stats of the step -> the samples that the policy's passes leave out."""
+    """Stats of the step -> the samples that the policy's passes skip."""
     domain_of: Callable[[str], str] | None = None
-    """data_source -> domain, where domains are told apart."""
+    """data_source -> domain; None if domains are not distinguished."""
     share_prefix: bool = False
-    """Samples of one prompt that are on one replica compute it once."""
+    """Whether samples of one prompt on one replica compute the prompt only once."""
     routes: RouteShape | None = None
-    """Of those that travel with the samples; None: none do."""
+    """Shape of the expert routes that are sent with the samples; None: no routes are sent."""
 
 
 _COLUMNS = (
@@ -61,10 +61,10 @@ _COLUMNS = (
 
 
 def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
-    """The numbers of all ranks' samples, and which optimizer step and replica each is dealt to; collective.
+    """Return the numbers of all ranks' samples, and the optimizer step and replica that each is dealt to. Collective.
 
-    Numbers per sample travel as one tensor; tokens stay where they are until they are packed. Samples whose reward failed
-    are left out: the step is that of the others.
+    Numbers per sample are exchanged as one tensor; tokens stay on their rank until they are packed. Samples whose reward
+    failed are left out of the step.
     """
     own = torch.tensor([row for group in groups for row in _rows(group, plan.domain_of)], dtype=torch.float64).view(
         -1, len(_COLUMNS)
@@ -89,7 +89,7 @@ def gather_stats(groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutS
 
 
 def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan: BatchPlan) -> RolloutStats:
-    """The stats of these samples of all ranks, of which `groups` are this rank's; collective."""
+    """Return the stats of these samples of all ranks; `groups` are this rank's groups. Collective."""
     sampled = rows[~rows[:, _COLUMNS.index("is_expert")].bool()]
     group_size = int(sampled[:, 0].unique(return_counts=True)[1].mode().values) if len(sampled) else 0
     failed_N = rows[:, _COLUMNS.index("failed")].bool()
@@ -134,16 +134,16 @@ def _stats(rows: Tensor, rank_N: Tensor, groups: list[Group], ranks: Ranks, plan
 
 
 def scored(groups: list[Group]) -> list[Sample]:
-    """The samples whose reward is known, in their order."""
+    """Return the samples with a known reward, in order."""
     return [sample for group in groups for sample in group.samples if not sample.reward_failed]
 
 
 Shape = Callable[[Tensor, Tensor], Tensor]
-"""rewards_N, response_lengths_N -> rewards_N as a method takes them."""
+"""rewards_N, response_lengths_N -> rewards_N as the method uses them."""
 
 
 def differ(samples: Iterable[Sample], shape: Shape | None = None) -> bool:
-    """Whether the rewards of these samples differ, as far as they are known; after `shape`, where there is one."""
+    """Whether the known rewards of these samples differ, after `shape` if given."""
     return len(_known_rewards(samples, shape).unique()) > 1
 
 
@@ -155,15 +155,15 @@ def _known_rewards(samples: Iterable[Sample], shape: Shape | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Informative:
-    """Which groups dynamic sampling keeps: those whose rewards differ, or whose mean reward is within bounds."""
+    """Selects the groups that dynamic sampling keeps: those with different rewards, or with a mean reward within bounds."""
 
     shape: Shape | None = None
-    """Makes of rewards what is looked at."""
+    """Transforms rewards before they are examined; None: unchanged."""
     low: float | None = None
     high: float | None = None
-    """Bounds, which belong to them."""
+    """Largest mean reward of a group that is kept. `low` and `high` are inclusive."""
     max_tokens: int | None = None
-    """Longest response that one of them may have."""
+    """Longest response, in tokens, that a kept group may contain."""
 
     def __call__(self, samples: Iterable[Sample]) -> bool:
         samples = list(samples)
@@ -180,7 +180,7 @@ def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[flo
     greedy = float("nan") if group.greedy_reward is None else group.greedy_reward
     prompt = len(group.prompt.token_ids)
     incomplete = any(sample.reward_failed for sample in group.samples)
-    # A number that is the same on every rank.
+    # CRC-32 is the same on every rank.
     domain = 0 if domain_of is None else zlib.crc32(domain_of(group.prompt.source).encode())
     return [
         [
@@ -195,7 +195,7 @@ def _rows(group: Group, domain_of: Callable[[str], str] | None) -> list[list[flo
 
 
 def deal_to_updates(group_N: Tensor, updates: int) -> Tensor:
-    """Groups in their order, divided as evenly as whole groups allow."""
+    """Assign groups in order to optimizer steps, as evenly as whole groups allow."""
     groups = int(group_N.max()) + 1
     if groups < updates:
         raise RuntimeError(
@@ -205,10 +205,10 @@ def deal_to_updates(group_N: Tensor, updates: int) -> Tensor:
 
 
 def owners(stats: RolloutStats, replicas: int, plan: BatchPlan) -> Tensor:
-    """[N] the replica of each sample, dealt by work within each optimizer step."""
+    """[N] replica of each sample, dealt by work within each optimizer step."""
     size, part_N = plan.samples_per_comparison, stats.minibatch_N
     if stats.skipped_N is not None:
-        # What the policy computes is balanced for itself, and so is the rest, which others may compute.
+        # Balance the samples that the policy computes, and separately the skipped ones, which other models may compute.
         part_N = 2 * part_N + stats.skipped_N
     work_N = plan.work(stats.lengths_N)
     if plan.share_prefix and size == 1:
@@ -220,7 +220,7 @@ def owners(stats: RolloutStats, replicas: int, plan: BatchPlan) -> Tensor:
 
 
 def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
-    """The mean of each part over the samples that have it."""
+    """Mean of each reward part over the samples that have it."""
     own: dict[str, list[float]] = {}
     for sample in scored(groups):
         for name, value in sample.reward_parts.items():
@@ -233,10 +233,10 @@ def _reward_parts(groups: list[Group], ranks: Ranks) -> dict[str, float]:
 
 
 def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float]:
-    """Metrics of a step's samples, of all that were sampled; of rewards only where they came from an engine.
+    """Metrics over all sampled responses of a step; reward metrics only if an engine sampled them.
 
-    Where the step does not train on some of them, `filtered/...` are those of the rest. `policy_version` is that of the
-    policy before the step's updates.
+    If the step does not train on all of them, `filtered/...` covers those it trains on. `policy_version` is the policy's
+    before the step's updates.
     """
     if stats.expert_N is not None:
         stats = _without_experts(stats)
@@ -276,7 +276,7 @@ def rollout_metrics(stats: RolloutStats, policy_version: int) -> dict[str, float
 
 
 def _without_experts(stats: RolloutStats) -> RolloutStats:
-    """The rows of what was sampled."""
+    """Return the rows of the sampled responses only."""
     assert stats.expert_N is not None
     rows_N, count = ~stats.expert_N, len(stats)
     columns = {item.name: getattr(stats, item.name) for item in fields(stats)}
@@ -288,9 +288,10 @@ def _without_experts(stats: RolloutStats) -> RolloutStats:
 
 
 def _group_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Metrics of groups; k of pass@k is the usual size of a group.
+    """Metrics of groups; k of pass@k is the most common group size.
 
-    Where the reward of a sample failed, what the best or all of its group did is not known: such groups are left out of it.
+    If the reward of a sample failed, the best of its group and whether all are correct are unknown. Metrics that need those
+    leave such groups out.
     """
     count_P = torch.bincount(stats.group_N)
     k = stats.group_size

@@ -1,1 +1,1 @@
-"""The loop, and what surrounds its steps: mini-batches, models, checks, evaluation, resume."""
+"""The training loop and its parts: mini-batches, models, checks, evaluation, resume."""

@@ -1,4 +1,4 @@
-"""Checks that end a run: the engine's log-probs, what its dtype loses of adapters, updates that are not finite."""
+"""Checks that end a run: engine log-probs, precision that the engine's dtype loses of adapters, non-finite updates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fivefold.distributed.ranks import Ranks
 from fivefold.types import RolloutStats, StepReport, TokenBatch, token_versions
 
 PROBED = 16
-"""Samples of a step on each replica that are compared where none of it is trained on."""
+"""Samples per replica that are compared if the step trains on none of them."""
 NOTABLE = 0.1
-"""Share of what adapters add above which its loss is reported."""
+"""Share of the adapters' contribution above which its loss is reported."""
 SETTLED = 10
-"""Updates after which adapters are large enough to be judged by the share that is lost."""
+"""Updates after which adapters are large enough that the lost share is meaningful."""
 
 
 class Policy(Protocol):
@@ -26,7 +26,7 @@ class Policy(Protocol):
 
 
 class Scorer(Protocol):
-    """What computes the policy's log-probs: the models of a run."""
+    """Computes the policy's log-probs: the models of a run."""
 
     @property
     def policy(self) -> Policy: ...
@@ -36,37 +36,40 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest distance of the engine's log-probs from the trainer's, a token; None: not looked at."""
+    """Largest distance between engine and trainer log-probs, per token; None: not checked."""
 
     kl: float | None
     diff: float | None = None
 
 
 Probe = Callable[[], tuple[TokenBatch, RolloutStats]]
-"""A few responses that the engine samples with the policy's weights as they are. Collective."""
+"""Returns a few responses that the engine samples with the current policy weights. Collective."""
 
 
 class LogprobGate:
-    """Ends a run whose engine's log-probs are not the trainer's; it stays armed until it has compared some.
+    """Ends a run if the engine's and the trainer's log-probs differ; it stays armed until it has compared some tokens.
 
-    The KL divergence is estimated by k3 (http://joschu.net/blog/kl-approx.html), with log ratios bounded to ±1: one token
-    that a router sent elsewhere decides nothing.
+    The KL divergence is estimated by k3 (http://joschu.net/blog/kl-approx.html) with log ratios bounded to ±1, so that a
+    single token with other expert routes is not decisive.
     """
 
     def __init__(
         self, ranks: Ranks, bounds: Bounds, is_open: bool, log: Callable[[str], None], probe: Probe | None = None
     ) -> None:
-        """`is_open`: nothing is to be compared, the responses come from a dataset or from a cut distribution. With `probe`
-        the first comparison comes before the first step: of a run whose steps begin with older samples."""
+        """`is_open`: no comparison, since the responses come from a dataset or a truncated distribution.
+
+        With `probe` the first comparison happens before the first step, for runs whose steps start with older samples.
+        """
         self._ranks, self._bounds, self._is_open, self._log, self._probe = ranks, bounds, is_open, log, probe
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of the batch that the check reads, as long as it was not made."""
+        """Batch fields that the check reads; empty once the check is done."""
         return frozenset() if self._is_open else frozenset({"old_logprobs_T"})
 
     def probe(self, models: Scorer) -> None:
-        """Compare a few responses that are sampled for it, while the gate is armed; nothing without a probe. Collective."""
+        """Compare a few responses sampled for this purpose, while the gate is armed; does nothing without a probe.
+        Collective."""
         if self._is_open or self._probe is None:
             return
         batch, stats = self._probe()
@@ -74,10 +77,9 @@ class LogprobGate:
         self._compare(batch, batch.loss_mask_T & (token_versions(batch, stats) == models.policy.version))
 
     def check(self, batch: TokenBatch, stats: RolloutStats, models: Scorer) -> None:
-        """Compare once the tokens sampled by the policy's weights as they are; raises RuntimeError on all ranks.
+        """Compare, once, the tokens that were sampled with the current policy weights; raises RuntimeError on all ranks.
 
-        Of a step without an advantage, whose log-probs the trainer has not computed, a few samples are computed for this.
-        Collective.
+        If the trainer has computed no log-probs because no sample has an advantage, it computes a few for this. Collective.
         """
         if self._is_open or batch.rollout_logprobs_T is None:
             return
@@ -99,7 +101,7 @@ class LogprobGate:
         self._compare(part, fresh_T[batch.token_index(places)])
 
     def _compare(self, batch: TokenBatch, chosen_T: torch.Tensor) -> bool:
-        """Whether any replica has tokens to compare; raises RuntimeError where they are too far apart."""
+        """Return whether any replica had tokens to compare; raises RuntimeError if their log-probs differ too much."""
         assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
         gap_T = (batch.old_logprobs_T - batch.rollout_logprobs_T)[chosen_T].double()
         bounded_T = gap_T.clamp(-1, 1)
@@ -125,7 +127,8 @@ class LogprobGate:
 
 
 class AdapterGuard:
-    """Reports at every weight sync how much of what adapters add the engine's dtype loses, and ends a run at too much."""
+    """Reports at every weight sync which share of the adapters' contribution the engine's dtype loses; ends a run if too
+    large."""
 
     def __init__(
         self,
@@ -136,12 +139,13 @@ class AdapterGuard:
         record: Callable[[dict[str, float]], None],
         log: Callable[[str], None],
     ) -> None:
-        """`measure` gives the norms of what is lost and of what adapters add, on the policy's `ranks`; None on others."""
+        """`measure` returns the norms of the loss and of the adapters' contribution on the policy's `ranks`; None on
+        others."""
         self._measure, self._ranks, self._max_lost, self._dtype = measure, ranks, max_lost, dtype
         self._record, self._log = record, log
 
     def check(self, version: int) -> None:
-        """Look at the last weights that the engine was given; raises RuntimeError on all ranks. Collective."""
+        """Check the weights that were last sent to the engine; raises RuntimeError on all ranks. Collective."""
         lost, share = self._ranks.broadcast_from_leader(None if self._measure is None else self._measure())
         if not share:
             return
@@ -161,7 +165,7 @@ class AdapterGuard:
 
 
 class SkipGuard:
-    """Ends the run after too many updates in a row that had to be skipped, with the batch saved."""
+    """Ends the run after too many consecutive skipped updates, and saves the batch."""
 
     def __init__(self, ranks: Ranks, max_skipped: int, run_dir: Path, log: Callable[[str], None]) -> None:
         self._ranks, self._max_skipped, self._run_dir, self._log = ranks, max_skipped, run_dir, log
@@ -170,7 +174,7 @@ class SkipGuard:
     def check(self, report: StepReport, batch: TokenBatch, name: str, step: int) -> None:
         """Count a skipped update of the model `name`; `step` counts from 0. Raises RuntimeError on all ranks."""
         if report.overflowed:
-            # How the scale is found that float16 holds: no fault of the step.
+            # The loss scale for float16 is still being searched; this is not a fault of the step.
             self._log(f"{name}'s update skipped: gradients overflow float16 at a loss scale of {report.loss_scale:g}")
             return
         skipped = self._skipped[name] = self._skipped.get(name, 0) + 1 if report.skipped else 0

@@ -1,4 +1,4 @@
-"""Validation prompts -> accuracy, mean@k and pass@k by source, and the loss on responses that stand in the data."""
+"""Validation prompts -> accuracy, mean@k and pass@k by source, and the loss on responses in the dataset."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from fivefold.trainer.models import Models
 from fivefold.types import Group, Prompt, Sampling
 
 EVALUATION_STREAM = 0x5EED
-"""Mixed into the seed, so that evaluation draws other numbers than training."""
+"""Mixed into the seed, so that evaluation and training use different random numbers."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """What is evaluated, and how: greedy always, sampled `samples` times when above 0."""
+    """Prompts to evaluate and how: always greedy, and also `samples` sampled responses if above 0."""
 
     prompts: Sequence[Prompt]
     samples: int
     greedy: Sampling
     sampled: Sampling
     seed: int = 0
-    """Of the random draws, the same in every evaluation."""
+    """Seed of the random draws, the same in every evaluation."""
     generate: bool = True
-    """Sample responses and score them."""
+    """Whether responses are sampled and scored."""
     offline: list[Prompt] = field(default_factory=list)
-    """Those of the prompts with responses in the data, whose loss is measured: of methods that learn from such responses."""
+    """Prompts with responses in the dataset, whose loss is measured; for methods that learn from such responses."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Evaluation:
     plan: BatchPlan
 
     def measure(self, models: Models) -> tuple[dict[str, float], list[Group]]:
-        """(`val/...`, this rank's greedy groups) of the policy as it is; collective."""
+        """(`val/...` metrics, this rank's greedy groups) of the current policy. Collective."""
         metrics: dict[str, float] = {}
         groups: list[Group] = []
         if self.evaluation_set.offline:
@@ -69,7 +69,7 @@ class Evaluation:
         return metrics, groups
 
     def _losses(self, models: Models) -> dict[str, float]:
-        """`val/loss` and the objective's own metrics on the responses that stand in the data."""
+        """`val/loss` and the objective's own metrics on responses in the dataset."""
         objective, ranks = self.objective, self.ranks
         groups = groups_from_dataset(self.evaluation_set.offline)
         lengths_N = torch.tensor([sample.loss_tokens for group in groups for sample in group.samples])
@@ -80,7 +80,7 @@ class Evaluation:
         models.annotate(batch, frozenset({"old_logprobs_T"}) | objective.needs(1))
         logprobs_T, batch.old_logprobs_T = batch.old_logprobs_T, None
         assert logprobs_T is not None
-        # A validation set has no micro-batches to be averaged over: the legacy aggregation is the mean over its tokens.
+        # A validation set has no micro-batches, so the legacy aggregation becomes the mean over its tokens.
         aggregate = token_mean if objective.per_micro_batch else objective.aggregate
         weights_PG = aggregate(lengths_N, self.evaluation_set.greedy.max_tokens).view(len(groups), -1)
         batch.loss_weights_T = batch.expand_to_tokens(weights_PG[own].reshape(-1))
@@ -106,7 +106,7 @@ class Evaluation:
             sampled = self.generator.sample(chosen.prompts, k, chosen.sampled, draw)
             for source, rows in self._by_source(sampled).items():
                 metrics |= rows.means(source, correct=f"mean@{k}")
-                # Whether one of k is right is known of the prompts whose k responses all have a reward.
+                # pass@k counts only prompts whose k responses all have a reward.
                 whole_P = rows.failed.view(-1, k).sum(1) == 0
                 if whole_P.any():
                     passed_P = rows.correct.view(-1, k)[whole_P].any(1)
@@ -114,7 +114,7 @@ class Evaluation:
         return metrics, greedy
 
     def _by_source(self, groups: Sequence[Group]) -> dict[str, _Rows]:
-        """The numbers of all ranks' samples, in the order of the prompts."""
+        """Numbers of the samples of all ranks by source, in the order of the prompts."""
         own = [
             [group.index, sample.correct, sample.reward, len(sample.token_ids), sample.reward_failed]
             for group in groups
@@ -129,7 +129,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Rows:
-    """One number per sample of a source."""
+    """Samples of one source, as columns with one number per sample."""
 
     correct: Tensor
     rewards: Tensor
@@ -137,7 +137,7 @@ class _Rows:
     failed: Tensor
 
     def means(self, source: str, **names: str) -> dict[str, float]:
-        """`val/<source>/<name>` of the columns named, over the samples whose reward is known; none where there is none."""
+        """`val/<source>/<name>` of the named columns, over samples with a known reward; empty if there are none."""
         known = self.failed == 0
         if not known.any():
             return {}

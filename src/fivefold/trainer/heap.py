@@ -1,7 +1,7 @@
-"""Memory that was freed and not given back to the system.
+"""Returns freed memory to the operating system.
 
-Tensors of every size are made and freed in each step. What glibc keeps of that in pieces that fit nothing grows with the
-number of samples: 370 bytes a sample were measured on the CPU, none of which is in use.
+Every step allocates and frees tensors of many sizes. The fragments that glibc keeps grow with the number of samples: 370
+unused bytes per sample were measured on the CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ _STEPS = 8
 
 
 def trim_heap(step: int) -> None:
-    """Give free pages back to the system, every few steps; nothing where the C library has no function for that."""
+    """Return free pages to the system every few steps; does nothing if the C library has no `malloc_trim`."""
     if step % _STEPS == 0 and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

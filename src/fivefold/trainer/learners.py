@@ -1,4 +1,4 @@
-"""How each model that learns takes its optimizer steps of a rollout: StepWork -> updates, one at a time."""
+"""Optimizer steps of each trained model on a rollout: StepWork -> updates, one at a time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fivefold.types import LossFn, StepReport, TokenBatch
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step of a model."""
+    """One optimizer step of a model: its batch and its loss."""
 
     batch: TokenBatch
     loss: LossFn
     finish: Callable[[StepReport], StepReport] = lambda report: report
-    """Gives the report its final metrics."""
+    """Returns the report with its final metrics."""
 
 
 class Device(Protocol):
-    """What a learner needs of the other models of the run."""
+    """Access of a learner to the other models of the run."""
 
     @property
     def by_role(self) -> dict[str, FrozenModel]: ...
@@ -39,48 +39,48 @@ class Device(Protocol):
 
 
 class Learner(Protocol):
-    """How one model learns from a rollout."""
+    """Produces the updates of one model from a rollout."""
 
     @property
     def when(self) -> Learns: ...
 
     @property
     def stage(self) -> str:
-        """Name of its time in the metrics."""
+        """Name under which its time is reported in the metrics."""
         ...
 
     @property
     def sends_ahead(self) -> bool:
-        """All its updates are known before the first is taken, so that samples can travel to it at once."""
+        """Whether all its updates are known before the first one is taken, so that samples can be sent ahead."""
         ...
 
     @property
     def waits(self) -> bool:
-        """An update begins when the report of the one before is there, also where the model has ranks of its own."""
+        """Whether an update starts only after the previous update's report, even if the model has ranks of its own."""
         ...
 
     def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
-        """The updates after those that have a report in `work`; `step` counts from 0. Collective."""
+        """Yield the updates after those that already have a report in `work`; `step` counts from 0. Collective."""
         ...
 
 
 @dataclass(frozen=True)
 class PolicyLearner:
-    """Mini-batches of the rollout, by the loss of the objective."""
+    """Trains the policy on the mini-batches of the rollout with the objective's loss."""
 
     objective: Objective
     minibatches: MiniBatches
     ranks: Ranks
     seed: int = 0
     first_step: int = 0
-    """Step from which it learns: before, only the critic does."""
+    """First step in which the policy learns; before it, only the critic learns."""
     when: Learns = Learns.WITH_POLICY
     stage: str = "train"
     sends_ahead: bool = False
     waits: bool = False
 
     def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
-        """One update for each mini-batch, without the samples that add nothing."""
+        """Yield one update per mini-batch, without the samples that add nothing to the loss."""
         if step < self.first_step:
             return
         policy = cast(Model, models.by_role["policy"])
@@ -91,7 +91,7 @@ class PolicyLearner:
 
     def _finish(self, mini: MiniBatch, batch: TokenBatch) -> Callable[[StepReport], StepReport]:
         def finish(report: StepReport) -> StepReport:
-            # Without a token there is no mean.
+            # A mini-batch without tokens has no means.
             metrics = self.objective.finalize_metrics(report.metrics) if batch.update_tokens else {}
             return replace(report, metrics=metrics | skipped_share(mini))
 
@@ -100,14 +100,14 @@ class PolicyLearner:
 
 @dataclass(frozen=True)
 class CriticLearner:
-    """The policy's mini-batches, by the value loss."""
+    """Trains the critic on the policy's mini-batches with the value loss."""
 
     objective: Objective
     minibatches: MiniBatches
     loss: ValueLoss
     ranks: Ranks
     values_per_update: bool = False
-    """Values and advantages of an update are those of the critic after the updates before it."""
+    """Whether values and advantages of an update are recomputed with the critic as it is after the previous updates."""
     when: Learns = Learns.WITH_POLICY
     stage: str = "critic"
     waits: bool = False
@@ -117,7 +117,7 @@ class CriticLearner:
         return not self.values_per_update
 
     def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
-        """One update for each mini-batch, with all its samples."""
+        """Yield one update per mini-batch, with all its samples."""
         for mini in islice(self.minibatches(work.batch, work.stats), len(work.reports["critic"]), None):
             if self.values_per_update:
                 self._revalue(models.by_role["critic"], mini)
@@ -127,7 +127,10 @@ class CriticLearner:
         return replace(report, metrics=self.loss.finalize_metrics(report.metrics))
 
     def _revalue(self, critic: FrozenModel, mini: MiniBatch) -> None:
-        """Set values by the critic as it is now, and advantages over this update alone, for the policy's update too."""
+        """Recompute this update's values with the current critic, and its advantages over this update alone.
+
+        The policy's update uses them too.
+        """
         part, index = mini.batch, mini.source.token_index(mini.places)
         part.values_T = critic.forward(replace(part, routes_TLK=None))
         self.objective.assign_advantages(part, mini.stats, self.ranks)
@@ -137,7 +140,7 @@ class CriticLearner:
 
 @dataclass(frozen=True)
 class ProcessRewardLearner:
-    """Whole groups of the rollout, by their outcomes; then the rewards of their tokens."""
+    """Trains the process reward model on whole groups of the rollout by their outcomes, and rewards their tokens."""
 
     process: ProcessReward
     ranks: Ranks
@@ -148,7 +151,7 @@ class ProcessRewardLearner:
     waits: bool = True
 
     def updates(self, models: Device, work: StepWork, step: int) -> Iterator[Update]:
-        """Its updates, before or after it rewards the tokens of the step, as the method chooses."""
+        """Yield the updates of the model, before or after it rewards the tokens of the step, as the method chooses."""
         process, batch, stats, reports = self.process, work.batch, work.stats, work.reports["prm"]
         if process.update == "after" and batch.prm_logprobs_T is None:
             models.annotate(batch, frozenset({"prm_logprobs_T"}))

@@ -1,7 +1,7 @@
-"""Groups and the batch of a step -> its rows of samples.jsonl on the main rank: the same rows on every layout.
+"""Groups and the batch of a step -> its rows of samples.jsonl on the main rank, the same on every layout.
 
-A number of samples are the first ones of the step's first groups. `all` are all samples of all groups, each with everything
-that its advantages and its share of the loss of the step's first updates are made of.
+A number takes the first sample of that many first groups of the step. `all` takes all samples of all groups. Each then has
+everything that its advantages and its share of the loss in the step's first updates are computed from.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fivefold.types import Group, RolloutStats, Sample, TokenBatch
 
 Row = dict[str, Any]
 _RENAMED = {"first_logprobs_T": "old_logprobs"}
-"""Columns of a batch that are written under another name than their own."""
+"""Batch columns that are written under another name."""
 _OF_TRAINED = ("old_logprobs", "ref_logprobs")
-"""Columns that the policy's passes do not fill in for samples that they leave out."""
+"""Columns that are null for samples that the policy's passes skip."""
 
 
 @dataclass(frozen=True)
 class LoggedSamples:
-    """Which samples are written, and where they come from."""
+    """Selects the samples to log and collects their rows."""
 
     count: int | Literal["all"]
     ranks: Ranks
 
     def rows(self, step: int, groups: list[Group], kind: Literal["train", "val"]) -> list[Row]:
-        """The rows, on the main rank; what a step learns with is not in them yet. Collective."""
+        """Return the rows on the main rank, without the columns that the updates add later. Collective."""
         if not self.count:
             return []
         chosen = [group for group in sorted(groups, key=lambda group: group.index) if group.samples]
@@ -53,14 +53,14 @@ class LoggedSamples:
         return sorted(self._gather(rows), key=lambda row: (row["group"], row.get("sample", 0)))
 
     def note_logprobs(self, batch: TokenBatch, stats: RolloutStats, models: Models) -> None:
-        """Keep the log-probs before the step's updates in the batch, where nothing else asks for them. Collective."""
+        """Store the log-probs before the step's updates in the batch, if no other component computes them. Collective."""
         if self.count == "all" and batch.old_logprobs_T is None:
             copy = replace(batch)
             models.annotate(copy, frozenset({"old_logprobs_T"}), stats)
             batch.first_logprobs_T = copy.old_logprobs_T
 
     def complete(self, work: StepWork, objective: Objective) -> None:
-        """Add to the rows what the step's updates were made of. Collective."""
+        """Add the inputs and results of the step's updates to the rows. Collective."""
         if self.count != "all":
             return
         # All ranks of a replica have the same tokens.
@@ -75,12 +75,12 @@ class LoggedSamples:
             row["tokens"] |= found[number]
 
     def _gather(self, rows: list[Any]) -> list[Any]:
-        """The rows of all ranks, on the main rank."""
+        """Gather the rows of all ranks on the main rank."""
         return [row for part in self.ranks.gather_bytes(json.dumps(rows).encode()) for row in json.loads(part)]
 
 
 def _row(step: int, kind: str, group: Group, sample: Sample) -> Row:
-    """What people look at; a reward that failed is null."""
+    """Return the human-readable columns; a failed reward is null."""
     return {
         "step": step,
         "kind": kind,
@@ -118,9 +118,9 @@ def _what_was_sampled(group: Group, number: int, sample: Sample) -> Row:
 
 
 def _columns(batch: TokenBatch, stats: RolloutStats, objective: Objective) -> Iterator[tuple[int, Row]]:
-    """(row of the stats, numbers of each response token) of the samples of a batch.
+    """Yield (stats row, columns with one number per response token) for each sample of a batch.
 
-    Values have one more: before each token, and after the last.
+    Values have one more number: one before each token, and one after the last.
     """
     numbers = {name: value for name, value in batch.tensors().items() if value.is_floating_point()}
     columns = {_RENAMED.get(name, name.removesuffix("_T")): value_T for name, value_T in numbers.items()}

@@ -1,4 +1,4 @@
-"""The batch of a step -> one mini-batch per optimizer step, with each token's share of its loss."""
+"""Batch of a step -> one mini-batch per optimizer step, with each token's share of its loss."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from fivefold.types import RolloutStats, TokenBatch
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What one optimizer step learns from.
+    """Data of one optimizer step.
 
-    Example: the second of two optimizer steps on four samples, of which this replica owns the last:
-    `rows_N = [2, 3]`, `batch.sample_index_N = [3]`, `number = 1`.
+    Example: the second of two optimizer steps on four samples, of which this replica owns the last: `rows_N = [2, 3]`,
+    `batch.sample_index_N = [3]`, `number = 1`.
     """
 
     batch: TokenBatch
-    """This replica's tokens, with their weights in the loss."""
+    """Tokens of this replica, with their loss weights."""
     rows_N: Tensor
-    """Rows of all its samples, over all replicas, in the step's stats."""
+    """Rows in the step's stats of all its samples, over all replicas."""
     number: int
-    """Counted over the step, all epochs."""
+    """Index within the step, counted over all epochs."""
     stats: RolloutStats
     source: TokenBatch
-    """The step's batch, which this is a part of."""
+    """The step's batch, from which this one is selected."""
     places: list[int]
-    """Of its samples there."""
+    """Indices of its samples in `source`."""
 
 
 @dataclass(frozen=True)
 class MiniBatches:
-    """Divides a step's batch into optimizer steps, `ppo_epochs` times over."""
+    """Divides a step's batch into optimizer steps, repeated `ppo_epochs` times."""
 
     objective: Objective
     ppo_epochs: int = 1
@@ -55,8 +55,8 @@ class MiniBatches:
                 yield MiniBatch(weighted, rows_N, place, stats, batch, own)
 
     def _weighted(self, part: TokenBatch, rows_N: Tensor, stats: RolloutStats, place: int) -> TokenBatch:
-        """The tokens with their weights, whose denominators are those of all replicas; `place` is that of the optimizer
-        step among those of the step."""
+        """Return the tokens with loss weights normalized over all replicas; `place` is the index of the optimizer step
+        within the step."""
         lengths_N = stats.response_lengths_N[rows_N]
 
         def on_tokens(weights_N: Tensor) -> Tensor:
@@ -80,8 +80,10 @@ class MiniBatches:
 
 
 def divided(batch: TokenBatch, stats: RolloutStats, updates: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """(rows of all samples, places of this replica's in the batch) of each of so many optimizer steps, by whole groups: of a
-    model that has another number of them than the policy."""
+    """Yield (rows of all samples, indices of this replica's samples in the batch) for each of `updates` optimizer steps.
+
+    Each takes whole groups. This is for a model whose number of optimizer steps differs from the policy's.
+    """
     number_N = deal_to_updates(stats.group_N, updates)
     own_N = number_N[batch.sample_index_N]
     for number in range(updates):
@@ -89,7 +91,7 @@ def divided(batch: TokenBatch, stats: RolloutStats, updates: int) -> Iterator[tu
 
 
 def without_skipped(mini: MiniBatch) -> MiniBatch:
-    """The mini-batch without the samples that add nothing to the policy's loss; the others keep their weights."""
+    """Return the mini-batch without the samples that add nothing to the policy's loss; the others keep their weights."""
     skipped_N, part = mini.stats.skipped_N, mini.batch
     if skipped_N is None or not skipped_N[mini.rows_N].any():
         return mini
@@ -105,7 +107,7 @@ def without_skipped(mini: MiniBatch) -> MiniBatch:
 
 
 def skipped_share(mini: MiniBatch) -> dict[str, float]:
-    """The metric of what the policy's passes leave out of a mini-batch; nothing where they may not."""
+    """Metric: share of a mini-batch's tokens that the policy's passes skip; empty if none may be skipped."""
     if (skipped_N := mini.stats.skipped_N) is None:
         return {}
     lengths_N = mini.stats.lengths_N[mini.rows_N]
@@ -113,9 +115,9 @@ def skipped_share(mini: MiniBatch) -> dict[str, float]:
 
 
 def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: Ranks, seed: int) -> TokenBatch:
-    """The mini-batch with the tokens that surrogate or correction select among all of it, the same on every layout.
+    """Return the mini-batch with the tokens that the surrogate or the correction selects over all of it.
 
-    Collective. Of the correction they are those that are left out.
+    The selection is the same on every layout. Tokens that the correction selects are left out of the loss. Collective.
     """
     selector, part, bound = objective.token_selector, mini.batch, objective.rollout_correction.second_moment
     if bound is not None:
@@ -124,7 +126,7 @@ def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: R
         return replace(part, selected_T=_own(mini, beyond_second_moment(difference_S, bound)))
     if selector is None:
         return part
-    # Before the first update the policy is the old one; later its own log-probs are wanted.
+    # Before the first update the current and the old policy are the same; later updates need a new forward pass.
     now_T = part.old_logprobs_T if mini.number == 0 else None
     now_T = policy.forward(part) if now_T is None else now_T
     assert part.advantages_T is not None
@@ -133,14 +135,14 @@ def select_tokens(mini: MiniBatch, objective: Objective, policy: Model, ranks: R
     uniform_S = torch.rand(len(now_S), generator=torch.Generator().manual_seed(seed))
     selected_T = _own(mini, selector.select_tokens(now_S, old_S, advantages_S, uniform_S))
     if mini.number == 0:
-        # The policy is the old one: the loss then compares it with itself, and not with the rounding of another pass,
-        # whose sign is all that the gradient of |log ratio| sees.
+        # Current and old policy are the same here. Without old log-probs the loss compares the pass with itself. Those of
+        # another pass differ by rounding, and the gradient of |log ratio| depends only on the sign of that difference.
         part = replace(part, old_logprobs_T=None)
     return replace(part, selected_T=selected_T)
 
 
 def _gather(mini: MiniBatch, rows_KT: Tensor, ranks: Ranks) -> Tensor:
-    """[K, S] every replica's response tokens, in the order of the step's samples. Collective."""
+    """[K, S] response tokens of all replicas, in the order of the step's samples. Collective."""
     stats, rows_N = mini.stats, mini.rows_N
     gathered_SK = torch.cat(ranks.all_gather_replicas(rows_KT[:, mini.batch.loss_mask_T].T.contiguous()))
     by_owner_N = rows_N[stats.owner_N[rows_N].argsort(stable=True)]
@@ -149,7 +151,7 @@ def _gather(mini: MiniBatch, rows_KT: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _own(mini: MiniBatch, found_S: Tensor) -> Tensor:
-    """[T] this replica's part of what was found among all response tokens of the mini-batch."""
+    """[T] this replica's part of `found_S`, which covers all response tokens of the mini-batch."""
     part, rows_N = mini.batch, mini.rows_N
     found = dict(zip(rows_N.tolist(), found_S.split(mini.stats.response_lengths_N[rows_N].tolist()), strict=True))
     selected_T = torch.zeros_like(part.loss_mask_T)

@@ -1,4 +1,4 @@
-"""The models of a run by their roles: what each computes for a batch, what it learns from it, and which has the device."""
+"""Models of a run by role: what each computes for a batch, how each is updated, and which one occupies the device."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _FILLED_BY = {
 
 @dataclass(frozen=True)
 class Models:
-    """Models by role; what leaves the device between their turns is what their configuration names."""
+    """Models by role. Between their turns, each offloads what its configuration names."""
 
     by_role: dict[str, FrozenModel]
     ranks: Ranks
     guard: SkipGuard
     learners: Mapping[str, Learner] = field(default_factory=dict)
-    """How each model that is trained learns, by its role, in the order in which they begin."""
+    """Learner of each trained model by role, in the order in which they start."""
     served_by: Mapping[str, str] = field(default_factory=dict)
-    """Roles that the model of another role serves as."""
+    """Role -> the role whose model also serves it."""
     stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     """Times a part of a step."""
     updates: int = 1
-    """Optimizer steps of the policy in a step: versions by which weights of two steps differ."""
+    """Optimizer steps of the policy per step: the version difference between two consecutive steps."""
     router_replay: Literal["R2", "R3"] | None = None
     adapters: AdapterGuard | None = None
-    """Looks at what the engine's dtype loses of the policy's; None without any."""
+    """Reports how much of the adapters the engine's dtype loses; None without adapters."""
 
     @property
     def policy(self) -> Model:
@@ -57,32 +57,32 @@ class Models:
 
     @property
     def trained(self) -> dict[str, Model]:
-        """The models that are trained and saved, by the name of their part of a checkpoint."""
+        """The models that are trained and saved, by the name of their directory in a checkpoint."""
         return {name: cast(Model, model) for name, model in self.by_role.items() if name in self.learners}
 
     def sync(self, engine: Engine | None) -> None:
-        """Give the engine the policy's weights, where it has older ones. Collective."""
+        """Send the policy's weights to the engine if the engine's are older. Collective."""
         with self.on_device(parameters_of="policy"):
             if weight_sync(self.policy, engine) and self.adapters is not None:
                 self.adapters.check(self.policy.version)
 
     @contextmanager
     def on_device(self, *names: str, parameters_of: str = "") -> Iterator[None]:
-        """Give these models the device, and one its parameters: the others leave it, as far as they are offloaded."""
+        """Keep these models on the device, and the parameters of `parameters_of`. Offload the other models as configured."""
         for name, model in self.by_role.items():
             if name not in self.served_by and name not in names:
                 model.offload(parameters=name != parameters_of)
         yield
 
     def annotate(self, batch: TokenBatch, needs: frozenset[str], stats: RolloutStats | None = None) -> None:
-        """Fill in the fields of `needs`: log-probs of each model, values of the critic, ages of tokens.
+        """Fill in the batch fields in `needs`: log-probs of each model, critic values, interpolation by token age.
 
-        Samples that the policy does not train on (`stats.skipped_N`) get no log-probs of policy and reference.
+        Samples that the policy does not train on (`stats.skipped_N`) get no policy or reference log-probs.
         """
         skipped_N = None if stats is None else stats.skipped_N
         trained = [n for n, row in enumerate(batch.sample_index_N) if skipped_N is None or not skipped_N[row]]
         everything = list(range(len(batch.lengths_N)))
-        # One update with the weights that would have recorded routes takes the same by itself.
+        # A single update uses the same weights as the recording pass would, so it takes the same routes without replay.
         records = self.router_replay == "R2" and (self.updates > 1 or "old_logprobs_T" in needs)
         passes = []
         for name, role in _FILLED_BY.items():
@@ -93,7 +93,7 @@ class Models:
                 temperature = 1.0 if name.startswith("prm_") else temperature
                 part = replace(batch.select(samples), temperature=temperature, records_routes=records_this)
                 if self.by_role[role] is not self.by_role.get("policy"):
-                    # The other models are not replayed: they are not what has sampled.
+                    # Routes are replayed for the policy only, since the other models did not sample.
                     part.routes_TLK = None
                 passes.append((name, role, part, samples, begin_forward(self.by_role[role], part)))
         for _, role, _, _, one in passes:
@@ -114,9 +114,9 @@ class Models:
             batch.interpolation_T = interpolation(self.policy.version - token_versions(batch, stats), self.updates)
 
     def update(self, when: Learns, work: StepWork, step: int) -> None:
-        """Take the optimizer steps of the models that learn then, after those that have a report. Collective.
+        """Take the remaining optimizer steps of the models that learn at `when`. Collective.
 
-        Models on ranks of their own learn at the same time; all have ended when this returns.
+        Models on separate ranks learn at the same time; all of them have finished when this returns.
         """
         ending: list[tuple[Learner, Callable[[], None]]] = []
         for name, learner in self.learners.items():
@@ -129,7 +129,7 @@ class Models:
                 finish()
 
     def _begin(self, name: str, learner: Learner, work: StepWork, step: int) -> Callable[[], None]:
-        """Begin the updates of one model; the function waits for them and adds their reports to those of `work`."""
+        """Start the updates of one model. The returned function waits for them and adds their reports to `work`."""
         model, reports = cast(Model, self.by_role[name]), work.reports[name]
         begun: list[tuple[Update, Pass[StepReport]]] = []
 
@@ -146,7 +146,7 @@ class Models:
 
         with self.on_device(name):
             if learner.sends_ahead and not self.ranks.is_everywhere:
-                # All samples go there before the first of them is computed with: no rank waits for one that computes.
+                # Send all samples before the first update computes, so that no rank waits for a computing one.
                 for one in [begin(update) for update in learner.updates(self, work, step)]:
                     one.compute()
                 return finish

@@ -1,4 +1,4 @@
-"""The parts of a run, as `build` puts them together and `train` uses them."""
+"""Components of a run, as `build` assembles and `train` uses them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Run:
     logger: RunLogger
     models: Models
     engine: Engine | None
-    """What samples for training; None where the responses stand in the data."""
+    """Engine that samples for training; None if the responses come from the dataset."""
     rewards: RewardManager
     rollouts: RolloutSource
     plan: BatchPlan
     objective: Objective
     updates: int
-    """Optimizer steps of one rollout, all epochs."""
+    """Optimizer steps per rollout, over all epochs of the step."""
     gate: LogprobGate
     trainer: Trainer
 
     def close(self) -> None:
-        """End the reward processes and the displays."""
+        """Stop the reward processes and close the log displays."""
         self.rewards.close()
         self.logger.close()

@@ -1,5 +1,7 @@
-"""What a step learns from and what of that is done. A run that ends between two optimizer steps of a step keeps it in its
-checkpoint, and goes on with the next of them: on any layout, from the same samples.
+"""Training data of a step, and how much of the step is done.
+
+A run that ends between two optimizer steps of a step saves this in its checkpoint. It resumes with the next optimizer step,
+on any layout, from the same samples.
 
 work/step.safetensors  the stats, reports, metrics and rows so far    work/replica-00000.safetensors  a replica's batch
 """
@@ -24,34 +26,35 @@ from fivefold.rollout.stats import BatchPlan, owners
 from fivefold.types import RolloutStats, StepReport, TokenBatch
 
 WORK = "work"
-"""Name of the part of a checkpoint."""
+"""Name of this part of a checkpoint."""
 _STEP, _REPLICA = "step.safetensors", "replica-"
 _SAMPLED = "sampled."
 _ROWS = "rows.json"
-"""Name of a tensor of bytes."""
+"""Name of a tensor that holds the rows as bytes."""
 
 
 @dataclass
 class StepWork:
-    """A step whose samples are there, with all that their loss needs."""
+    """A step that is sampled, with everything that its loss needs."""
 
     stats: RolloutStats
     batch: TokenBatch
-    """Of this replica."""
+    """Tokens of this replica."""
     rows: list[dict[str, Any]]
-    """Of samples.jsonl; the main rank's are written."""
+    """Rows for samples.jsonl; those of the main rank are written."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What was recorded before the run ended; of a step that went on."""
+    """Metrics recorded before the run ended; empty unless the step was resumed."""
     reports: dict[str, list[StepReport]] = field(default_factory=lambda: defaultdict(list))
-    """Reports of the optimizer steps that each model has taken, by its role."""
+    """Reports of the optimizer steps taken, by the role of the model."""
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of all models that were taken."""
+        """Number of optimizer steps taken, over all models."""
         return sum(len(reports) for reports in self.reports.values())
 
     def writer(self, ranks: Ranks, metrics: dict[str, float]) -> Callable[[Path], list[Path]]:
-        """Writes this rank's share into a directory and gives its files; `metrics` are those of the step so far."""
+        """Return a function that writes this rank's share into a directory and returns its files; `metrics` are the step's
+        so far."""
 
         def write(directory: Path) -> list[Path]:
             files = []
@@ -65,7 +68,7 @@ class StepWork:
                     "reports": {name: [asdict(report) for report in each] for name, each in self.reports.items()},
                     "metrics": metrics,
                 }
-                # Rows may be longer than a file's metadata.
+                # Rows may exceed the size limit of a file's metadata.
                 rows = json.dumps(self.rows).encode()
                 tensors[_ROWS] = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
                 files.append(directory / _STEP)
@@ -77,7 +80,7 @@ class StepWork:
 
 
 def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
-    """What the ranks of any layout wrote, the samples dealt anew to the replicas of this one."""
+    """Read the files that ranks of any layout wrote, and deal the samples to the replicas of this layout."""
     with safe_open(directory / _STEP, framework="pt") as file:
         described = json.loads(file.metadata()["described"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -95,11 +98,11 @@ def read_work(directory: Path, ranks: Ranks, plan: BatchPlan) -> StepWork:
 
 
 def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: BatchPlan) -> TokenBatch:
-    """The samples of these rows of the stats, from the files of all replicas."""
+    """Read the samples of these stats rows from the files of all replicas."""
     own = set(rows)
     pieces: dict[str, dict[int, Tensor]] = {}
     nothing: dict[str, Tensor] = {}
-    # A checkpoint of an earlier version has no numbers: they are the run's.
+    # Checkpoints of earlier versions lack these numbers; the run's values apply.
     numbers: dict[str, Any] = {"temperature": plan.temperature, "samples_per_comparison": plan.samples_per_comparison}
     for path in sorted(directory.glob(f"{_REPLICA}*")):
         with safe_open(path, framework="pt") as file:
@@ -120,7 +123,7 @@ def _read_batch(directory: Path, stats: RolloutStats, rows: list[int], plan: Bat
 
 
 def _taken_apart(stats: RolloutStats) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and the other fields by name, those of `sampled` under a name of their own."""
+    """Return (tensors, other fields) by name. Tensors of the nested `sampled` stats get a prefix."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for name, value in ((each.name, getattr(stats, each.name)) for each in fields(stats)):

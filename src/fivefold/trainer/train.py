@@ -1,4 +1,4 @@
-"""The loop: weights -> engine -> groups -> batch -> advantages -> optimizer steps."""
+"""The training loop: weights -> engine -> groups -> batch -> advantages -> optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fivefold.trainer.run import Run
 
 
 def train(run: Run) -> None:
-    """Train from where the run stands to its last step."""
+    """Train from the current step of the run to its last."""
     trainer, models, engine, rollouts, ranks, plan = run.trainer, run.models, run.engine, run.rollouts, run.ranks, run.plan
     objective, gate, stage = run.objective, run.gate, run.logger.stage
 

@@ -1,4 +1,4 @@
-"""Where a run stands, and what surrounds its steps: resume, records, evaluation, checkpoints, its end."""
+"""Position of a run, and the work around its steps: resume, records, evaluation, checkpoints, the end of the run."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from fivefold.types import Group, RolloutStats, TokenBatch
 
 @dataclass(frozen=True)
 class BeforeStep:
-    """What a step begins from when it is done anew."""
+    """State before a step, from which an interrupted step is repeated from scratch."""
 
     rollouts: dict[str, Any]
     """State of the rollout source."""
     groups: Writer | None
-    """Those of this rank that no step had taken."""
+    """Writer of this rank's groups that no step had taken."""
     rng: dict[str, Tensor]
     updates: int
-    """Optimizer steps of all models."""
+    """Optimizer steps taken so far, over all models."""
 
 
 @dataclass
 class Trainer:
-    """Gives out the steps of a run one by one; around each it resumes, evaluates, saves and records."""
+    """Yields the steps of a run one by one; around each step it resumes, evaluates, saves and records."""
 
     config: TrainerConfig
     run_dir: Path
@@ -66,26 +66,26 @@ class Trainer:
     evaluation: Evaluation | None
     plan: BatchPlan
     flops: Callable[[int, float], float]
-    """Tokens and mean length of a sequence -> floating-point operations of training on them."""
+    """(tokens, mean sequence length) -> floating-point operations of training on them."""
     resolved_config: str
     fingerprint: Fingerprint
     resume_from: Path | None = None
-    """A checkpoint."""
+    """Path of the checkpoint to resume from; None starts from the beginning."""
     step: int = 0
-    """Steps finished."""
+    """Number of finished steps."""
     work: StepWork | None = None
-    """What the step in progress learns from, once it is there: at once where the run goes on between optimizer steps."""
+    """Training data of the step in progress, once sampled; set from the start if the run resumes between optimizer steps."""
     _saved: int = -1
     _before: BeforeStep | None = None
-    """The step in progress."""
+    """State before the step in progress; None between steps."""
     _is_pending: bool = False
-    """The row of the last step is still to be written: its evaluation is due or in progress."""
+    """Whether the metrics row of the last step is not written yet, because its evaluation is due or in progress."""
     _saving: Saving | None = None
-    """A checkpoint that is being written in the background."""
+    """Checkpoint that is being written in the background."""
     _has_learned: bool = False
-    """The step in progress has taken all its optimizer steps."""
+    """Whether the step in progress has taken all its optimizer steps."""
     _is_prepared: bool = False
-    """Memory for copies of the models is made, or being made."""
+    """Whether host buffers for asynchronous snapshots of the models have been (or are being) allocated."""
     _last_metrics: dict[str, float] | None = None
     _has_evaluated: bool = False
 
@@ -98,7 +98,7 @@ class Trainer:
         return LoggedSamples(self.config.logged_samples_per_step, self.ranks)
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, counted from 0; the body of the loop trains, what surrounds it happens here."""
+        """Yield the remaining steps, counted from 0. The loop body trains; the work around each step happens here."""
         self._resume()
         self.ranks.heartbeat.has_begun = True
         if self._is_pending:
@@ -120,13 +120,13 @@ class Trainer:
         self.logger.end("finished", self.total_steps)
 
     def begin_updates(self, groups: list[Group], stats: RolloutStats, batch: TokenBatch) -> StepWork:
-        """Keep what the step learns from, and what it learns, until it has ended."""
+        """Store the step's training data and sample rows until the step ends."""
         self._samples.note_logprobs(batch, stats, self.models)
         self.work = StepWork(stats, batch, self._samples.rows(self.step + 1, groups, "train"))
         return self.work
 
     def end_updates(self) -> None:
-        """The step has taken all its optimizer steps."""
+        """Mark that the step has taken all its optimizer steps."""
         self._has_learned = True
         if self.config.async_save and not self._is_prepared:
             self._is_prepared = True
@@ -161,7 +161,7 @@ class Trainer:
     # --- after a step ------------------------------------------------------------------------------------------------
 
     def _finish_step(self) -> None:
-        """Record the step, then evaluate and save when it is time."""
+        """Record the step, then evaluate and save if due."""
         self._count_step()
         every = self.config.guard.every
         if every and self.step % every == 0:
@@ -172,7 +172,7 @@ class Trainer:
         self._end_step()
 
     def _count_step(self) -> None:
-        """From here on the step is finished, and is not done anew."""
+        """Count the step as finished, so that it is not repeated on resume."""
         assert self.work is not None and self._has_learned, "the body of the loop must begin and end the step's updates"
         with self.ranks.heartbeat.shielded():
             self.step += 1
@@ -195,12 +195,12 @@ class Trainer:
             self.save(last)
 
     def _is_due(self, every: int | Literal["epoch"]) -> bool:
-        """Whether the step that has just ended is the last one of such an interval; 0 is never."""
+        """Whether the step that just ended completes an interval of `every` steps; 0 means never."""
         count = self.steps_per_epoch if every == "epoch" else every
         return bool(count) and self.step % count == 0
 
     def _end_with_data(self) -> None:
-        """End the run with the step before the one in progress, for which too few prompts are left."""
+        """End the run after the last finished step, because too few prompts are left for the one in progress."""
         self._before, self.total_steps = None, self.step
         self.logger.discard()
         self.logger.log(f"the data of the run were used up after step {self.step}")
@@ -230,7 +230,7 @@ class Trainer:
         record(throughput(done.stats, policy_reports, self.logger.times, tflop, self.ranks.layout.world_size))
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
-        """Evaluate the policy as it is, and record what was found."""
+        """Evaluate the current policy and record the metrics."""
         metrics, groups = evaluation.measure(self.models)
         unknown = [name for name in self.config.stop_at if name not in metrics]
         if unknown and not self._has_evaluated:
@@ -244,13 +244,14 @@ class Trainer:
         return metrics
 
     def save(self, is_last: bool) -> None:
-        """Write a checkpoint of the run as it stands, unless there is one; `is_last`: the run ends with it."""
+        """Write a checkpoint of the current state unless there is one. `is_last`: the run ends with it."""
         if self._saved != self.step:
             with self.ranks.heartbeat.shielded():
                 self._write(self.rollouts.state_dict(), self._groups(), is_last)
 
     def save_interrupted(self, number: int) -> None:
-        """Write a checkpoint of a run that was asked to end, in a step, in an evaluation or between them. Collective."""
+        """Write a checkpoint of a run that a signal ended, within a step, within an evaluation or between them.
+        Collective."""
         self._settle(wait=True)
         if self._has_learned:
             self._count_step()
@@ -267,7 +268,7 @@ class Trainer:
             self._write(self.rollouts.state_dict(), self._groups(), True, work=self.work)
         elif self._before is not None:
             asked += ", which is done anew on resume"
-            # Ranks without a model may not have heard of its last updates: the step is not known well enough to go on in it.
+            # Ranks without a model may not have its last reports, so the step cannot resume between its updates.
             taken = sum(int(self.ranks.all_reduce_max(model.version)) for model in self.models.trained.values())
             if updates := taken - self._before.updates:
                 asked += f"; {updates} of its optimizer steps were taken and stay"
@@ -317,7 +318,7 @@ class Trainer:
             self._settle(wait=not in_background)
 
     def _settle(self, wait: bool) -> None:
-        """Make the checkpoint that is being written visible, where all ranks have written it."""
+        """Publish the checkpoint that is being written once all ranks have written it. `wait` blocks until then."""
         if self._saving is not None and (path := self._saving.finish(wait)) is not None:
             self._saving = None
             self.logger.log(f"saved {path}")

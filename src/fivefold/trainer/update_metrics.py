@@ -8,11 +8,11 @@ from fivefold.types import RolloutStats, StepReport
 
 
 def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
-    """Metrics of a step's updates of one model: the mean, of maxima the largest, of how far the rollout was the first."""
+    """Combine a model's update metrics of a step: the mean; the largest of maxima; for `rollout/` metrics the first."""
     combined = {}
     good = [report for report in reports if not report.skipped] or reports
     for name in dict.fromkeys(name for report in good for name in report.metrics):
-        # An update that computes no token has no means.
+        # An update without tokens has no means.
         values = [report.metrics[name] for report in good if name in report.metrics]
         key = f"{model}/{name}" if model != "policy" and name.startswith("moe/") else name
         if name.startswith("rollout/"):
@@ -37,12 +37,12 @@ def update_metrics(reports: list[StepReport], model: str) -> dict[str, float]:
 def throughput(
     stats: RolloutStats, reports: list[StepReport], times: dict[str, float], tflop: float, world_size: int
 ) -> dict[str, float]:
-    """Tokens, samples and floating-point operations per second; `tflop` are those of the step's training in 1e12.
+    """Tokens, samples and floating-point operations per second; `tflop` is the step's training work in 10^12 operations.
 
-    A token of the step counts once, one that is trained on as often as that happens.
+    A token of the step counts once for `tokens_per_second`, and once per update for `train_tokens_per_second`.
     """
     if not reports or "step" not in times:
-        # The run was asked to end before the step's time was known.
+        # A signal ended the run before the step's time was recorded.
         return {}
     trained = sum(report.tokens for report in reports)
     return {
