@@ -1,1 +1,1 @@
-"""Who is who among the ranks, what they exchange on the host, and how samples are dealt to them."""
+"""Coordinates of the ranks, their exchanges on the host, and the assignment of samples to them."""

@@ -1,7 +1,7 @@
-"""Who works on what: lengths of samples -> replicas of an optimizer step, micro-batches of a replica. No torch here.
+"""Balances work: lengths of samples -> replicas of an optimizer step, micro-batches of a replica. No torch here.
 
-Both are number partitioning. Longest first to the least loaded (LPT, Graham 1969) is within 4/3 of the best and, with many
-items per part, within percents of the mean.
+Both are number partitioning. Longest first to the least loaded (LPT, Graham 1969) is within 4/3 of the optimum. With many
+items per part it is within a few percent of the mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def balance(weights: Sequence[float], parts: int) -> list[list[int]]:
-    """Items of each of `parts` parts of nearly equal weight; some may be empty.
+    """Returns the items of each of `parts` parts of nearly equal weight; some may be empty.
 
     Example: `balance([5, 4, 3, 3, 3], 2) == [[0, 3, 4], [1, 2]]`, or 11 and 7: the heaviest item first, each to the part
     that is lightest so far.
@@ -27,9 +27,10 @@ def balance(weights: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def deal(work_U: Sequence[float], part_U: Sequence[int], replicas: int) -> list[int]:
-    """The replica of each unit (a sample, or samples that are compared), dealt anew for each part of the step.
+    """Returns the replica of each unit (a sample, or samples that are compared), balanced separately for each part of the
+    step.
 
-    `work_U` is what a unit costs, `part_U` the part that it belongs to: what is computed together in an
+    `work_U` is the cost of each unit. `part_U` is the part of each unit: units of one part are computed together in an
     optimizer step.
     """
     members: dict[int, list[int]] = {}
@@ -44,10 +45,11 @@ def deal(work_U: Sequence[float], part_U: Sequence[int], replicas: int) -> list[
 
 
 def deal_sharing(rows: Sequence[tuple[float, float, int, int]], replicas: int) -> list[int]:
-    """The replica of each sample, where those of one prompt on one replica compute the prompt once.
+    """Returns the replica of each sample, where samples of one prompt on one replica compute the prompt once.
 
-    A row is (work of the sample, work of its prompt, number of its prompt, part of the step). Each part is dealt with groups
-    whole, halved, quartered and so on down to single samples: whichever way the busiest replica has the least to do.
+    A row is (work of the sample, work of its prompt, number of its prompt, part of the step). For each part, groups are
+    tried whole, halved, quartered and so on down to single samples. The split that gives the busiest replica the least work
+    is used.
     """
     members: dict[int, dict[int, list[int]]] = {}
     for sample, (_, _, group, part) in enumerate(rows):
@@ -60,7 +62,7 @@ def deal_sharing(rows: Sequence[tuple[float, float, int, int]], replicas: int) -
             units, work_U = _split_groups(rows, list(groups.values()), pieces)
             dealt = balance(work_U, replicas)
             busiest = max(sum(work_U[unit] for unit in chosen) for chosen in dealt)
-            # Rounding must not decide.
+            # A difference within rounding error must not change the choice.
             if busiest < best * (1 - 1e-9):
                 best = busiest
                 for replica, chosen in enumerate(dealt):
@@ -73,7 +75,8 @@ def deal_sharing(rows: Sequence[tuple[float, float, int, int]], replicas: int) -
 def _split_groups(
     rows: Sequence[tuple[float, float, int, int]], groups: Sequence[list[int]], pieces: int
 ) -> tuple[list[list[int]], list[float]]:
-    """Each group in so many units of like work, and the work of each unit, the prompt counted once."""
+    """Splits each group into `pieces` units of similar work; returns the units and the work of each, with the prompt counted
+    once."""
     units = [
         [samples[place] for place in chosen]
         for samples in groups
@@ -83,10 +86,11 @@ def _split_groups(
 
 
 def micro_batches_needed(lengths: Sequence[int], budget: int) -> int:
-    """Micro-batches of at most `budget` tokens that hold these samples; at least 1. A longer sample fills one alone."""
+    """Returns the number of micro-batches of at most `budget` tokens that hold these samples, at least 1. A longer sample
+    fills one alone."""
     fewest = max(1, -(-sum(lengths) // budget), sum(2 * length > budget for length in lengths))
     most = len(_best_fit(lengths, budget))
-    # Balanced ones are better where they fit, but balancing fails a little above the least possible number.
+    # Balanced micro-batches are preferred, but balancing fails a little above the smallest possible number.
     for count in range(fewest, min(fewest + 3, most)):
         if _fits(lengths, balance(lengths, count), budget):
             return count
@@ -94,7 +98,8 @@ def micro_batches_needed(lengths: Sequence[int], budget: int) -> int:
 
 
 def plan_micro_batches(lengths: Sequence[int], count: int, budget: int) -> list[list[int]]:
-    """Samples of each of `count` micro-batches, balanced in tokens where that keeps to the budget; some may be empty.
+    """Returns the samples of each of `count` micro-batches, balanced in tokens if that keeps within the budget; some may be
+    empty.
 
     `count` is at least `micro_batches_needed`.
     """
@@ -111,7 +116,7 @@ def _fits(lengths: Sequence[int], plan: list[list[int]], budget: int) -> bool:
 
 
 def _best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Best fit decreasing: each item, longest first, to the fullest bin that still holds it."""
+    """Packs by best fit decreasing: each item, longest first, goes to the fullest bin that still holds it."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

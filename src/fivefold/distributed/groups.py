@@ -1,4 +1,4 @@
-"""Process groups, of which each rank makes only its own: nobody waits for groups that it is not in."""
+"""Process groups, of which each rank creates only its own: no rank waits for groups that it is not in."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _made: Counter[str] = Counter()
-"""Groups that this process has made, by their members."""
+"""Number of groups that this process has created, by their members."""
 
 
 @contextmanager
 def own_groups_only() -> Iterator[None]:
-    """Whoever makes every group of a layout on every rank makes here those of this rank.
+    """Within this context, each rank creates only the process groups it belongs to.
 
-    torch lets all ranks of the world meet at each group, and Megatron-Core makes each group of each dimension on each rank:
-    3,000 meetings of 1,024 ranks for d32t4p4c2e8. The group in which this rank is alone is one, not one a dimension.
+    By default torch synchronizes all ranks of the world for each group, and Megatron-Core creates each group of each
+    dimension on each rank: 3,000 synchronizations of 1,024 ranks for d32t4p4c2e8. Groups that contain only this rank are
+    created once, not once per dimension.
     """
     make, alone = dist.new_group, {}
 
@@ -37,16 +38,18 @@ def own_groups_only() -> Iterator[None]:
             alone[key] = make(ranks, *arguments, **named | {"use_local_synchronization": True})
         return alone[key]
 
-    # torch names such a group after its members and the number of all groups here, which differs among pipeline stages: its
-    # members would wait for each other under two names.
+    # torch names such a group after its members and the number of all groups in this process. That number differs among
+    # pipeline stages, so the members would wait for each other under two names.
     with patch.object(dist, "new_group", own), patch.object(distributed_c10d, "_process_group_name", _name):
         yield
 
 
 @contextmanager
 def as_world(members: dist.ProcessGroup) -> Iterator[None]:
-    """Whoever asks for all ranks, and for their objects, gets those of a group meanwhile: Megatron-Core counts its groups
-    from the number of all ranks, and lets all of them agree on an optimizer's parameters."""
+    """Within this context, `get_world_size()` and `all_gather_object()` act on `members` instead of the world.
+
+    Megatron-Core derives its groups from the world size, and synchronizes an optimizer's parameters over the whole world.
+    """
     count, gather = dist.get_world_size, dist.all_gather_object  # noqa: TID251 - Megatron-Core's
 
     def size(group: dist.ProcessGroup | None = None) -> int:

@@ -1,12 +1,12 @@
-"""What the ranks know of each other at any moment: whether the run was asked to end, and where, and whether all are there.
+"""Ends all ranks of a run in the same place, and detects ranks that are hung or gone.
 
-On every rank a thread exchanges two numbers with all others twice a second, over a process group of its own, whatever the
-rank itself is doing. A request to end reaches one rank or all of them at different moments, in different places of the
-program; they must leave it in the same place, or some would wait for the others for ever. So the thread holds its rank where
-it is, all threads exchange how far their ranks are, and then everyone knows the place: that of the rank that is farthest. Up
-to there every rank goes on, for others wait for it; behind it nobody has been.
+On every rank a thread exchanges a few numbers with all other ranks twice a second, over its own process group, whatever the
+rank is doing. A request to end reaches the ranks at different moments and in different places of the program. They must
+leave the program in the same place, or some would wait for the others permanently. So each thread holds its rank where it
+is, and all threads exchange how far their ranks are. The end is the place of the rank that is farthest, the same for all.
+Every rank continues up to there, because others wait for it; no rank has passed it.
 
-A place is (number of collectives of the whole world and of passes over a batch that were begun, item within the last of
+A place is (number of collectives of the whole world and of passes over a batch that have begun, item within the last of
 them): all ranks begin the same ones in the same order. An item is a micro-batch, an engine's step or a finished response.
 """
 
@@ -29,34 +29,35 @@ from fivefold.distributed.pulse import SECONDS, Motion
 
 Place = tuple[int, int]
 STAGES = frozenset({"step", "pack", "logprobs", "prm", "critic", "train"})
-"""Stages in which every rank gets on at any moment, once the first of them has ended. Loading, compiling, sampling, rewards,
-weights and saving have limits of their own."""
+"""Stages in which every rank is expected to make progress at any moment, once the first of them has ended. Loading,
+compiling, sampling, rewards, weights and saving have separate limits."""
 _TIMES = 10
-"""A rank that stood still for a while and went on may do so again, for so many times as long."""
+"""Factor on the longest pause that ended by itself: a rank that paused and resumed may pause again for that many times as
+long."""
 _ROLL_CALL_SECONDS = 5.0
-"""For ranks to answer once some have not been heard of."""
+"""Seconds in which ranks must answer the roll call, after some were unheard of."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How this rank ends, and when."""
+    """How and when this rank ends."""
 
     requested: Callable[[], int]
-    """The signal that asked it to end, or 0."""
+    """Returns the signal that asked this rank to end, or 0."""
     now: Callable[[int], None]
-    """End by that signal: there is nothing to save."""
+    """Ends this rank by that signal; there is nothing to save."""
     lost: Callable[[str], None]
-    """Another rank is gone."""
+    """Ends this rank because another rank is gone."""
     hung: Callable[[str], None]
-    """This rank stands still while others wait for it."""
+    """Ends this rank because it is hung while others wait for it."""
     still_seconds: float = math.inf
-    """How long no rank may get on."""
+    """Longest time in seconds without progress on any rank."""
     unheard_seconds: float = math.inf
-    """How long the ranks may not be heard of."""
+    """Longest time in seconds without an exchange with the other ranks."""
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error
-    """The run was asked to end; every rank raises it in the same place."""
+    """Raised by every rank in the same place when the run was asked to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"asked to end by signal {number}")
@@ -64,7 +65,7 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
 
 
 class Heartbeat:
-    """How far this rank is, and where it is to end. Without a thread (`start`) it is never asked to."""
+    """Tracks how far this rank is, and where it has to end. Without its thread (`start`) it never has to end."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -72,26 +73,28 @@ class Heartbeat:
         self._is_held = self._is_over = False
         self._is_shielded = False
         self._places: list[Place] = []
-        """Of all ranks, once the run was asked to end."""
+        """Places of all ranks, once the run was asked to end."""
         self._number = 0
         self._thread: threading.Thread | None = None
         self._close = threading.Event()
         self.doing: Callable[[], tuple[str, bool]] = lambda: ("loading", False)
-        """The stage that this rank is in, and whether it has ended one of this name before."""
+        """Returns the current stage of this rank, and whether it has completed a stage of this name before."""
         self._ends: Ends | None = None
         self._motion: Motion | None = None
         self._still = self._longest_still = self._unheard = 0
-        """Exchanges in which no rank moved, now and at most before one moved again; moments since the last exchange."""
+        """`_still` and `_longest_still`: exchanges in which no rank moved, now and at most before one moved again.
+        `_unheard`: ticks since the last exchange."""
         self._all_have_begun = False
         self.has_begun = False
-        """There is something to save: the run ends in a place that all ranks agree on. Before it ends where it is."""
+        """True once there is something to save: the run then ends in a place that all ranks agree on. Before, it ends where
+        it is."""
         self.on_request: Callable[[], None] = lambda: None
-        """Called by the thread again and again between a request to end and the end: wakes what its rank waits for."""
+        """Called by the thread repeatedly between a request to end and the end; wakes whatever its rank waits for."""
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def start(self, group: dist.ProcessGroup, ends: Ends, computes_on_cpu: bool = True) -> None:
-        """Begin to exchange."""
+        """Start the thread that exchanges with the other ranks."""
         self._ends, self._motion = ends, Motion(computes_on_cpu)
 
         def beat() -> None:
@@ -105,14 +108,14 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until every rank has come here: then none of them misses another."""
+        """Wait until every rank has called this, so that no rank loses another one."""
         if self._thread is not None:
             self._close.set()
             self._thread.join()
             self._ends = None
 
     def _exchange(self, group: dist.ProcessGroup, ends: Ends) -> bool:
-        """Once with all others; whether to go on."""
+        """Exchange once with all other ranks; returns whether to continue."""
         stays, saves = not self._close.is_set(), self.has_begun
         numbers = torch.tensor([ends.requested(), stays, saves, not saves, self._has_moved()])
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
@@ -145,7 +148,7 @@ class Heartbeat:
         return self._motion.has_moved(self._place, stage in STAGES and is_known)
 
     def _stands_still(self, any_moved: bool, limit: float) -> bool:
-        """Whether no rank has moved for too long; counted in exchanges, so that every rank comes to the same answer."""
+        """Returns whether no rank has moved for too long. Counted in exchanges, so that every rank gets the same answer."""
         if any_moved:
             self._longest_still, self._still = max(self._longest_still, self._still), 0
             return False
@@ -153,7 +156,10 @@ class Heartbeat:
         return self._still * SECONDS > max(limit, _TIMES * self._longest_still * SECONDS)
 
     def _end_hung(self, group: dist.ProcessGroup, ends: Ends) -> None:
-        """No rank has moved: those that wait for no other one are why, or those that are the least far where all wait."""
+        """End all ranks after no rank has moved.
+
+        The hung ranks are those that do not wait for another one, or the least advanced ones if all wait.
+        """
         assert self._motion is not None
         own = torch.tensor([self._motion.waits, *self._place])
         everyone = [torch.zeros_like(own) for _ in range(group.size())]
@@ -162,7 +168,7 @@ class Heartbeat:
         slowest = min(places)
         named = [rank for rank, place in enumerate(places) if (place == slowest if slowest[0] else not place[0])]
         if len(places) == 1:
-            # No other rank waits for it.
+            # A single rank keeps no other rank waiting.
             self._still = 0
         elif group.rank() in named:
             ends.hung(
@@ -173,7 +179,8 @@ class Heartbeat:
             ends.lost(f"ranks {named} have stood still for {self._still * SECONDS:.0f} s")
 
     def tick(self) -> None:
-        """Called twice a second by a thread that waits for no other rank: end this one where the others are not heard of."""
+        """End this rank if the other ranks are unheard of for too long. Called twice a second by a thread that waits for no
+        other rank."""
         self._unheard += 1
         if self._ends is None or not self._all_have_begun or self._unheard * SECONDS <= self._ends.unheard_seconds:
             return
@@ -185,7 +192,7 @@ class Heartbeat:
 
     @property
     def place(self) -> str:
-        """Where this rank is, for messages."""
+        """The place of this rank, for messages."""
         collective, item = self._place
         return f"in stage {self.doing()[0]}, collective {collective}" + (
             f", micro-batch or item {item}" if item >= 0 else ""
@@ -194,7 +201,10 @@ class Heartbeat:
     # --- the rank ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A collective of all ranks begins, or a pass over a batch. Raises Interrupted where nobody has been."""
+        """Record that a collective of all ranks, or a pass over a batch, begins.
+
+        Raises Interrupted if the run was asked to end and no rank has begun this one.
+        """
         with self._change:
             self._wait()
             if self._may_end and self._place[0] >= self._end:
@@ -202,7 +212,7 @@ class Heartbeat:
             self._place = (self._place[0] + 1, -1)
 
     def item(self, number: int, among: Iterable[int] | None = None) -> bool:
-        """Whether to do an item of what was begun last: all of these ranks do it, or none."""
+        """Returns whether to do an item of the current collective or pass: all of the ranks in `among` do it, or none."""
         with self._change:
             self._wait()
             if self._may_end and number > self._last_item(among):
@@ -211,15 +221,18 @@ class Heartbeat:
             return True
 
     def check_items(self, count: int) -> None:
-        """Raises Interrupted, on all ranks, where not all of so many items of a pass were done."""
+        """Raises Interrupted, on all ranks, if not all of the `count` items of a pass were done."""
         with self._change:
             self._wait()
             if self._may_end and count - 1 > self._last_item(None):
                 self._interrupt()
 
     def check(self) -> bool:
-        """Whether the run was asked to end and others wait for this rank farther on, so that it should get there. Raises
-        Interrupted where nobody does. For what a rank does alone, before the next collective of all."""
+        """Returns whether the run was asked to end while other ranks wait for this rank at a later place, which it should
+        then reach.
+
+        Raises Interrupted if no rank waits for it. For work that a rank does alone, before the next collective of all ranks.
+        """
         with self._change:
             self._wait()
             if self._may_end and self._place[0] >= self._end:
@@ -227,8 +240,11 @@ class Heartbeat:
             return self._may_end
 
     def goes_on(self, among: Iterable[int]) -> Callable[[], bool]:
-        """Whether to take the next of the steps that these ranks take together, asked before each; raises Interrupted where
-        the run was asked to end and nobody waits for them farther on."""
+        """Returns a function to call before each of the steps that the ranks in `among` take together: whether to take the
+        step.
+
+        It raises Interrupted if the run was asked to end and no rank waits for them at a later place.
+        """
         steps, members = count(), tuple(among)
 
         def is_next_taken() -> bool:
@@ -241,7 +257,7 @@ class Heartbeat:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """What happens meanwhile is not interrupted, but whatever follows."""
+        """Within this context nothing is interrupted; an interruption may follow right after it."""
         self._is_shielded = True
         try:
             yield
@@ -258,7 +274,7 @@ class Heartbeat:
         return max(self._places)[0]
 
     def _last_item(self, ranks: Iterable[int] | None) -> float:
-        """The last item, of what this rank has begun, that any of these ranks has begun."""
+        """Returns the last item of the current collective or pass that any of these ranks has begun."""
         chosen = self._places if ranks is None else [self._places[rank] for rank in ranks]
         if any(step > self._place[0] for step, _ in chosen):
             return math.inf
@@ -274,7 +290,7 @@ class Heartbeat:
 
 
 def _roll_call() -> str:
-    """Which ranks do not answer at the rendezvous, where it can be asked."""
+    """Returns which ranks do not answer at the rendezvous, as a message."""
     absent: list[int] = []
     store = distributed_c10d._get_default_store()
 

@@ -1,4 +1,4 @@
-"""Small objects between ranks, as JSON: names, numbers and messages. Nothing that a peer sends is unpickled."""
+"""Exchanges small objects between ranks as JSON: names, numbers and messages. Nothing that a peer sends is unpickled."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ T = TypeVar("T")
 
 
 def all_gather_json(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The value of every member, on every member. JSON has no tuples: they arrive as lists."""
+    """Returns the value of every member, on every member. JSON has no tuples: they arrive as lists."""
     return [json.loads(row_B.numpy().tobytes()) for row_B in all_gather_rows(_encoded(value), group)]
 
 
 def broadcast_json(value: T | None, source: int, group: dist.ProcessGroup | None) -> T:
-    """The value of the rank `source` of the world, on every member, itself included; of all ranks without a group."""
+    """Returns the value of rank `source` of the world on every member of `group`, the source included; without a group, on
+    all ranks."""
     bytes_B = _encoded(value) if dist.get_rank() == source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor(len(bytes_B))
     dist.broadcast(size, source, group=group)
@@ -35,7 +36,7 @@ def broadcast_json(value: T | None, source: int, group: dist.ProcessGroup | None
 
 
 def all_gather_rows(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Tensors of different first sizes: two collectives, the second padded to the longest."""
+    """Gathers tensors whose first dimensions differ: two collectives, the second padded to the longest tensor."""
     size = group.size()
     if size == 1:
         return [rows_NF]
@@ -51,23 +52,26 @@ def all_gather_rows(rows_NF: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def unpickle_plain_values_only() -> None:
-    """Restrict torch's own object collectives, which Megatron-Core calls, to None, numbers, texts, bytes, lists, tuples and
-    dictionaries in this process: a pickle that names a class or a function is refused."""
+    """Restrict torch's object collectives, which Megatron-Core calls, to plain values in this process.
+
+    Plain values are None, numbers, strings, bytes, lists, tuples and dictionaries. A pickle that names a class or a function
+    is refused.
+    """
     distributed_c10d._unpickler = _PlainUnpickler
 
 
 _libraries: set[str] = set()
-"""Packages whose records are taken too."""
+"""Packages whose record types are accepted too."""
 
 
 def take_records_of(library: str) -> None:
-    """Let the object collectives also build dataclasses, enumerations and named tuples of a package that exchanges them."""
+    """Let the object collectives also build dataclasses, enumerations and named tuples of the package `library`."""
     _libraries.add(library)
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
-        # Of modules that are loaded already: a pickle imports nothing.
+        # Only loaded modules are searched: a pickle must not import anything.
         wanted = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _libraries else None
         if isinstance(wanted, type) and (is_dataclass(wanted) or issubclass(wanted, Enum | tuple)):
             return wanted
@@ -86,7 +90,7 @@ def _encoded(value: Any) -> Tensor:
 
 
 def _check_plain(value: Any) -> None:
-    """Raises TypeError where JSON would silently make something else of the value."""
+    """Raises TypeError if JSON would silently change the value."""
     parts: Sequence[Any] = value if isinstance(value, list | tuple) else ()
     if isinstance(value, dict):
         if wrong := [key for key in value if not isinstance(key, str)]:

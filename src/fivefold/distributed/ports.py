@@ -1,4 +1,4 @@
-"""Where processes of a run meet: a free port, or on one machine a directory."""
+"""Where processes of a run meet: a free port, or, on one machine, a directory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import socket
 from pathlib import Path
 
 DIRECTORY = "FIVEFOLD_RENDEZVOUS"
-"""Variable of the environment: the directory in which the ranks of one machine meet."""
+"""Environment variable that names the directory in which the ranks of one machine meet."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that systems hand to outgoing connections.
+    """Returns a port that no process listens on, below the range from which systems assign ports to outgoing connections.
 
-    Ranks bind it seconds later; one of the others would be taken by then now and then, for the ranks of a run alone open
-    hundreds of connections.
+    Ranks bind the port seconds later. A port of that range could be taken by then: the ranks of one run alone open hundreds
+    of connections.
     """
     for port in random.SystemRandom().sample(range(15000, 32000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -28,8 +28,11 @@ def free_port() -> int:
 
 
 def on_one_machine(directory: Path, reaches_others: bool = False) -> dict[str, str]:
-    """The environment in which ranks of this machine meet in a directory. Gloo and NCCL listen on the loopback interface,
-    unless a variable of theirs names another one, or the ranks also send weights to other machines (`reaches_others`)."""
+    """Returns the environment variables with which ranks of this machine meet in a directory.
+
+    Gloo and NCCL then listen on the loopback interface. Exceptions: their own variable names another interface, or the ranks
+    also send weights to other machines (`reaches_others`).
+    """
     variables = {DIRECTORY: str(directory)}
     if not reaches_others and (Path("/sys/class/net") / _LOOPBACK).exists():
         variables |= {name: _LOOPBACK for name in _INTERFACES if name not in os.environ}

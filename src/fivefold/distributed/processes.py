@@ -1,4 +1,4 @@
-"""Ending processes together with those that they started, and with the shared memory that they hold."""
+"""Ends processes together with their children and the shared memory that they hold."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import psutil
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps it, not a file of ours
 _BLOCK = re.compile(r"(psm_|torch_|sem\.mp-)[^ ]*|[^ ]*-cpushm_\d+")
-"""Names that Python, torch, and vLLM on CPUs give."""
+"""Names that Python, torch, and vLLM on CPUs give to blocks of shared memory."""
 _LONGEST_END = 20.0
-"""Seconds: a process that waits for a driver or a disk ends late."""
+"""Longest time in seconds to wait for a killed process: one that waits for a driver or a disk ends late."""
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Everything that a process started, but for Python's trackers of shared memory.
+    """Returns all child processes of a process, recursively, except Python's trackers of shared memory.
 
-    A tracker ends when all that it tracks for have ended, and then removes what they left.
+    A tracker ends after all the processes that it tracks for, and then removes what they left.
     """
     found = []
     for each in process.children(recursive=True):
@@ -30,9 +30,10 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """End them, as far as they are still there, and return when they hold nothing any more.
+    """Kill the processes that still run, and return when they have ended.
 
-    A signal only asks for it: what a process has on a device is there until it is gone, and would be missing to the next.
+    A signal alone is not enough: a process holds its device memory until it has ended, and the next process would lack that
+    memory.
     """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -49,7 +50,7 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 def shared_memory_of(pid: int) -> set[str]:
-    """Names of the blocks that a process maps; nothing where it has ended."""
+    """Returns the names of the shared memory blocks that a process maps; an empty set if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {name for line in lines if _BLOCK.fullmatch(name := line.partition(f"{_SHARED_MEMORY}/")[2])}
@@ -57,9 +58,9 @@ def shared_memory_of(pid: int) -> set[str]:
 
 
 def unname_shared_memory(pid: int, prefix: str = "") -> None:
-    """Take away the names of a process's blocks that begin so.
+    """Unlink the names of a process's shared memory blocks that begin with `prefix`.
 
-    A block lives as long as a process maps it; with a name it would outlive processes that are killed.
+    A block lives as long as a process maps it. With a name it would outlive processes that are killed.
     """
     for name in shared_memory_of(pid):
         if name.startswith(prefix):

@@ -1,7 +1,7 @@
-"""A rank's signs of life: twice a second it writes a record that its launcher reads, whatever its main thread is doing.
+"""Signs of life of a rank: twice a second it writes a record for its launcher, whatever its main thread is doing.
 
-`Motion` tells whether that main thread gets on, `Silence` measures how long something has not changed. None of them reads a
-clock across a pause: a machine that was suspended, or a container that was frozen, has not been silent.
+`Motion` detects whether the main thread makes progress. `Silence` measures how long a value has not changed. Neither reads a
+clock across a pause: a suspended machine or a frozen container does not count as silent.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from types import FrameType
 from typing import Any
 
 SECONDS = 0.5
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 VARIABLE = "FIVEFOLD_PULSE"
-"""Variable of the environment: the open file of the records and the number of this rank's."""
+"""Environment variable with the open file of the records and the slot of this rank in it."""
 _RECORD = 1024
 _LONGEST_LOOK = 2.0
-"""Seconds between two looks that count; a process that was not running for longer could not look."""
+"""Most seconds that count between two looks: a process that was not running could not look."""
 _WAITS = ("/torch/distributed/", "/pipeline_parallel/p2p_communication.py", "/core/distributed/param_and_grad_buffer.py")
-"""Code in which a main thread waits for other ranks."""
+"""Paths of code in which a main thread waits for other ranks."""
 _BUSY = 0.1
-"""Share of a core from which on a rank on a CPU computes."""
+"""Share of a core above which a rank on a CPU counts as computing."""
 _DEPTH = 200
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank last wrote."""
+    """The last sign of life of a rank."""
 
     number: int
-    """Signs so far."""
+    """Number of signs so far."""
     has_joined: bool
-    """The rank has met the others; before it imports libraries, which can keep every thread waiting."""
+    """True once the rank has joined the others. Before, it imports libraries, which can block every thread."""
     place: str
-    """What it is doing, for messages."""
+    """What the rank is doing, for messages."""
 
 
 class SignBoard:
-    """The launcher's end: one record for each rank of this machine."""
+    """The launcher's side: one record for each rank of this machine."""
 
     def __init__(self, ranks: int) -> None:
         self.file = os.memfd_create("fivefold-pulse")
         os.ftruncate(self.file, ranks * _RECORD)
 
     def read(self, slot: int) -> Sign | None:
-        """What the rank last wrote; None where it has not written, or is writing right now."""
+        """Returns the last sign of the rank in `slot`; None if it has not written one, or is writing now."""
         with contextlib.suppress(ValueError, TypeError):
             return Sign(**json.loads(os.pread(self.file, _RECORD, slot * _RECORD).rstrip(b"\0 ")))
         return None
@@ -62,11 +62,11 @@ class SignBoard:
 
 
 class Pulse:
-    """The rank's end: a thread that writes signs of life, and calls `tick` each time."""
+    """The rank's side: a thread that writes signs of life, and calls `tick` each time."""
 
     def __init__(self) -> None:
         self.describe: Callable[[], tuple[bool, str]] = lambda: (False, "starting")
-        """Whether the rank has joined the others, and what it is doing."""
+        """Returns whether the rank has joined the others, and what it is doing."""
         self.tick: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -86,7 +86,7 @@ class Pulse:
 
 
 class Silence:
-    """How long a value has stayed the same, in the time in which this process could look at it."""
+    """How long a value has stayed the same, counting only time in which this process could look at it."""
 
     def __init__(self) -> None:
         self._last: Any = None
@@ -94,7 +94,7 @@ class Silence:
         self.seconds = 0.0
 
     def look(self, value: Any, now: float) -> float:
-        """Seconds for which the value is what it was."""
+        """Returns the seconds for which `value` has not changed."""
         passed = 0.0 if self._looked is None else min(now - self._looked, _LONGEST_LOOK)
         self.seconds = self.seconds + passed if value == self._last else 0.0
         self._last, self._looked = value, now
@@ -102,10 +102,11 @@ class Silence:
 
 
 class Motion:
-    """Whether the main thread of this process gets on: another thread looks at its stack."""
+    """Whether the main thread of this process makes progress, as another thread sees from its stack."""
 
     def __init__(self, computes_on_cpu: bool) -> None:
-        """`computes_on_cpu`: a rank that uses a core computes. With a GPU, waiting for a hung kernel uses one too."""
+        """`computes_on_cpu`: using a core counts as computing. Not with a GPU, where waiting for a hung kernel uses a core
+        too."""
         self._thread = threading.main_thread().ident or 0
         self._computes_on_cpu = computes_on_cpu
         self._before: tuple[Any, ...] = ()
@@ -113,13 +114,15 @@ class Motion:
 
     @property
     def waits(self) -> bool:
-        """The main thread waits for other ranks."""
+        """True if the main thread waits for other ranks."""
         frame = self._frame()
         return frame is not None and any(part in frame.f_code.co_filename for part in _WAITS)
 
     def has_moved(self, place: tuple[int, ...], is_watched: bool) -> bool:
-        """Whether it has moved since the last call. One that does not wait for other ranks is also taken to move where it is
-        not watched, and where it computes."""
+        """Returns whether the main thread has moved since the last call.
+
+        A thread that does not wait for other ranks also counts as moving if it is not watched, or if it computes.
+        """
         now, cpu = time.monotonic(), time.process_time()
         stack = (place, *((id(frame), id(frame.f_code), frame.f_lasti) for frame in self._frames()))
         has_changed, self._before = stack != self._before, stack
@@ -128,7 +131,7 @@ class Motion:
         return has_changed or (not self.waits and (is_busy or not is_watched))
 
     def stack(self) -> str:
-        """The main thread's stack, as a traceback shows it."""
+        """Returns the main thread's stack, formatted like a traceback."""
         return "".join(traceback.format_stack(self._frame()))
 
     def _frame(self) -> FrameType | None:

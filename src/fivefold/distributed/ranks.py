@@ -1,4 +1,4 @@
-"""Who is who among the ranks of a run, and what they exchange about samples (over Gloo, on the host)."""
+"""Coordinates of the ranks of a run, and what they exchange about samples (over Gloo, on the host)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _POLL_SECONDS = 0.1
 class Ranks:
     """This rank's coordinates in a layout and its host groups; one exists for each layout of a process.
 
-    A layout may have fewer ranks than the run. On the others its coordinates are `NOWHERE`: they have no samples by it, and
-    are told what its ranks know alike.
+    A layout may have fewer ranks than the run. On the other ranks the coordinates are `NOWHERE`: these ranks have no samples
+    in the layout, and receive the results that all of its ranks share.
     """
 
     def __init__(self, layout: ParallelLayout, timeout_minutes: float, world_size: int | None = None) -> None:
-        """`timeout_minutes`: longest wait for another rank; `world_size`: ranks of the run, where it has more than this
-        layout, whose ranks are the first."""
+        """`timeout_minutes`: longest wait for another rank; `world_size`: number of ranks of the run, if larger than this
+        layout, whose ranks are then the first."""
         self.timeout = timedelta(minutes=timeout_minutes)
         self.heartbeat = Heartbeat()
         self.rank = dist.get_rank()
@@ -46,19 +46,19 @@ class Ranks:
             self._take(layout, 0)
 
     def on_layout(self, layout: ParallelLayout, first: int = 0) -> Ranks:
-        """The same run in another layout, for a model that has one of its own, from rank `first` on."""
+        """Returns the ranks of the same run in another layout, for a model with its own layout, starting at rank `first`."""
         other = copy.copy(self)
         with own_groups_only():
             other._take(layout, first)
         return other
 
     def _take(self, layout: ParallelLayout, first: int) -> None:
-        """Find the place of this rank in the layout and make its groups."""
+        """Find the place of this rank in the layout and create its groups."""
         world, end = self.world.size(), first + layout.world_size
         assert end <= world, f"{layout} from rank {first} on does not fit into {world} ranks"
         self.layout, self.first = layout, first
         self.holds = first <= self.rank < end
-        """This rank is one of the layout's."""
+        """True if this rank is in the layout."""
         inside = [layout.coordinates(rank) for rank in range(layout.world_size)]
         everyone = [NOWHERE] * first + inside + [NOWHERE] * (world - end)
         self.coords = everyone[self.rank]
@@ -73,84 +73,84 @@ class Ranks:
         self.dp = group_with_same("tp", "cp", "pp")
         self.replica = group_with_same("dp")
         self.members = self.world
-        """All ranks of the layout; this one alone where it is none of them."""
+        """Group of all ranks of the layout; of this rank alone if it is not in the layout."""
         self._told: dist.ProcessGroup | None = None
-        """The first rank of the layout and those that are none of it."""
+        """Group of the layout's first rank and all ranks outside the layout."""
         if layout.world_size < world:
             self.members = self._group(list(range(first, end)) if self.holds else [self.rank])
             if self.leads or not self.holds:
                 self._told = self._group([rank for rank in range(world) if rank == first or not first <= rank < end])
         self.dp_of_rank = torch.tensor([place.dp for place in everyone])
-        """Replica of each rank of the world; -1 where a rank has none."""
+        """Replica of each rank of the world; -1 for ranks without one."""
         places = [place.tp + layout.tp * (place.cp + layout.cp * place.pp) for place in inside]
         self.place_of_rank = torch.full((world,), -1)
-        """Number of each rank of the world within its replica; -1 where it has none."""
+        """Number of each rank of the world within its replica; -1 for ranks without one."""
         self.place_of_rank[first:end] = torch.tensor(places)
         assert not self.holds or int(self.place_of_rank[self.rank]) == self.replica.rank()
 
     @property
     def is_main(self) -> bool:
-        """The rank that writes the run's files and the terminal."""
+        """True on the rank that writes the run's files and the terminal."""
         return self.rank == 0
 
     @property
     def is_everywhere(self) -> bool:
-        """Every rank of the run is one of the layout's."""
+        """True if every rank of the run is in the layout."""
         return self.layout.world_size == self.world.size()
 
     @property
     def leads(self) -> bool:
-        """The first rank of the layout."""
+        """True on the first rank of the layout."""
         return self.rank == self.first
 
     @property
     def turn(self) -> int:
-        """Place of this rank in the order in which a list is dealt: replica by replica, then the ranks of each."""
+        """Place of this rank when a list is dealt: the first rank of every replica, then the second of each, and so on."""
         return self.coords.dp + self.layout.dp * self.replica.rank()
 
     # --- sharding of a list that every rank has ----------------------------------------------------------------------
 
     def shard_of_replica(self, items: Sequence[T]) -> list[T]:
-        """This replica's part of `items`: item i belongs to replica i mod dp."""
+        """Returns this replica's part of `items`: item i belongs to replica i mod dp."""
         return list(items[self.coords.dp :: self.layout.dp]) if self.holds else []
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """This rank's own part of `items`: that of its replica, dealt to the ranks of the replica in turn."""
+        """Returns this rank's part of `items`: the part of its replica, dealt to the ranks of the replica in turn."""
         return list(items[self.turn :: self.layout.world_size]) if self.holds else []
 
     # --- numbers and tensors -----------------------------------------------------------------------------------------
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Returns whether the flag is set on any rank."""
         return bool(self.all_reduce_max(float(flag)))
 
     def all_reduce_max(self, number: float) -> float:
-        """The largest of all ranks' numbers."""
+        """Returns the largest number of all ranks."""
         self.heartbeat.begin()
         value = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world)
         return float(value)
 
     def all_reduce_sum(self, sums: Tensor) -> Tensor:
-        """The sum over data-parallel replicas of a tensor on the host."""
+        """Returns the sum of a host tensor over data-parallel replicas."""
         summed = sums.clone()
         dist.all_reduce(summed, group=self.dp)
         return self._tell(summed)
 
     def all_reduce_sum_world(self, numbers: list[float]) -> list[float]:
-        """The sum of each number over all ranks."""
+        """Returns the sum of each number over all ranks."""
         self.heartbeat.begin()
         summed = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(summed, group=self.world)
         return [float(number) for number in summed]
 
     def all_gather_world(self, rows_NF: Tensor) -> list[Tensor]:
-        """Every rank's rows, whose number may differ, in order of ranks."""
+        """Returns every rank's rows in order of ranks; the number of rows may differ."""
         self.heartbeat.begin()
         return all_gather_rows(rows_NF, self.world)
 
     def all_gather_replicas(self, rows_NF: Tensor) -> list[Tensor]:
-        """Every replica's rows, whose number may differ, in order of replicas."""
+        """Returns every replica's rows in order of replicas; the number of rows may differ."""
         rows = all_gather_rows(rows_NF, self.dp)
         if self._told is None:
             return rows
@@ -159,18 +159,18 @@ class Ranks:
         return list(self._tell(whole).split(counts.tolist()))
 
     def all_gather_within_replica(self, rows_NF: Tensor) -> list[Tensor]:
-        """The rows of every rank of this replica, whose number may differ, in order of ranks."""
+        """Returns the rows of every rank of this replica in order of ranks; the number of rows may differ."""
         return all_gather_rows(rows_NF, self.replica)
 
     def all_to_all_replicas(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
-        """The rows that other replicas sent here, in order of replicas: `expected[i]` of them from replica i.
+        """Returns the rows that other replicas sent to this rank, in order of replicas: `expected[i]` rows from replica i.
 
         The first `counts[0]` rows of this rank go to replica 0, the next `counts[1]` to replica 1, and so on.
         """
         return _all_to_all(rows_NF, counts, expected, self.dp) if self.holds else rows_NF[:0]
 
     def all_to_all_world(self, rows_NF: Tensor, counts: list[int], expected: list[int]) -> Tensor:
-        """The rows that other ranks sent here, in order of ranks: `expected[i]` of them from rank i.
+        """Returns the rows that other ranks sent to this rank, in order of ranks: `expected[i]` rows from rank i.
 
         The first `counts[0]` rows of this rank go to rank 0, the next `counts[1]` to rank 1, and so on.
         """
@@ -178,7 +178,8 @@ class Ranks:
         return _all_to_all(rows_NF, counts, expected, self.world)
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Every rank's bytes in order of ranks, on the main rank; nothing on the others. They travel to that rank alone."""
+        """Returns every rank's bytes in order of ranks on the main rank, and an empty list on the others. Only the main rank
+        receives them."""
         self.heartbeat.begin()
         sizes = torch.cat(all_gather_rows(torch.tensor([len(own)]), self.world)).tolist()
         if not self.is_main:
@@ -196,16 +197,17 @@ class Ranks:
     # --- small objects -----------------------------------------------------------------------------------------------
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, on every rank: names and messages, never tokens. They travel as JSON: tuples become lists."""
+        """Returns every rank's value on every rank: names and messages, never tokens. They are sent as JSON: tuples become
+        lists."""
         self.heartbeat.begin()
         return all_gather_json(value, self.world)
 
     def broadcast_from_main(self, value: T | None) -> T:
-        """Rank 0's value, on every rank."""
+        """Returns rank 0's value on every rank."""
         return self._broadcast(value, 0)
 
     def broadcast_from_leader(self, value: T | None) -> T:
-        """The value of the layout's first rank, on every rank."""
+        """Returns the value of the layout's first rank on every rank."""
         return self._broadcast(value, self.first)
 
     def _broadcast(self, value: T | None, source: int) -> T:
@@ -213,9 +215,9 @@ class Ranks:
         return broadcast_json(value, source, self.world)
 
     def call_once_a_machine(self, function: Callable[[], T]) -> T:
-        """What the function gives on the first rank of this rank's machine; its ValueError is raised on all ranks.
+        """Returns the function's result on the first rank of this rank's machine; its ValueError is raised on all ranks.
 
-        It may take longer than ranks wait for each other: they meet until it is done.
+        The function may take longer than the timeout between ranks: the ranks synchronize repeatedly until it is done.
         """
         is_first, host = int(os.environ.get("LOCAL_RANK", self.rank)) == 0, socket.gethostname()
         value: T | None = None
@@ -236,7 +238,7 @@ class Ranks:
         return next(given for first, there, given, _ in found if first and there == host)  # type: ignore[return-value]
 
     def call_on_main(self, call: Callable[[], T]) -> T:
-        """What the call gives on rank 0, on every rank; a ValueError that it raises is raised on every rank."""
+        """Returns the call's result on rank 0, on every rank; its ValueError is raised on every rank."""
         found: tuple[T | None, str | None] | None = None
         if self.is_main:
             try:
@@ -253,12 +255,15 @@ class Ranks:
         dist.barrier(group=self.world)
 
     def whole_group(self) -> dist.ProcessGroup:
-        """A further group of all ranks."""
+        """Creates another group of all ranks."""
         with own_groups_only():
             return self._group(list(range(self.world.size())))
 
     def consecutive(self, size: int) -> dist.ProcessGroup | None:
-        """This rank's group among groups of `size` ranks of the layout that follow each other; none where it is alone."""
+        """Returns this rank's group when the layout is split into groups of `size` consecutive ranks.
+
+        None if `size` is 1 or this rank is outside the layout.
+        """
         if size == 1 or not self.holds:
             return None
         first = self.rank - (self.rank - self.first) % size
@@ -266,7 +271,7 @@ class Ranks:
             return self._group(list(range(first, first + size)))
 
     def _tell(self, known: Tensor) -> Tensor:
-        """What all ranks of the layout know alike, on the others too."""
+        """Broadcasts a tensor that all ranks of the layout share to the ranks outside the layout."""
         if self._told is not None:
             dist.broadcast(known, self.first, group=self._told)
         return known

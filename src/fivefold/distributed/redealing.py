@@ -1,7 +1,7 @@
-"""A model on a layout of its own, on the policy's ranks or on others: samples go to its replicas, and its numbers come back.
+"""Runs a model on its own layout, on the policy's ranks or on others: samples go to its replicas, and its results come back.
 
-Its callers are all ranks of the run. Those on the policy's replicas have a TokenBatch each and get the numbers of their own
-tokens; the others have none, and an empty batch.
+All ranks of the run call it. Those on the policy's replicas have a TokenBatch each and get the numbers of their own tokens.
+The others have an empty batch.
 """
 
 from __future__ import annotations
@@ -26,27 +26,32 @@ _READ_BY_FORWARD = {"token_ids_T", "loss_mask_T", "routes_TLK"}
 
 
 def on_replicas_of(ranks: Ranks, model: Model | None, own: Ranks) -> Model:
-    """The model, which lies on the layout of `own`, for callers who have the replicas of `ranks`; it is None on ranks that
-    have nothing of it."""
+    """Returns the model, which is on the layout of `own`, for callers on the replicas of `ranks`.
+
+    `model` is None on ranks that hold no part of it.
+    """
     if model is not None and own.is_everywhere and torch.equal(ranks.dp_of_rank, own.dp_of_rank):
-        # The ranks of a replica work together in another way, on the samples that they have.
+        # Only the parallelism within a replica differs: the samples stay where they are.
         return model
     return RedealtModel(ranks, model, own)
 
 
 @dataclass(frozen=True)
 class Pass(Generic[T]):
-    """A pass over a batch in its parts, so that models on ranks of their own compute at the same time: samples have gone to
-    the model when it is made. All ranks do all parts, of several passes in the same order."""
+    """A pass over a batch in two parts, so that models on separate ranks compute at the same time.
+
+    When it is created, the samples have been sent to the model. All ranks do both parts, and those of several passes in the
+    same order.
+    """
 
     compute: Callable[[], None]
-    """Done by the ranks of the model; the others go on."""
+    """Computes on the ranks of the model; the other ranks continue at once."""
     result: Callable[[], T]
-    """What `compute` has given, on every rank: once, and where it was computed elsewhere, as soon as it is there."""
+    """Returns the result of `compute` on every rank. Call it once; it waits if the result is computed on other ranks."""
 
 
 def begin_forward(model: FrozenModel, batch: TokenBatch) -> Pass[Tensor]:
-    """`model.forward` of the batch in its parts."""
+    """Begins `model.forward` of the batch as a `Pass`."""
     if isinstance(model, RedealtModel):
         return model.begin_forward(batch)
     found: list[Tensor] = []
@@ -54,7 +59,7 @@ def begin_forward(model: FrozenModel, batch: TokenBatch) -> Pass[Tensor]:
 
 
 def begin_train_step(model: Model, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
-    """`model.train_step` of the batch in its parts."""
+    """Begins `model.train_step` of the batch as a `Pass`."""
     if isinstance(model, RedealtModel):
         return model.begin_train_step(batch, loss_fn)
     found: list[StepReport] = []
@@ -62,17 +67,17 @@ def begin_train_step(model: Model, batch: TokenBatch, loss_fn: LossFn) -> Pass[S
 
 
 class RedealtModel:
-    """A model whose replicas are others than its callers'; samples travel over the host, as bytes.
+    """A model whose replicas differ from those of its callers; samples are sent over the host, as bytes.
 
-    On ranks without it, it answers with what its own ranks say of it.
+    On ranks without the model, it returns the results of the model's own ranks.
     """
 
     def __init__(self, ranks: Ranks, model: Model | None, own: Ranks) -> None:
-        """`ranks` are those of the callers' layout, `own` those of the model's."""
+        """`ranks` are in the callers' layout, `own` in the model's layout."""
         self._ranks, self._model, self._own = ranks, model, own
         self._moves = not torch.equal(ranks.dp_of_rank, own.dp_of_rank)
         self._version = 0
-        """As far as this rank was told."""
+        """The model's version, as last received by this rank."""
 
     @property
     def version(self) -> int:
@@ -82,7 +87,7 @@ class RedealtModel:
         return _whole(self.begin_forward(batch))
 
     def begin_forward(self, batch: TokenBatch) -> Pass[Tensor]:
-        """The same in its parts."""
+        """Begins `forward` as a `Pass`."""
         # Tensors that the model does not read stay where they are.
         unread: dict[str, Any] = dict.fromkeys(batch.tensors().keys() - _READ_BY_FORWARD)
         there = replace(batch, **unread)
@@ -107,7 +112,7 @@ class RedealtModel:
         return _whole(self.begin_train_step(batch, loss_fn))
 
     def begin_train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Pass[StepReport]:
-        """The same in its parts."""
+        """Begins `train_step` as a `Pass`."""
         there = self._deal(batch).there(batch) if self._moves else batch
         found: list[StepReport | None] = []
 
@@ -152,7 +157,7 @@ class RedealtModel:
             if self._model is not None:
                 self._model.load(path)
         except DamagedFile as error:
-            # The ranks of the model raise it together; the others wait for the version.
+            # All ranks of the model raise it; the others still wait for the version, so it is raised after the broadcast.
             fault = error
         if not self._own.is_everywhere:
             self._version = self._own.broadcast_from_leader(self.version)
@@ -160,12 +165,13 @@ class RedealtModel:
             raise fault
 
     def _pass_by(self) -> None:
-        """A pass that the ranks of the model count is one on the others too."""
+        """Counts a pass on ranks without the model, as the model's ranks count it."""
         if self._model is None:
             self._own.heartbeat.begin()
 
     def _deal(self, batch: TokenBatch) -> Deal:
-        """Samples of all replicas to the model's, those that are compared together, balanced by their tokens; collective."""
+        """Assigns the samples of all callers' replicas to the model's replicas, balanced by tokens. Compared samples stay
+        together. Collective."""
         own_N2 = torch.tensor([batch.lengths_N, batch.sample_index_N], dtype=torch.long).T.contiguous()
         everyone = self._ranks.all_gather_replicas(own_N2)
         held_N = torch.cat([torch.full((len(rows),), replica) for replica, rows in enumerate(everyone)])
@@ -185,26 +191,26 @@ def _whole(parts: Pass[T]) -> T:
 
 @dataclass(frozen=True)
 class Deal:
-    """Which of two layouts' replicas has each sample of a batch; the same on every rank.
+    """Assignment of each sample of a batch to replicas of two layouts; the same on every rank.
 
     Example: the samples of the callers' replicas 0, 0, 1 go to the model's replicas 1, 0, 0 of two: `held_N = [0, 0, 1]`,
     `owner_N = [1, 0, 0]`.
     """
 
     ranks: Ranks
-    """In the callers' layout."""
+    """Ranks in the callers' layout."""
     own: Ranks
-    """In the model's."""
+    """Ranks in the model's layout."""
     lengths_N: Tensor
     index_N: Tensor
-    """`TokenBatch.sample_index_N` of each."""
+    """`TokenBatch.sample_index_N` of each sample."""
     held_N: Tensor
-    """The callers' replica."""
+    """The callers' replica of each sample."""
     owner_N: Tensor
-    """The model's replica."""
+    """The model's replica of each sample."""
 
     def there(self, batch: TokenBatch) -> TokenBatch:
-        """The batch of the model's replica, with every field that this one has. Collective."""
+        """Returns the batch of the model's replica, with every field of this batch. Collective."""
         fields = batch.tensors()
         rows_TB = torch.cat([_bytes(value_T) for value_T in fields.values()], 1)
         rows_TB = _move(rows_TB, self.lengths_N, (self.ranks, self.held_N), (self.own, self.owner_N))
@@ -218,7 +224,8 @@ class Deal:
         )
 
     def back(self, numbers_T: Tensor) -> Tensor:
-        """[T] of the callers' replica, from what the model's has for its samples. Collective."""
+        """Returns [T] for the callers' replica, from the numbers that the model's replica has for its samples.
+        Collective."""
         rows_TB = _move(_bytes(numbers_T), self.lengths_N, (self.own, self.owner_N), (self.ranks, self.held_N))
         return _numbers(rows_TB, numbers_T)
 
@@ -228,28 +235,30 @@ def _row_bytes(value_T: Tensor) -> int:
 
 
 def _bytes(value_T: Tensor) -> Tensor:
-    """[T, bytes] of one row a token."""
+    """Returns [T, bytes]: one row for each token."""
     return value_T.contiguous().view(-1).view(torch.uint8).view(len(value_T), _row_bytes(value_T))
 
 
 def _numbers(rows_TB: Tensor, like_T: Tensor) -> Tensor:
-    """The rows as those of `like_T`."""
-    # One row of a slice is contiguous as it is, but may begin where no number of this dtype can.
+    """Returns the byte rows as numbers with the dtype and row shape of `like_T`."""
+    # A slice of one row is contiguous already, but may begin at an address that is not aligned for this dtype.
     return rows_TB.clone(memory_format=torch.contiguous_format).view(-1).view(like_T.dtype).view(-1, *like_T.shape[1:])
 
 
 def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker: tuple[Ranks, Tensor]) -> Tensor:
-    """The rows of this rank's samples by `taker`, from the ranks that have them by `giver`; collective.
+    """Sends this rank its samples by `taker`, from ranks that have them by `giver`; returns the rows in order of samples.
+    Collective.
 
-    Both are a layout and the replica of each sample in it, of which every rank has all tokens, in the order of samples. A
-    rank that has a sample by both keeps it; the others ask one rank of the replica each, in turn.
+    `giver` and `taker` are each a layout and the replica of each sample in it; every rank of a replica has all tokens of its
+    samples. A rank that has a sample by both keeps it. The other ranks take turns in receiving from the ranks of the giving
+    replica.
     """
     (ranks, giver_N), (others, taker_N) = giver, taker
     members = [(ranks.dp_of_rank == replica).nonzero()[:, 0] for replica in range(ranks.layout.dp)]
     own, world = ranks.coords.dp, len(ranks.dp_of_rank)
 
     def source(rank: int, replica: int) -> int:
-        """Whom the rank gets samples of the replica from."""
+        """Returns the rank from which `rank` receives samples of the replica."""
         if ranks.dp_of_rank[rank] == replica:
             return rank
         return int(members[replica][rank % len(members[replica])])
@@ -267,7 +276,7 @@ def _move(rows_TB: Tensor, lengths_N: Tensor, giver: tuple[Ranks, Tensor], taker
     expected = torch.zeros(world, dtype=torch.long).index_add(0, source_N, lengths_N[wanted]).tolist()
     index_T = torch.cat(outgoing) if outgoing else torch.zeros(0, dtype=torch.long)
     arrived_TB = others.all_to_all_world(rows_TB[index_T], counts, expected)
-    # They came ordered by their source.
+    # The samples arrive in order of their source ranks.
     order = source_N.argsort(stable=True)
     pieces = dict(zip(order.tolist(), arrived_TB.split(lengths_N[wanted][order].tolist()), strict=True))
     return torch.cat([pieces[place] for place in range(len(wanted))]) if pieces else arrived_TB

@@ -1,4 +1,4 @@
-"""Temporary directories that are gone with the process that has them, also where it is killed."""
+"""Temporary directories that are removed after their process has ended, even if it was killed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import psutil
 
 _NAME = re.compile(r"fivefold-(\d+)-.+")
 _LONGEST = 40
-"""Characters of a directory for temporary files: the path of a socket within one of ours may have 107, of which a name that
-others give it takes 37."""
+"""Most characters in the path of the parent directory. The path of a socket in one of our directories may have 107
+characters; a name given by other libraries takes 37 of them."""
 
 
 def scratch_directory() -> Path:
-    """A directory for this process and those that it starts, with a path that is short enough for sockets.
+    """Creates a directory for this process and its children, with a path that is short enough for sockets.
 
-    Those of processes that nobody was left to clean up after are removed.
+    Directories left by processes that have ended are removed.
     """
     for path, owner in _found():
         if _has_ended(owner) and _is_free(path):
             shutil.rmtree(path, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f"fivefold-{os.getpid()}-", dir=_short_directory()))
-    # Open, and so locked, until this process ends: the number of a process says nothing in another container.
+    # The lock lasts until this process ends. A process id alone is not enough: it means nothing in another container.
     fcntl.flock(os.open(path, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
     return path
 
 
 def remove_scratch(pid: int) -> None:
-    """Remove the directories of a process that has ended, or is about to."""
+    """Remove the directories of a process that has ended, or is about to end."""
     for path, owner in _found():
         if owner == pid:
             shutil.rmtree(path, ignore_errors=True)
@@ -46,7 +46,7 @@ def _found() -> list[tuple[Path, int]]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether it is gone, or waits for nothing but to be counted by its parent."""
+    """Returns whether the process is gone or a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
@@ -65,4 +65,4 @@ def _is_free(path: Path) -> bool:
 
 def _short_directory() -> str:
     usual = tempfile.gettempdir()
-    return usual if len(usual) <= _LONGEST else "/tmp"  # noqa: S108 - the directory in it has a name that nobody can guess
+    return usual if len(usual) <= _LONGEST else "/tmp"  # noqa: S108 - the directory in it has an unguessable name

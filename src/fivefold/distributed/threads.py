@@ -1,4 +1,4 @@
-"""Work beside the run."""
+"""Work in a thread next to the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin it in a thread of its own; what it gives or raises."""
+    """Starts `work` in a separate thread; the future holds what it returns or raises."""
     pool = ThreadPoolExecutor(1, name)
     future = pool.submit(work)
     pool.shutdown(wait=False)

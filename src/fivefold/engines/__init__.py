@@ -1,1 +1,1 @@
-"""What samples responses."""
+"""Engines that sample responses."""

@@ -1,4 +1,4 @@
-"""The engine as a rank sees it that has none: a rank of another model, while the policy's ranks sample."""
+"""Placeholder engine for ranks without one: ranks of another model, while the policy's ranks sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fivefold.types import Completion, Request
 
 
 class AbsentEngine:
-    """An Engine that is asked for nothing, and has every version that the others have."""
+    """An Engine that receives no requests, and has the same version as the engine on the other ranks."""
 
     def __init__(self, count: int) -> None:
         """`count`: replicas of the engine, all on other ranks."""

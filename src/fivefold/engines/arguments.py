@@ -1,4 +1,5 @@
-"""An engine's own arguments, given by their names: do they exist in the installed release, are values of their type."""
+"""Checks an engine's own arguments by name: whether the installed release has them, and whether values have the declared
+type."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ def check_arguments(
     ours: Mapping[str, str],
     fixed: Mapping[str, str],
 ) -> None:
-    """Errors for arguments that `release` does not have or declares otherwise (`known`: name -> type), or that are not to be
-    set; `findings` are at the section that gives them."""
+    """Adds errors for arguments that `release` lacks or declares with another type (`known`: name -> type), or that must not
+    be set.
+
+    `findings` are at the section that gives the arguments.
+    """
     for name, value in given.items():
         if name in ours:
             findings.error(name, f"is {ours[name]}: set it there")
@@ -42,7 +46,8 @@ def check_arguments(
 
 
 def declared_fields(sources: Iterable[Path], is_wanted: Callable[[str], bool]) -> dict[str, ast.expr]:
-    """Name -> annotation of the fields of the classes whose names are wanted; importing an engine takes seconds."""
+    """Returns name -> annotation of the fields of the wanted classes, read from source: importing an engine takes
+    seconds."""
     found: dict[str, ast.expr] = {}
     for source in sources:
         for node in ast.parse(source.read_text()).body:
@@ -53,7 +58,7 @@ def declared_fields(sources: Iterable[Path], is_wanted: Callable[[str], bool]) -
 
 
 def _fits(value: Any, declared: str) -> bool:
-    """Whether a value is of a declared type, as far as the types are plain: of others the engine itself is the judge."""
+    """Returns whether a value has the declared type. Only plain types are checked; others are left to the engine."""
     names = [part.strip() for part in declared.split("|")]
     if any(name not in _TYPES for name in names):
         return True
@@ -65,7 +70,7 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 def flags(arguments: Mapping[str, Any], says_no: bool) -> list[str]:
-    """Arguments as a command line takes them; `says_no`: what is off has an option of its own, --no-..."""
+    """Returns arguments as command line options; `says_no`: options that are off are passed as --no-..."""
     found: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")

@@ -19,14 +19,14 @@ def _signed(number: int) -> int:
 
 
 def _mix(number: int) -> int:
-    """The output function of splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Computes the output function of splitmix64 (Steele et al., OOPSLA 2014)."""
     number = ((number ^ (number >> 30)) * _FIRST) & _MASK
     number = ((number ^ (number >> 27)) * _SECOND) & _MASK
     return number ^ (number >> 31)
 
 
 def request_seed(parts: Iterable[int]) -> int:
-    """64-bit key of one sampled sequence, as a signed number that a tensor can hold."""
+    """Returns the 64-bit key of one sampled sequence, as a signed number that a tensor can hold."""
     key = 0
     for part in parts:
         key = _mix((key + _GOLDEN + (part & _MASK)) & _MASK)
@@ -34,7 +34,7 @@ def request_seed(parts: Iterable[int]) -> int:
 
 
 def uniform(keys_N: Tensor, position: int) -> Tensor:
-    """A float64 in [0, 1) for each key at this position."""
+    """Returns a float64 in [0, 1) for each key at this position."""
     z = keys_N + _signed(((position + 1) * _GOLDEN) & _MASK)
     z = (z ^ _shift(z, 30)) * _signed(_FIRST)
     z = (z ^ _shift(z, 27)) * _signed(_SECOND)
@@ -43,17 +43,18 @@ def uniform(keys_N: Tensor, position: int) -> Tensor:
 
 
 def _shift(z: Tensor, by: int) -> Tensor:
-    """Logical right shift of 64-bit integers."""
+    """Shifts 64-bit integers to the right logically."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 class LogitsProcessor:
-    """What a `Sampling` does to the logits of rows that are decoded together, before tokens are drawn from them."""
+    """Applies a `Sampling` to the logits of rows that are decoded together, before tokens are drawn from them."""
 
     def __init__(
         self, sampling: Sampling, ends: Iterable[int], prompts: Sequence[Sequence[int]], vocab: int, device: torch.device
     ):
-        """`ends`: tokens that end a response, which `min_tokens` masks; `prompts`: those of the rows, for the penalty."""
+        """`ends`: tokens that end a response, which `min_tokens` masks; `prompts`: the prompts of the rows, for the
+        repetition penalty."""
         self._sampling = sampling
         self._ends = torch.tensor(sorted(ends), dtype=torch.long, device=device)
         self._biased = torch.tensor([token for token, _ in sampling.logit_bias], dtype=torch.long, device=device)
@@ -66,7 +67,7 @@ class LogitsProcessor:
             self._seen_NV = seen.to(device)
 
     def __call__(self, logits_NV: Tensor, position: int) -> Tensor:
-        """The logits that the response's token at `position` is drawn from, before the temperature."""
+        """Returns the logits from which the response's token at `position` is drawn, before the temperature."""
         logits_NV = logits_NV.float()
         sampling = self._sampling
         if sampling.logit_bias:
@@ -80,21 +81,21 @@ class LogitsProcessor:
         return logits_NV
 
     def add(self, token_N: Tensor) -> None:
-        """Tokens that the rows have drawn."""
+        """Record the tokens that the rows have drawn."""
         if self._seen_NV is not None:
             self._seen_NV.scatter_(1, token_N[:, None], True)
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep only these rows."""
         if self._seen_NV is not None:
             self._seen_NV = self._seen_NV[rows]
 
 
 def sample_token(logits_NV: Tensor, uniform_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(token, its log-prob) of each row; temperature 0 takes the most likely token.
+    """Returns (token, its log-prob) of each row; temperature 0 takes the most likely token.
 
-    The log-prob is that of the distribution that the token was drawn from, after min-p, top-k and top-p in this order; at
-    temperature 0 that of the logits themselves.
+    The log-prob is that of the distribution from which the token was drawn, after min-p, top-k and top-p in this order. At
+    temperature 0 it is that of the logits themselves.
     """
     logits_NV = logits_NV.float()
     if sampling.temperature == 0:
@@ -112,7 +113,7 @@ def sample_token(logits_NV: Tensor, uniform_N: Tensor, sampling: Sampling) -> tu
     if sampling.top_k > 0:
         p_NV[:, sampling.top_k :] = 0
     before_NV = p_NV.cumsum(-1) - p_NV
-    # The most likely token stays whatever top_p is: nothing is before it.
+    # The most likely token is kept for any top_p: the sum before it is 0.
     p_NV = p_NV * (before_NV < sampling.top_p * p_NV.sum(-1, keepdim=True))
     place_N = inverse_cdf(p_NV, uniform_N)[:, None]
     logprob_N = (p_NV.gather(1, place_N)[:, 0] / p_NV.sum(-1)).log().float()
@@ -120,7 +121,8 @@ def sample_token(logits_NV: Tensor, uniform_N: Tensor, sampling: Sampling) -> tu
 
 
 def inverse_cdf(p_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first entry at which the cumulative sum passes uniform · total; entries of probability 0 are never taken."""
+    """Returns the first entry at which the cumulative sum passes uniform · total; entries of probability 0 are never
+    taken."""
     total_NV = p_NV.double().cumsum(-1)
     target_N = uniform_N * total_NV[:, -1]
     return torch.searchsorted(total_NV, target_N[:, None], right=True)[:, 0].clamp(max=p_NV.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""The engine that needs nothing more installed: a transformers model on every rank, decoding in batches with a KV cache."""
+"""An engine without further dependencies: a transformers model on every rank, which decodes in batches with a KV cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fivefold.types import Completion, Request, Sampling
 
 
 class TransformersEngine:
-    """Samples with transformers; a prompt's prefill is shared by its requests, finished sequences leave the batch."""
+    """Samples with transformers; requests share the prefill of their prompt, and finished sequences leave the batch."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class TransformersEngine:
         can_sleep: bool = True,
         gives_routes: bool = False,
     ) -> None:
-        """The model in `directory`, without its weights: they come with the first `update_weights`.
+        """Creates the model in `directory` without its weights: they are set by the first `update_weights`.
 
-        `gives_routes`: completions say which experts their tokens were sent to.
+        `gives_routes`: completions contain the experts to which their tokens were sent.
         """
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with no_init_weights(), torch.device(device):
@@ -49,10 +49,10 @@ class TransformersEngine:
         self._parameters = parameter_map(self._model, self._spec)
         self._routers = RouterOutputs(model, self._spec.routes) if gives_routes and self._spec.routes is not None else None
         self._tokenizer, self._device, self._max_num_seqs = tokenizer, device, max_num_seqs
-        # On a CPU there is nothing to be gained.
+        # On a CPU, sleeping has no benefit.
         self._can_sleep = can_sleep and device.type != "cpu"
         self._ends = stop_token_ids(directory, tokenizer)
-        # Asking a GPU whether a sequence has ended makes it wait: ask now and then, throw away what came after the end.
+        # Checking whether a sequence has ended stalls a GPU: check only now and then, and discard what follows the end.
         self._check_every = 1 if device.type == "cpu" else 16
         self.replica = replica or EngineReplica(0, 1)
         self.version = -1
@@ -72,7 +72,7 @@ class TransformersEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Give the GPU's memory back."""
+        """Free the GPU's memory."""
         if not self._can_sleep:
             return
         for tensor in self._model.parameters():
@@ -87,20 +87,20 @@ class TransformersEngine:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
     def stream(self) -> Turns:
-        """Requests that are sampled when somebody asks for what has arrived."""
+        """Returns a stream, whose requests are sampled when completions are requested."""
         return Turns(self)
 
     def abort(self) -> None:
         self._is_aborted = True
 
     def look_after(self) -> None:
-        """Nothing of it can be lost without its rank."""
+        """Does nothing: no part of the engine can fail without its rank."""
 
     def close(self) -> None: ...
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """A completion of each request, as they finish."""
+        """Yields a completion of each request, as they finish."""
         assert self.version >= 0, "the engine has no weights yet"
         self._is_aborted = False
         for sampling in dict.fromkeys(request.sampling for request in requests):
@@ -112,14 +112,15 @@ class TransformersEngine:
                 rows = rows[count:]
 
     def _fitting(self, rows: Sequence[Request]) -> int:
-        """How many of the requests are decoded together: `max_num_seqs`, or what the GPU's free memory holds."""
+        """Returns how many of the requests are decoded together: `max_num_seqs`, or as many as fit into the GPU's free
+        memory."""
         if self._device.type == "cpu":
             return self._max_num_seqs
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         size = next(self._model.parameters()).element_size()
         longest = len(rows[-1].prompt_ids) + rows[-1].sampling.max_tokens
-        # The cache grows by copies: old and new lie side by side for one layer; logits are taken apart in float32.
+        # The cache grows by copying: for one layer, old and new exist at the same time. Logits are processed in float32.
         each = 1.2 * self._spec.kv_numbers_per_token * size * longest + 24 * self._spec.vocab
         return max(1, min(self._max_num_seqs, int(0.8 * free / each)))
 
@@ -136,7 +137,7 @@ class _Batch:
         self._routes = None if engine._routers is None or shape is None else BatchRoutes(engine._routers, shape)
 
     def decode(self) -> Iterator[Completion]:
-        """Prefill each prompt once, then one token of every row at a time."""
+        """Prefill each prompt once, then decode one token of every row at a time."""
         engine, sampling, device = self._engine, self._sampling, self._engine._device
         logits_NV, cache, mask = self._prefill()
         keys_N = torch.tensor([request.seed for request in self._rows], device=device)
@@ -180,7 +181,7 @@ class _Batch:
                 self._routes.add_column(len(alive))
 
     def _prefill(self) -> tuple[Tensor, Any, Tensor]:
-        """(logits behind each row's prompt, cache, mask); a prompt that several rows have is read once."""
+        """Returns (logits after each row's prompt, cache, mask); a prompt that several rows share is computed once."""
         device = self._engine._device
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(row.prompt_ids) for row in self._rows))}
         longest = max(map(len, number))
@@ -206,7 +207,7 @@ class _Batch:
     def _collect(
         self, alive: Tensor, token_columns: list[Tensor], logprob_columns: list[Tensor]
     ) -> tuple[list[int], list[int]]:
-        """Move new tokens to the host: (positions in `alive` of rows that go on, rows that have ended)."""
+        """Move new tokens to the host; returns (positions in `alive` of rows that continue, rows that have ended)."""
         tokens = torch.stack(token_columns, 1).tolist()
         values = torch.stack(logprob_columns, 1).tolist()
         if self._routes is not None:
@@ -224,7 +225,8 @@ class _Batch:
         return keep, ended
 
     def _is_stopped(self, ids: list[int]) -> bool:
-        """Whether the newest token completes a stop string; a token gives at least one character in the end."""
+        """Returns whether the latest token completes a stop string. Only recent tokens are decoded, since each adds at least
+        one character in the end."""
         stop = self._sampling.stop
         if not stop or len(ids) < self._sampling.min_tokens:
             return False
@@ -238,9 +240,9 @@ class _Batch:
 
 
 def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
-    """Each tensor of the model's files by its name there -> the memory in which transformers keeps it."""
+    """Returns each tensor of the model's files by its name there -> the memory in which transformers keeps it."""
     state, parameters = model.state_dict(), parameters_of(spec)
-    # A tied output layer has an entry of its own, and the embedding's memory.
+    # A tied output layer has a separate entry, but shares the embedding's memory.
     held = set(state) - (set(OUTPUT.hf) if spec.tied else set())
     if different := held ^ {name for parameter in parameters for name in parameter.in_transformers}:
         raise RuntimeError(
@@ -259,5 +261,5 @@ def parameter_map(model: Any, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def stop_token_ids(directory: Path, tokenizer: Any) -> set[int]:
-    """Tokens that end a response."""
+    """Returns the tokens that end a response."""
     return set(EndTokens.of(directory, tokenizer.eos_token_id).used)

@@ -1,4 +1,4 @@
-"""The experts that a transformers model sends its tokens to, as its routers say them."""
+"""Reads the experts to which a transformers model sends its tokens, from the outputs of its routers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fivefold.routes import NO_ROUTE, no_routes, route_dtype
 
 
 class RouterOutputs:
-    """Reads what the routers of a model chose in a forward pass."""
+    """Records the experts that a model's routers chose in a forward pass."""
 
     def __init__(self, model: torch.nn.Module, shape: RouteShape) -> None:
-        """Raises RuntimeError where the model has other routers than `shape` says."""
-        # (logits, weights, experts) is what they give in every family that is read here.
+        """Raises RuntimeError if the number of routers in the model differs from `shape`."""
+        # Routers return (logits, weights, experts) in every model family that is read here.
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         if len(routers) != len(shape.layers):
             raise RuntimeError(
@@ -35,7 +35,7 @@ class RouterOutputs:
         return keep
 
     def take(self, rows: int) -> Tensor:
-        """[rows, tokens of each, layers, K] of the last pass."""
+        """Returns [rows, tokens of each, layers, K] of the last pass."""
         chosen = [self._chosen[place] for place in range(len(self._shape.layers))]
         self._chosen.clear()
         return torch.stack([each.view(rows, -1, each.shape[-1]) for each in chosen], 2).to(route_dtype(self._shape))
@@ -50,24 +50,25 @@ class BatchRoutes:
         self._columns: list[Tensor] = []
 
     def add_prompts(self, mask: Tensor, owner: Tensor) -> None:
-        """Behind a pass over prompts [prompts, tokens], of which each request has one."""
+        """Record the routes after a pass over prompts [prompts, tokens]; `owner` is the prompt of each request."""
         routes = self._outputs.take(len(mask)).cpu()
         prompts = [rows[own.bool()] for rows, own in zip(routes, mask.cpu(), strict=True)]
         self._pieces = [[prompts[number]] for number in owner.tolist()]
 
     def add_column(self, rows: int) -> None:
-        """Behind a pass over the newest token of each row that is left."""
+        """Record the routes after a pass over the latest token of each remaining row."""
         self._columns.append(self._outputs.take(rows)[:, 0])
 
     def collect(self, alive: list[int]) -> None:
-        """Move what came since the last time to the host; the same rows were left all the time."""
+        """Move the routes since the previous call to the host; the remaining rows must not have changed since then."""
         if self._columns:
             for row, found in zip(alive, torch.stack(self._columns, 1).cpu(), strict=True):
                 self._pieces[row].append(found)
             self._columns = []
 
     def of(self, row: int, tokens: int) -> Tensor:
-        """[tokens - 1, layers, K] of a request of so many tokens, with its prompt: the last was sampled and not read."""
+        """Returns [tokens - 1, layers, K] of a request with `tokens` tokens, prompt included: the last token was sampled but
+        not read."""
         found = torch.cat([*self._pieces[row], no_routes(0, self._shape)])[: tokens - 1]
         assert len(found) == tokens - 1 and not (found == NO_ROUTE).any()
         return found

@@ -1,4 +1,4 @@
-"""A stream of requests to an engine that samples in the ranks themselves: sampling and training take turns."""
+"""A stream of requests to an engine that samples in the trainer's ranks: sampling and training take turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """What was submitted is sampled when somebody asks for it, all of it at once: ranks of a replica do so in step."""
+    """Samples all submitted requests at once when completions are requested: the ranks of a replica do so in lockstep."""
 
     is_stranded = False
 
@@ -24,7 +24,7 @@ class Turns:
         self._waiting |= {request.id: request for request in requests}
 
     def arrived(self, seconds: float) -> Iterator[Completion]:
-        """Everything, however long it takes."""
+        """Yields all completions, however long that takes."""
         requests, self._waiting = list(self._waiting.values()), {}
         if requests:
             yield from self._engine.generate(requests)
@@ -34,4 +34,4 @@ class Turns:
             self._waiting.pop(each, None)
 
     def load(self) -> None:
-        """It samples only while it is asked."""
+        """Returns nothing: the engine samples only on request."""

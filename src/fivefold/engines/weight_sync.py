@@ -1,4 +1,4 @@
-"""Weight sync: the policy's newest weights -> the engine, and who has the device meanwhile."""
+"""Weight sync: sends the policy's latest weights to the engine, and manages who uses the device memory meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fivefold.interfaces import Engine, Model
 
 
 def weight_sync(policy: Model, engine: Engine | None) -> bool:
-    """Give the engine the policy's weights, unless it has them already or there is none; whether it was given any.
+    """Sends the policy's weights to the engine, if there is one and its weights are outdated; returns whether any were sent.
     Collective."""
     is_sent = False
     while engine is not None and engine.version != policy.version:
         if engine.version < 0:
-            # Before parameters are on their way: it waits for the device.
+            # Must come before parameters are moved, since it waits for the device.
             give_back_memory()
-        # Parameters that were away come back while the engine takes its memory.
+        # Offloaded parameters return while the engine allocates its memory.
         weights = policy.weights()
         engine.wake()
         engine.update_weights(weights, policy.version)
@@ -28,19 +28,19 @@ def weight_sync(policy: Model, engine: Engine | None) -> bool:
 
 
 def give_back_memory() -> None:
-    """Let the driver have what torch keeps for later: an engine that wakes asks the driver. Waits for the device."""
+    """Return torch's cached memory to the driver, from which a waking engine allocates. Waits for the device."""
     torch.cuda.empty_cache()
 
 
 def crossed_off(weights: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The same, while the names that come are taken out of `missing`."""
+    """Yields the weights unchanged, and removes their names from `missing`."""
     for name, tensor in weights:
         missing.discard(name)
         yield name, tensor
 
 
 def not_come(missing: set[str], expected: Sequence[str]) -> list[str]:
-    """What is wrong where tensors are missing."""
+    """Returns a message if tensors are missing, in a list."""
     if not missing:
         return []
     return [f"{len(missing)} of {len(expected)} tensors did not come, the first: {sorted(missing)[:3]}"]
@@ -48,7 +48,7 @@ def not_come(missing: set[str], expected: Sequence[str]) -> list[str]:
 
 @contextmanager
 def sleeping_after(engine: Engine | None) -> Iterator[None]:
-    """Let the engine leave the device at the end."""
+    """Puts the engine to sleep at the end of this context."""
     yield
     if engine is not None:
         engine.sleep()

@@ -1,1 +1,1 @@
-"""Starting the ranks of a run, and ending them."""
+"""Starts the ranks of a run and ends them."""

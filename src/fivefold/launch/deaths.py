@@ -1,4 +1,4 @@
-"""Why a process ended that left no word: its signal, and whether the kernel killed it for lack of memory."""
+"""Explains why a process ended without a message: its signal, and whether the kernel killed it for lack of memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _KERNEL_LOG = Path("/dev/kmsg")
 
 
 def _counters() -> list[Path]:
-    """Files in which the kernel counts processes that it killed for lack of memory: of this process's cgroup (version 2 and
-    1), then of the whole machine."""
+    """Returns the files in which the kernel counts processes that it killed for lack of memory.
+
+    First the files of this process's cgroup (version 2 and 1), then that of the whole machine.
+    """
     found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -29,7 +31,7 @@ def _counters() -> list[Path]:
 
 
 def _count(path: Path) -> int:
-    """The file's `oom_kill`; 0 where it cannot be read."""
+    """Returns the file's `oom_kill`; 0 if it cannot be read."""
     with contextlib.suppress(OSError):
         found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
@@ -38,13 +40,14 @@ def _count(path: Path) -> int:
 
 @dataclass
 class MemoryWatch:
-    """What the kernel has counted since this was made."""
+    """Kills that the kernel has counted since this object was created."""
 
     _since: float = field(default_factory=time.monotonic)
     _before: dict[Path, int] = field(default_factory=lambda: {path: _count(path) for path in _counters()})
 
     def evidence(self, pid: int) -> str:
-        """Where it is written that the process, or one next to it, was killed for lack of memory; empty if nowhere."""
+        """Returns the evidence that the process, or one next to it, was killed for lack of memory; empty if there is
+        none."""
         if line := _in_kernel_log(pid, self._since):
             return f"the kernel's log has {line!r}"
         for path, before in self._before.items():
@@ -54,13 +57,13 @@ class MemoryWatch:
 
 
 def _in_kernel_log(pid: int, since: float) -> str:
-    """The kernel's line about a process that it killed for lack of memory, where this user may read it."""
+    """Returns the kernel's log line about killing the process for lack of memory, if this user may read the log."""
     with contextlib.suppress(OSError):
         log = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
         try:
             while record := os.read(log, 1 << 16).decode(errors="replace"):
                 head, _, text = record.partition("\n")[0].partition(";")
-                # Microseconds after boot; numbers of processes come again.
+                # Time in microseconds after boot. Older lines may be about another process: process ids are reused.
                 if int(head.split(",")[2]) / 1e6 < since - 1:
                     continue
                 if re.search(rf"\bKilled process {pid} \(", text):
@@ -77,12 +80,12 @@ _LOST = re.compile(
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether the error says that another rank is gone: its reason stands elsewhere."""
+    """Returns whether the error means that another rank is gone: the reason is found there."""
     return isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(str(error)) is not None
 
 
 def describe(pid: int, number: int, memory: MemoryWatch) -> str:
-    """What a signal did to a process."""
+    """Returns how a process was ended by a signal, as a message."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number != signal.SIGKILL:
         return f"was ended by {name}"

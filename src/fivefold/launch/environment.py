@@ -1,4 +1,4 @@
-"""What a rank finds in its environment: torchrun, Slurm and our own launcher say who it is in different ways."""
+"""Environment variables of a rank: torchrun, Slurm and our own launcher name a rank in different ways."""
 
 from __future__ import annotations
 
@@ -14,36 +14,40 @@ _FORWARDED = (
     "CUDNN_*", "NVTE_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "VLLM_*", "SGLANG_*", "FIVEFOLD_*", "MLFLOW_*",
     "SWANLAB_*", "TRACKIO_*", "PYTHONPATH",
 )  # fmt: skip
-"""What changes how libraries of the ranks work; everything else is a node's own."""
+"""Variables that change how libraries of the ranks work. All others keep the value of the node."""
 _OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_BIN_PATH")
 _FIRST_PORT, _PORTS = 15000, 17000
-"""Ports below those that systems hand to outgoing connections."""
+"""Range of ports below those that systems assign to outgoing connections."""
 
 
 def launched_externally(environment: Mapping[str, str] = os.environ) -> bool:
-    """This process is already a rank that torchrun, Slurm or Kubernetes started."""
+    """Returns whether this process is already a rank, started by torchrun, Slurm or Kubernetes."""
     return ("RANK" in environment and "WORLD_SIZE" in environment) or _is_slurm_task(environment)
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """`srun` started it as one of several tasks; a shell in an allocation is none, and a single task starts its ranks."""
+    """Returns whether `srun` started this process as one of several tasks.
+
+    False for a shell in an allocation and for a single task, which starts its ranks itself.
+    """
     return "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def complete(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the ranks of every launcher have: who this rank is, and what libraries read when they start.
+    """Set the variables that the ranks of every launcher have: the identity of this rank, and what libraries read at
+    startup.
 
-    Raises ValueError where it cannot be known.
+    Raises ValueError if the identity cannot be determined.
     """
     if "RANK" not in environment and _is_slurm_task(environment):
         for name, source in _SLURM.items():
             environment[name] = environment[source]
-        # The numbers of tasks on each node, `8(x2),4`.
+        # Number of tasks on each node, as in `8(x2),4`.
         each = environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
         environment.setdefault("LOCAL_WORLD_SIZE", each)
         nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
         environment.setdefault("MASTER_ADDR", first_host(nodes))
-        # The same on every task, another one for each step of each job.
+        # The port is the same on every task, and differs for each step of each job.
         number = 31 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
         environment.setdefault("MASTER_PORT", str(_FIRST_PORT + number % _PORTS))
     if missing := [name for name in OWN if name not in environment and name != "LOCAL_RANK"]:
@@ -51,7 +55,7 @@ def complete(environment: MutableMapping[str, str] = os.environ) -> None:
     if "LOCAL_RANK" not in environment:
         environment["LOCAL_RANK"] = str(_local_rank(environment))
     if "LOCAL_WORLD_SIZE" in environment:
-        # Otherwise every rank would start as many threads as there are cores.
+        # Otherwise every rank would start as many threads as the machine has cores.
         threads = max(1, (os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"]))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     # Megatron-Core overlaps communication with computation by the order of kernels on one queue.
@@ -59,8 +63,10 @@ def complete(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def forwarded(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
-    """Variables that a launcher brings from its own environment to ranks on other machines; `more`: further names, or
-    beginnings of names with a *. Raises ValueError where one of those is not set."""
+    """Returns the variables that a launcher copies from its own environment to ranks on other machines.
+
+    `more`: further names, or prefixes of names with a *. Raises ValueError if one of those is not set.
+    """
 
     def matches(name: str, forms: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, form) for form in forms)
@@ -72,7 +78,8 @@ def forwarded(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[
 
 
 def _local_rank(environment: Mapping[str, str]) -> int:
-    """The rank's number on its node, from what other launchers call it or how many ranks a node has."""
+    """Returns the rank's number on its node, from the variables of other launchers or from the number of ranks on each
+    node."""
     for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"):
         if name in environment:
             return int(environment[name])
@@ -88,7 +95,7 @@ def _local_rank(environment: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: `gpu[03-06,9],login1` begins with gpu03."""
+    """Returns the first host of a list in Slurm's notation: `gpu[03-06,9],login1` begins with gpu03."""
     found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if found is None:
         raise ValueError(f"SLURM_STEP_NODELIST must name hosts: got {nodes!r}")

@@ -1,4 +1,4 @@
-"""Why a rank ended, as it says itself: over a pipe to the process that started it, since its disk may be full."""
+"""Passes the reason why a rank ended to the process that started it, over a pipe, since the rank's disk may be full."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fivefold.terminal import plain
 
 VARIABLE = "FIVEFOLD_LAST_WORDS"
 _LONGEST = 12_000
-"""Characters, from the end: a pipe takes their bytes before anybody reads."""
+"""Most characters kept, counted from the end: the pipe must hold their bytes before any process reads them."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a rank said."""
+    """A message that a rank left when it ended."""
 
     kind: str
-    """`error`, or `lost` where another rank has the reason."""
+    """`error`, or `lost` if another rank has the reason."""
     when: int
-    """Nanoseconds since 1970."""
+    """Time in nanoseconds since 1970."""
     text: str
 
 
 def leave(text: str, kind: str) -> bool:
-    """Say it; whether there is somebody who reads."""
+    """Write the message to the launcher's pipe; returns False if there is no launcher."""
     file = os.environ.get(VARIABLE)
     if file is None:
         return False
@@ -39,17 +39,17 @@ def leave(text: str, kind: str) -> bool:
 
 
 class LastWords:
-    """The other end: of one rank."""
+    """The launcher's end of the pipe, for one rank."""
 
     def __init__(self, record: Path) -> None:
-        """`record` is the file, but for its suffix, in which they stay where the disk takes them."""
+        """`record`: the file, without its suffix, in which the messages are kept if the disk has room."""
         self._end, self.file = os.pipe()
         os.set_blocking(self._end, False)
         self._record, self._said = record, b""
         self._words: list[Words] = []
 
     def read(self) -> list[Words]:
-        """What the rank has said so far."""
+        """Returns all messages of the rank so far."""
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(self._end, 1 << 16):
                 self._said += piece

@@ -1,4 +1,4 @@
-"""The ranks of a run as processes of this machine: spawned, watched, and ended together."""
+"""Runs the ranks as processes of this machine: spawned, watched, and ended together."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def spawn(
     inherited: Sequence[int] = (),
     reaches_others: bool = False,
 ) -> int:
-    """Run `python -m ARGUMENTS` once a rank, with these files; the exit code of the run. `reaches_others`: the ranks also
-    send weights to other machines.
+    """Run `python -m ARGUMENTS` once per rank, with the `inherited` files; returns the exit code of the run.
 
-    Rank 0 speaks on this terminal, the others into `log_dir`. When one rank fails, its traceback is shown and the
-    others are ended. SIGINT and SIGTERM are handed on, so that the ranks save and end; a second Ctrl-C, after a pause,
-    ends them at once.
+    `reaches_others`: the ranks also send weights to other machines.
+
+    Rank 0 writes to this terminal, the others into `log_dir`. When one rank fails, its traceback is shown and the others are
+    ended. SIGINT and SIGTERM are forwarded, so that the ranks save and end. A second Ctrl-C, after a pause, ends them at
+    once.
     """
     clear(log_dir)
     environment = {

@@ -1,4 +1,4 @@
-"""One run at a time in a directory, across machines that share it."""
+"""Allows one run at a time in a directory, across machines that share it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from fivefold.files import open_file
 LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NOT_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.EISDIR)
-"""NFS locks files that are open for writing only."""
+"""Errors where a directory cannot be locked: NFS locks only files that are open for writing."""
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
-    """Hold a directory for this run: its lock file, and the directory itself, which a lock file that was removed is no way
-    around.
+    """Hold a directory for this run, by its lock file and by the directory itself: removing the lock file does not free it.
 
-    Yields the open files, which processes that inherit them hold too: the kernel lets go when the last of them ends, in
-    whatever way. Raises ValueError while another run has the directory.
+    Yields the open files. Processes that inherit them hold the lock too: the kernel releases it when the last of them ends,
+    in whatever way. Raises ValueError while another run holds the directory.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     file = open_file(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
@@ -53,7 +52,7 @@ def locked(run_dir: Path) -> Iterator[tuple[int, ...]]:
 
 
 def _lock_directory(directory: int) -> None:
-    """Lock an open directory, where its file system does that."""
+    """Lock an open directory, if its file system supports that."""
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

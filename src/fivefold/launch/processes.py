@@ -1,4 +1,4 @@
-"""The ranks of one machine as its processes: started, looked at, and ended. Every launcher of ours has them on a node."""
+"""Starts, checks and ends the ranks of one machine as its processes. All our launchers use this on each node."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fivefold.launch.watch import Cause, Kind
 
 _LAST_LINES = 20
 _LOOK_SECONDS = 1.0
-"""Between two looks for signs of life."""
+"""Seconds between two checks for signs of life."""
 _LONGEST_END = 30.0
-"""Seconds for a process that was killed to end."""
+"""Most seconds to wait for a killed process to end."""
 _PIPE, _LAUNCHER = "FIVEFOLD_LAUNCHER_PIPE", "FIVEFOLD_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 _STATES = {
@@ -43,8 +43,10 @@ def start_rank(
     inherited: Sequence[int],
     errors: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m ARGUMENTS` in a session of its own, which speaks into `log` (where it has none, on this terminal) and
-    inherits these files; what it writes to standard error goes into `errors`, if there is such a file."""
+    """Start `python -m ARGUMENTS` in its own session, with the `inherited` files.
+
+    Output goes into `log`, or to this terminal without one. Standard error goes into `errors`, if given.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", *arguments],
         env=environment,
@@ -52,13 +54,13 @@ def start_rank(
         stderr=errors or (subprocess.STDOUT if log else None),
         stdin=subprocess.DEVNULL,
         pass_fds=inherited,
-        # A terminal sends Ctrl-C to its whole group: only the launcher shall get it and hand it on.
+        # A terminal sends Ctrl-C to its whole process group: only the launcher must get it, and forwards it.
         start_new_session=True,
     )
 
 
 def clear(log_dir: Path) -> None:
-    """Make the directory, without what ranks of a run before left there of their ends."""
+    """Create the log directory, and remove the error files that ranks of an earlier run left there."""
     log_dir.mkdir(parents=True, exist_ok=True)
     for old in [*log_dir.glob("rank-*.error"), *log_dir.glob("rank-*.lost")]:
         old.unlink(missing_ok=True)
@@ -68,8 +70,11 @@ class RankProcesses:
     """Consecutive ranks of a run, on this machine."""
 
     def __init__(self, ranks: range, log_dir: Path, silent_seconds: float, reaches_others: bool = False) -> None:
-        """`log_dir`: where they leave why they ended, and all but rank 0 what they say; `silent_seconds`: without a sign of
-        life, after which a rank is taken to have stopped; `reaches_others`: they also send weights to other machines."""
+        """`log_dir`: where ranks leave the reason of their end, and all but rank 0 their output.
+
+        `silent_seconds`: time without a sign of life after which a rank counts as stopped. `reaches_others`: the ranks also
+        send weights to other machines.
+        """
         self.ranks, self._log_dir = ranks, log_dir
         self._memory = MemoryWatch()
         self._reaches_others, self._limit = reaches_others, silent_seconds
@@ -79,7 +84,7 @@ class RankProcesses:
         self._meeting: Path | None = None
         self._words = {rank: LastWords(log_dir / f"rank-{rank}") for rank in ranks}
         self._processes: list[subprocess.Popen[bytes]] = []
-        # The ranks hold the reading end: it closes when this process ends in whatever way, and then they end too.
+        # The ranks hold the reading end. It closes when this process ends, in whatever way, and then they end too.
         self._alive, self._hold = os.pipe()
 
     def start(
@@ -89,8 +94,10 @@ class RankProcesses:
         inherited: Sequence[int] = (),
         terminal: tuple[IO[bytes] | None, IO[bytes] | None] = (None, None),
     ) -> None:
-        """Start `python -m ARGUMENTS` once a rank, with these files. `terminal` gets what rank 0 says; this process's own
-        where it is left out."""
+        """Start `python -m ARGUMENTS` once per rank, with the `inherited` files.
+
+        `terminal` gets the output of rank 0; without it, this process's own terminal does.
+        """
         together: dict[str, str] = {}
         if environment["WORLD_SIZE"] == str(len(self.ranks)):
             self._meeting = scratch_directory()
@@ -117,17 +124,17 @@ class RankProcesses:
         os.close(self._alive)
 
     def codes(self) -> list[int | None]:
-        """Exit codes, None of those that run."""
+        """Returns the exit codes; None for ranks that still run."""
         return [process.poll() for process in self._processes]
 
     def send(self, number: int) -> None:
-        """Send a signal to those that run."""
+        """Send a signal to the ranks that still run."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def silent(self) -> list[Cause]:
-        """Ranks that run and have given no sign of life for too long."""
+        """Returns a cause for each rank that runs and has given no sign of life for too long."""
         now = time.monotonic()
         if now < self._looked + _LOOK_SECONDS:
             return []
@@ -135,8 +142,8 @@ class RankProcesses:
         found = []
         for slot, (rank, process, silence) in enumerate(zip(self.ranks, self._processes, self._silences, strict=True)):
             sign, (state, cpu) = self._board.read(slot), _state(process.pid)
-            # A thread that holds Python's lock keeps the others from giving signs, and computes; before a rank has joined it
-            # may also read libraries from a slow disk. A debugger may hold it as long as it likes.
+            # A thread that holds Python's lock (GIL) keeps the others from giving signs, but uses processor time. Before a
+            # rank has joined, it may also read libraries from a slow disk. A debugger may hold it without limit.
             is_watched = state == "T" or (state != "t" and sign is not None and sign.has_joined)
             seconds = silence.look((sign and sign.number, cpu) if is_watched else now, now)
             if seconds > self._limit and process.poll() is None:
@@ -150,7 +157,7 @@ class RankProcesses:
         return found
 
     def causes(self) -> list[Cause]:
-        """Why ranks ended, as far as it is seen; nothing as long as all that is seen are ranks that lost another one."""
+        """Returns why ranks ended, as far as is known; empty if all known ranks only lost another rank."""
         codes = {rank: code or 0 for rank, code in zip(self.ranks, self.codes(), strict=True)}
         host, found = socket.gethostname(), []
         for rank, code in codes.items():
@@ -168,7 +175,7 @@ class RankProcesses:
         return found
 
     def losses(self) -> list[Cause]:
-        """What is known where every rank that failed here only lost another one."""
+        """Returns the messages of ranks here that only lost another rank."""
         return [
             Cause(
                 Kind.LOST,
@@ -180,19 +187,19 @@ class RankProcesses:
         ]
 
     def _said(self, kind: str) -> list[tuple[int, Words]]:
-        """The last words of this kind, with whose they are."""
+        """Returns the last words of this kind, each with its rank."""
         return [(rank, words) for rank, each in self._words.items() for words in each.read() if words.kind == kind]
 
     def _tail(self, rank: int) -> tuple[str, ...]:
-        """The end of a rank's log; rank 0 has none, it speaks on the terminal."""
+        """Returns the end of a rank's log; empty for rank 0, which writes to the terminal."""
         log = self._log_dir / f"rank-{rank}.log"
         lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if rank and log.is_file() else []
         return ("the end of its log:", *lines) if lines else ()
 
     def close(self) -> None:
-        """Kill what is left of them."""
+        """Kill all remaining ranks and what they started."""
         for process in self._processes:
-            # The rank's session: what it started goes with it.
+            # The whole session is killed: it includes the rank's children.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             deadline = time.monotonic() + _LONGEST_END
@@ -210,12 +217,12 @@ class RankProcesses:
 
 
 def has_launcher() -> bool:
-    """This rank is one of `RankProcesses`."""
+    """Returns whether this rank is one of `RankProcesses`."""
     return _PIPE in os.environ
 
 
 def end_with_launcher() -> None:
-    """End this rank when the process that started it ends, even by SIGKILL, and even where this rank is stopped."""
+    """End this rank when the process that started it ends, even by SIGKILL, and even if this rank is stopped."""
     if not has_launcher():
         return
     pipe, launcher = int(os.environ[_PIPE]), int(os.environ[_LAUNCHER])
@@ -226,17 +233,17 @@ def end_with_launcher() -> None:
             for pid in (os.getpid(), launcher):
                 remove_scratch(pid)
         finally:
-            # Everything that this rank started is in its session.
+            # The session includes everything that this rank started.
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
-    # The thread ends this rank and all that it started, which SIGKILL from the kernel would leave. A stopped process runs no
-    # thread: the kernel makes it go on.
+    # The thread ends this rank and its children; SIGKILL from the kernel would leave the children. A stopped process runs no
+    # thread, so the kernel first continues it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """Letter of the kernel's state of a process, and the processor time that it has used."""
+    """Returns the kernel's state letter of a process, and the processor time that it has used."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         return fields[0], int(fields[11]) + int(fields[12])

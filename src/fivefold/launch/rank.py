@@ -1,4 +1,4 @@
-"""One rank: joins the others, builds its parts, does its command. `python -m fivefold.launch.rank COMMAND ...`."""
+"""Runs one rank: joins the others, builds its parts, executes its command. `python -m fivefold.launch.rank COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 _LOSS_SECONDS = 2.0
-"""Time that a rank gets to fail by itself when another one is gone."""
+"""Seconds in which a rank may fail by itself after another one is gone."""
 _LATER = 3
-"""Ranks that a launcher watches wait so many times as long before they end by themselves."""
+"""Factor on the silence limit for ranks that a launcher watches, before they end by themselves."""
 
 
 class Requests:
-    """Remembers the signals that asked this rank to end; before anybody looks at them they end it at once.
+    """Stores the signals that asked this rank to end. Until they are watched, a signal ends the rank at once.
 
-    Python runs a signal's handler when the main thread comes back to it, which may be waiting for other ranks for minutes:
-    the signal's number is also written to a pipe at once, which another thread can read.
+    Python runs a signal's handler only when the main thread returns to Python code, and that thread may wait for other ranks
+    for minutes. So the signal's number is also written to a pipe at once, which another thread can read.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,11 @@ class Requests:
             end_process(128 + number)
 
     def first(self) -> int:
-        """The signal that asked first, or 0. A second Ctrl-C ends this rank at once; other signals come more than once:
-        Slurm, torchrun and systemd send them to every process of a run, of which some hand them on."""
+        """Returns the signal that came first, or 0. A second Ctrl-C ends this rank at once.
+
+        Other signals may come more than once: Slurm, torchrun and systemd send them to every process of a run, and some
+        processes forward them.
+        """
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self._pipe, 100):
                 if number not in (signal.SIGINT, signal.SIGTERM):
@@ -77,7 +80,7 @@ class Requests:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """`train CONFIG [OVERRIDE ...]` or `eval CONFIG CHECKPOINT [OVERRIDE ...]` on this rank, then end."""
+    """Run `train CONFIG [OVERRIDE ...]` or `eval CONFIG CHECKPOINT [OVERRIDE ...]` on this rank, then end."""
     end_with_launcher()
     requests, pulse = Requests(), Pulse()
     pulse.start()
@@ -92,8 +95,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this rank and the processes that it or Megatron-Core's saving started, whatever they are doing."""
-    # They may be files on a disk that is full.
+    """End this rank and the processes that it, or the saving of Megatron-Core, started, whatever they are doing."""
+    # The streams may be files on a full disk.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -103,27 +106,27 @@ def end_process(code: int) -> NoReturn:
 
 
 def _leave_error(text: str, kind: str) -> None:
-    """Tell the launcher, or on this rank's own stderr; `kind` is `lost` where another rank has the reason."""
+    """Report an error to the launcher, or on this rank's own stderr; `kind` is `lost` if another rank has the reason."""
     if not last_words.leave(text, kind):
         did = "failed" if kind == "error" else "lost another rank, which has the reason"
         print(f"rank {os.environ.get('RANK')} on {socket.gethostname()} {did}:\n{text}", file=sys.stderr, flush=True)
 
 
 def _end_after_loss(text: str) -> None:
-    """Another rank is gone. This one's own error says more, if it has one too."""
+    """End this rank after another one is gone. If this rank fails with its own error first, that error says more."""
     time.sleep(_LOSS_SECONDS)
     _leave_error(text, "lost")
     end_process(FAILED)
 
 
 def _end_hung(text: str) -> None:
-    """This rank's main thread does nothing any more, and others wait for it."""
+    """End this rank because its main thread is hung and others wait for it."""
     _leave_error(f"on {socket.gethostname()}: {text}", "error")
     end_process(FAILED)
 
 
 def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
-    """The exit code."""
+    """Run the command; returns the exit code."""
     import torch
 
     from fivefold.config import load_config
@@ -138,7 +141,8 @@ def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
     use_umask(config.trainer.umask)
     device = choose_device(config.trainer.device)
     if config.trainer.deterministic:
-        # Read when the libraries start: cuBLAS must keep its workspaces apart, NCCL must always sum in the same order.
+        # The libraries read these at startup: cuBLAS must keep its workspaces separate, NCCL must always sum in the same
+        # order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
     if config.launch.threads is not None:
@@ -149,7 +153,7 @@ def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
     ranks = Ranks(config.layout, config.launch.timeout_minutes, config.roles.world_size)
     end_now = lambda number: end_process(128 + number)  # noqa: E731
     silent = config.launch.silent_seconds
-    # A launcher sees by itself which rank is silent, and names it.
+    # A launcher detects by itself which rank is silent, and names it.
     unheard = _LATER * silent if has_launcher() else silent
     ends = Ends(requests.first, end_now, _end_after_loss, _end_hung, silent, unheard)
     ranks.heartbeat.start(ranks.whole_group(), ends, device.type == "cpu")
@@ -170,7 +174,7 @@ def _run(arguments: list[str], requests: Requests, pulse: Pulse) -> int:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """This rank's device: its own GPU, or the CPU."""
+    """Returns this rank's device: its own GPU, or the CPU."""
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -197,7 +201,7 @@ def train(config: RunConfig, ranks: Ranks, device: torch.device) -> None:
             loop(run)
         except Interrupted as asked:
             if run.engine is not None:
-                # What is saved may have to come back to the device that it shares.
+                # The state to save may have to return to the device that it shares with the engine.
                 run.engine.sleep()
             run.trainer.save_interrupted(asked.number)
             raise

@@ -1,4 +1,4 @@
-"""A run's directory before the run writes into it: what stands there is a run's, and no link leads elsewhere."""
+"""Checks a run's directory before the run writes into it: all its files belong to a run, and no link leads elsewhere."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from fivefold.launch.lock import LOCK
 
 _MARKS = (LOCK, "metrics.jsonl")
-"""One of them is in every directory in which a run has begun."""
+"""Files that mark a run: at least one is in every directory in which a run has begun."""
 _MAY_STAND = re.compile(
     r"\..*|lost\+found|run\.yaml|logs|checkpoints|tensorboard|trace|trackers|fivefold-.*|.*\.(out|err|log|ya?ml|sbatch|sh)"
 )
-"""What may be there before a run begins: hidden files, its configuration and job script, and where a scheduler writes."""
+"""Names allowed before a run begins: hidden files, its configuration and job script, and output files of a scheduler."""
 _SHOWN = 3
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """Raises ValueError where the directory holds other files than a run's, or symbolic links. That the directory itself is
-    reached by a link does not matter."""
+    """Raises ValueError if the directory holds files that are not a run's, or symbolic links. The directory itself may be a
+    link."""
     if not run_dir.exists():
         return
     if not run_dir.is_dir():

@@ -1,4 +1,4 @@
-"""Start a run from the command line or from Python: join the ranks that are there, or spawn them."""
+"""Starts a run from the command line or from Python: joins the existing ranks, or spawns them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fivefold.plan.check import check
 
 
 def start(arguments: list[str], config: RunConfig) -> int:
-    """Run `python -m fivefold.launch.rank ARGUMENTS` as every rank of the layout; the exit code.
+    """Run `python -m fivefold.launch.rank ARGUMENTS` as every rank of the layout; returns the exit code.
 
     Under torchrun or srun this process is a rank already: it does the work and ends.
     """
@@ -31,20 +31,21 @@ def start(arguments: list[str], config: RunConfig) -> int:
         return _spawn(arguments, config)
     check_run_directory(config.run_dir)
     with locked(config.run_dir) as lock:
-        # The ranks look again, with the content of the hub's models; starting them to be refused would cost minutes.
+        # The ranks check again, with the content of the hub's models. Without this check, starting ranks only to fail would
+        # cost minutes.
         found = Checkpoints(config.run_dir, config.trainer.keep).find(config.trainer.resume, lambda text: None)
         if found is not None:
             Fingerprint.of(config, config.trainer.steps, {}).compare(RunState.read(found).fingerprint).check(found)
         if config.launch.backend != "ray":
             return _spawn(arguments, config, *lock)
-    # The node of rank 0 takes the directory now: it holds it until the last of its processes has ended.
+    # The node of rank 0 now locks the directory, and holds it until the last of its processes has ended.
     return _spawn(arguments, config)
 
 
 def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
     module = "fivefold.launch.rank"
     if config.launch.backend == "ray":
-        # Only who asks for it needs it, or waits for its import.
+        # Ray is imported only for this backend: others need neither Ray nor its import time.
         from fivefold.launch.ray import driver
 
         return driver.spawn([module, *arguments], config)
@@ -53,16 +54,17 @@ def _spawn(arguments: list[str], config: RunConfig, *inherited: int) -> int:
 
 
 def train(config: RunConfig) -> Path:
-    """Train as `fivefold train` does; the run directory, with metrics, samples and checkpoints.
+    """Train as `fivefold train` does; returns the run directory, with metrics, samples and checkpoints.
 
-    Raises ConfigError with everything that keeps the run from starting, ValueError where another run has the directory or
-    left a checkpoint of something else in it, and RuntimeError where the run failed. Functions of the configuration are
-    loaded by every rank from the file that defines them, so what starts the run in that file stands under
-    `if __name__ == "__main__"`. Under torchrun the process ends with the run.
+    Raises ConfigError with everything that prevents the run from starting. Raises ValueError if another run holds the
+    directory or left a checkpoint of something else in it, and RuntimeError if the run failed.
+
+    Every rank loads functions of the configuration from the file that defines them. So the code in that file that starts the
+    run must be under `if __name__ == "__main__"`. Under torchrun the process ends with the run.
     """
     if errors := check(config).errors:
         raise ConfigError(errors)
-    # Several starts may meet here before one of them has the directory; other nodes see nothing else of this machine.
+    # Several starts may write here before one of them holds the directory. Other nodes see nothing else of this machine.
     on_ray = config.launch.backend == "ray"
     if on_ray:
         use_umask(config.trainer.umask)

@@ -1,4 +1,5 @@
-"""Watching the ranks of a run until it ends: signals are handed on, the reason of a failure is told, the rest is ended."""
+"""Watches the ranks of a run until it ends: forwards signals, shows the reason of a failure, and ends the remaining
+ranks."""
 
 from __future__ import annotations
 
@@ -12,27 +13,28 @@ from typing import Any, Protocol
 
 FAILED = 1
 ASKED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of ranks that ended because they were asked to."""
+"""Exit codes of ranks that ended on request."""
 PAUSE = 2.0
-"""Seconds after which a second Ctrl-C is a person's, and not the same one that reached a process by another way too."""
+"""Seconds after which a second Ctrl-C counts as a new one by the user. Before, it is the same one that reached the process
+in another way too."""
 _REASON_SECONDS = 5.0
-"""Time for the rank with the reason to be seen: one whose memory the kernel still takes apart has not ended yet."""
+"""Seconds to wait for the rank with the reason to end: the kernel may still be freeing its memory."""
 _LATE_SECONDS = 10.0
-"""Between the first and the last rank that end because they were asked to; then the rest is killed."""
+"""Seconds between the first and the last rank that end on request; then the remaining ranks are killed."""
 _GRACE_SECONDS = 3.0
-"""Time ranks get to end by themselves after another one failed."""
+"""Seconds in which ranks may end by themselves after another one failed."""
 
 
 class Kind(IntEnum):
-    """Of a cause; where there are several, the smallest is the headline."""
+    """Kind of a cause; if there are several causes, the smallest kind is the headline."""
 
     KILLED = 0
-    """By a signal, or with its machine, or it has stopped: the others only follow."""
+    """Ended by a signal or with its machine, or stopped: the other ranks only follow."""
     RAISED = 1
     SILENT = 2
-    """It ended with an error and said nothing."""
+    """Ended with an error and without a message."""
     LOST = 3
-    """All it knows is that another rank is gone."""
+    """Reports only that another rank is gone."""
 
 
 @dataclass(frozen=True)
@@ -41,60 +43,60 @@ class Cause:
 
     kind: Kind
     order: int
-    """Among those of a kind the smallest is the headline: a time, or the rank."""
+    """The smallest among causes of a kind is the headline: a time, or the rank."""
     text: str
     tail: tuple[str, ...] = ()
-    """The end of its log."""
+    """The end of the rank's log."""
 
 
 class Ranks(Protocol):
-    """All ranks of a run, wherever they are."""
+    """All ranks of a run, on whatever machine they are."""
 
     def codes(self) -> list[int | None]:
-        """Exit codes, None of those that run."""
+        """Returns the exit codes; None for ranks that still run."""
         ...
 
     def send(self, number: int) -> None:
-        """Send a signal to those that run."""
+        """Send a signal to the ranks that still run."""
         ...
 
     def silent(self) -> list[Cause]:
-        """Ranks that run and have given no sign of life for too long."""
+        """Returns a cause for each rank that runs and has given no sign of life for too long."""
         ...
 
     def causes(self) -> list[Cause]:
-        """Why ranks ended, as far as it is seen; nothing as long as all that is seen are ranks that lost another one."""
+        """Returns why ranks ended, as far as is known; empty if all known ranks only lost another rank."""
         ...
 
     def losses(self) -> list[Cause]:
-        """What those say that lost another one."""
+        """Returns the messages of ranks that lost another rank."""
         ...
 
 
 class Signals:
-    """SIGINT and SIGTERM of this process, taken down while this is entered."""
+    """Records SIGINT and SIGTERM of this process within its context."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
-        """The request to end, and behind it the second one of a person."""
+        """The request to end, then the user's second Ctrl-C, if any."""
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Take them down, even if a library has put a handler of its own in the place."""
+        """Install the handlers, even if a library has replaced them."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.taken and (number != signal.SIGINT or time.monotonic() < self._first + PAUSE):
-            # The same request by another way: Slurm and systemd send it to every process.
+            # This is the same request: Slurm and systemd send it to every process.
             return
         self.taken.append(number)
         self._first = time.monotonic()
 
     @property
     def code(self) -> int:
-        """The exit code of a run that was asked to end; 0 if it was not."""
+        """The exit code of a run that was asked to end; 0 otherwise."""
         return 128 + self.taken[0] if self.taken else 0
 
     def __enter__(self) -> Signals:
@@ -108,9 +110,9 @@ class Signals:
 
 
 def watch(ranks: Ranks, signals: Signals) -> int:
-    """Return when all ranks have ended, or are to be killed; the exit code of the run.
+    """Wait until all ranks have ended, or have to be killed; returns the exit code of the run.
 
-    When one fails, its reason is shown and the others are asked to end. A signal is handed on, so that the ranks save and
+    When one fails, its reason is shown and the others are asked to end. A signal is forwarded, so that the ranks save and
     end; a second Ctrl-C kills them.
     """
     first_end: float | None = None
@@ -123,14 +125,15 @@ def watch(ranks: Ranks, signals: Signals) -> int:
         if signals.taken and first_end is None and any(code is not None for code in codes):
             first_end = time.monotonic()
         if any(code not in (None, 0, *ASKED) for code in codes) and len(signals.taken) < 2:
-            # Ranks that lose their partner fail too, and now and then they are seen first.
+            # Ranks that lose another rank fail too, and sometimes end first.
             deadline = time.monotonic() + _REASON_SECONDS
             while not (found := ranks.causes()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             return _fail(ranks, found or ranks.losses())
         if (silent := ranks.silent()) and len(signals.taken) < 2:
             return _fail(ranks, silent)
-        # Ranks end together. One that ended before they were joined leaves others in a wait that no signal's handler breaks.
+        # Ranks end together. A rank that ended before all had joined leaves others in a wait that no signal handler
+        # interrupts.
         is_late = first_end is not None and time.monotonic() > first_end + _LATE_SECONDS
         if is_late or all(code is not None for code in codes):
             return signals.code or max(code or 0 for code in codes)
@@ -138,14 +141,14 @@ def watch(ranks: Ranks, signals: Signals) -> int:
 
 
 def _fail(ranks: Ranks, causes: list[Cause]) -> int:
-    """Show why the run ends, and let the ranks end; the exit code."""
+    """Show why the run ends, and end the ranks; returns the exit code."""
     print(f"\n{_told(causes)}", file=sys.stderr, flush=True)
     _end(ranks)
     return FAILED
 
 
 def _told(causes: list[Cause]) -> str:
-    """All that were killed, or else the first of the gravest kind."""
+    """Returns the text of all killed ranks, or else of the first cause of the smallest kind."""
     first, *others = sorted(causes, key=lambda cause: (cause.kind, cause.order))
     killed = [cause.text for cause in others if cause.kind == first.kind == Kind.KILLED]
     return "\n".join([first.text, *killed, *first.tail])

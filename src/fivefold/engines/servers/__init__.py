@@ -1,1 +1,1 @@
-"""Engines that listen in processes of their own."""
+"""Engines that run as servers in separate processes."""

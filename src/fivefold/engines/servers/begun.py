@@ -1,4 +1,4 @@
-"""A response that old weights have begun and new ones go on with, where the engine itself cannot."""
+"""Continues a response with new weights that old weights began, if the engine itself cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Begun:
     found: Completion
 
     def rest(self) -> Request:
-        """Asks for what is missing: what there is stands behind the prompt, and is computed anew by the new weights."""
+        """Returns a request for the missing tokens. The existing ones are appended to the prompt; the new weights compute
+        them again."""
         count, sampling = len(self.found.token_ids), self.request.sampling
         return replace(
             self.request,
@@ -32,7 +33,7 @@ class Begun:
         )
 
     def with_more(self, more: Completion) -> Begun:
-        """With what came of the rest."""
+        """Returns this response extended by a completion of the rest."""
         first = self.found
         versions = [*_versions(first), *_versions(more)]
         found = Completion(
@@ -48,12 +49,12 @@ class Begun:
 
 
 def _routes(first_TLK: Tensor | None, more_TLK: Tensor | None) -> Tensor | None:
-    """Each token keeps those of the weights that read it first, as it keeps its version."""
+    """Joins routes: each token keeps the routes of the weights that read it first, as it keeps its version."""
     if first_TLK is None or more_TLK is None:
         return more_TLK
     return torch.cat([first_TLK, more_TLK[len(first_TLK) :]])
 
 
 def _versions(found: Completion) -> list[int]:
-    """Of each token."""
+    """Returns the version of each token."""
     return found.token_versions or [found.policy_version] * len(found.token_ids)

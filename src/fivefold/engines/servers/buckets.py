@@ -1,6 +1,6 @@
-"""Weights on their way to another process: tensors laid into buckets of memory that it maps or is sent.
+"""Transfers weights to another process: tensors packed into buckets of memory, which it maps or receives.
 
-On the same device nothing is copied through a socket: a bucket is a file without a name on the host, or GPU memory that both
+On the same device nothing is copied through a socket: a bucket is an unnamed file on the host, or GPU memory that both
 processes map. To other devices each sender broadcasts its part of every bucket over a process group.
 """
 
@@ -19,7 +19,7 @@ from fivefold.engines.servers import cuda_memory
 from fivefold.engines.servers.transfer import broadcast
 
 Entry = tuple[str, str, list[int], int]
-"""Name, dtype, shape and first byte of a tensor, or of each sender's part of it, in a bucket."""
+"""Name, dtype, shape and first byte in a bucket, of a tensor or of each sender's part of it."""
 _ALIGNMENT = 256
 
 
@@ -32,13 +32,13 @@ class Memory(Protocol):
 
     bytes_B: Tensor
     handle: dict[str, Any]
-    """By which the other process finds it; JSON."""
+    """Handle by which the other process finds the memory; JSON."""
 
     def free(self) -> None: ...
 
 
 class HostMemory:
-    """Pages of a file without a name, which end with the last process that maps them."""
+    """Pages of an unnamed file, which are freed with the last process that maps them."""
 
     def __init__(self, size: int) -> None:
         self._file = os.memfd_create("fivefold-weights")
@@ -62,18 +62,18 @@ class DeviceMemory:
 
 
 class BroadcastMemory:
-    """Memory that is broadcast to the receivers, who have as much of their own."""
+    """Memory that is broadcast to the receivers, which allocate the same amount."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes_B = torch.empty(size, dtype=torch.uint8, device=device)
         self.handle = {"broadcast": True}
 
     def free(self) -> None:
-        """It ends with the last tensor on it."""
+        """Does nothing: the memory is freed with the last tensor on it."""
 
 
 class NoMemory(BroadcastMemory):
-    """That of a rank which knows what is sent, and sends nothing."""
+    """Memory of a rank that tracks what is sent, but sends nothing."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, torch.device("meta"))
@@ -81,17 +81,18 @@ class NoMemory(BroadcastMemory):
 
 @dataclass(frozen=True)
 class Part:
-    """Which bytes of every tensor a sender has: those of the `index`th of `count` equal parts, the last of which is less."""
+    """The bytes of every tensor that a sender has: the `index`th of `count` equal parts, of which the last may be
+    smaller."""
 
     index: int = 0
     count: int = 1
 
     def size(self, nbytes: int) -> int:
-        """Bytes that each part of a tensor takes."""
+        """Returns the bytes that each part of a tensor takes."""
         return -(-nbytes // self.count)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The bytes of this part."""
+        """Returns the bytes of this part."""
         size = self.size(tensor.nbytes)
         return tensor.reshape(-1).view(torch.uint8)[self.index * size : (self.index + 1) * size]
 
@@ -101,7 +102,7 @@ WHOLE = Part()
 
 @dataclass
 class Bucket:
-    """Tensors, or a part of each of them, one after the other in a piece of memory."""
+    """Tensors, or a part of each, one after the other in a block of memory."""
 
     memory: Memory
     part: Part = WHOLE
@@ -120,18 +121,20 @@ class Bucket:
 
 
 class BucketWriter:
-    """Two buckets in turn: one is filled while the other is read."""
+    """Fills two buckets in turn: one is filled while the other is read."""
 
     def __init__(self, size: int, allocate: Callable[[int], Memory], part: Part = WHOLE) -> None:
-        """`size`: bytes of tensors in a bucket, of which the memory that `allocate(size)` gives has a part; a tensor that is
-        larger gets a bucket of its size."""
+        """`size`: bytes of whole tensors in a bucket; `allocate(size)` returns memory for this sender's part of them. A
+        larger tensor gets a bucket of its own size."""
         self._size, self._allocate, self._part = _aligned(part.size(size)), allocate, part
         self._slots: list[Memory | None] = [None, None]
         self._kept: list[Memory] = []
 
     def buckets(self, weights: Iterator[tuple[str, Tensor]], keeps: bool = False) -> Iterator[Bucket]:
-        """Filled ones; when the next is asked for, the one before the last must have been read, unless each `keeps` what is
-        in it until `close`."""
+        """Yields filled buckets. When the next one is requested, the one before the last must have been read.
+
+        `keeps`: all buckets stay intact until `close`.
+        """
         turn, bucket = 0, None
         for name, tensor in weights:
             if bucket is not None and not bucket.room_for(tensor):
@@ -164,16 +167,16 @@ class BucketWriter:
 
 
 class BucketReader:
-    """The receiver's side: maps each bucket's memory once, or takes the parts that senders broadcast."""
+    """The receiver's side: maps each bucket's memory once, or receives the parts that senders broadcast."""
 
     def __init__(self, device: torch.device, groups: Sequence[Any] = ()) -> None:
-        """`groups`: one for each sender, in the order of their parts."""
+        """`groups`: one process group for each sender, in the order of their parts."""
         self._device, self._groups = device, groups
         self._open: dict[str, Tensor] = {}
         self._taken_B = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, handle: dict[str, Any], entries: Sequence[Entry], used: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a bucket, copied out of it: it may be overwritten afterwards."""
+        """Yields the tensors of a bucket, copied out of it: the bucket may be overwritten afterwards."""
         parts_RB = self._received(used) if "broadcast" in handle else self._mapped(handle)[None]
         for name, dtype, shape, begin in entries:
             kind = getattr(torch, dtype)
@@ -183,7 +186,7 @@ class BucketReader:
             yield name, whole_B.view(kind).view(shape)
 
     def _received(self, used: int) -> Tensor:
-        """[senders, used]: all of them send at the same time."""
+        """Returns [senders, used]: all of them send at the same time."""
         size = len(self._groups) * used
         if self._taken_B.numel() < size:
             self._taken_B = self._taken_B.new_empty(size)

@@ -1,5 +1,7 @@
-"""GPU memory that another process may map: CUDA's own calls, since torch counts who holds its shared tensors in files that
-outlive processes which are killed."""
+"""GPU memory that another process may map, by direct CUDA calls.
+
+torch counts the users of its shared tensors in files, which outlive processes that are killed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class _Handle(ctypes.Structure):
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded into this process."""
+    """Returns the CUDA runtime that torch has loaded into this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if Path(path).name.startswith("libcudart"):
@@ -37,14 +39,14 @@ def _call(name: str, *arguments: object) -> None:
 
 
 class _Memory:
-    """Bytes at an address, as torch takes them over without a copy."""
+    """Bytes at an address, in the form that torch accepts without a copy."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
-    """[size] bytes on `device` outside torch's cache, and the handle by which another process maps them."""
+    """Returns [size] bytes on `device` outside torch's cache, and the handle by which another process maps them."""
     address, handle = ctypes.c_void_p(), _Handle()
     with torch.cuda.device(device):
         _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
@@ -53,13 +55,13 @@ def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
 
 
 def free(memory: Tensor) -> None:
-    """Give back what `allocate` gave; nothing may read it afterwards."""
+    """Frees the memory that `allocate` returned; it must not be read afterwards."""
     with torch.cuda.device(memory.device):
         _call("cudaFree", ctypes.c_void_p(memory.data_ptr()))
 
 
 def attach(handle: str, size: int, device: torch.device) -> Tensor:
-    """[size] bytes that another process has allocated on the same GPU."""
+    """Returns [size] bytes that another process has allocated on the same GPU."""
     address, opened = ctypes.c_void_p(), _Handle()
     ctypes.memmove(opened.reserved, bytes.fromhex(handle), 64)
     with torch.cuda.device(device):
@@ -68,6 +70,6 @@ def attach(handle: str, size: int, device: torch.device) -> Tensor:
 
 
 def detach(memory: Tensor) -> None:
-    """End what `attach` began."""
+    """Unmaps the memory that `attach` returned."""
     with torch.cuda.device(memory.device):
         _call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))

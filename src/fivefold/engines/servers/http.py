@@ -1,4 +1,4 @@
-"""Where servers are: addresses of hosts, and of sockets on this machine. No torch: `fivefold check` asks too."""
+"""Addresses of servers: hosts, and sockets on this machine. No torch: `fivefold check` uses it too."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import httpx2 as httpx
 
 CONNECT_SECONDS, LONGEST_CALL = 10.0, 600.0
 _IDLE_SECONDS = 1.0
-"""A connection that was idle for longer is not used again: servers close theirs after 5, and a request on one that is just
-being closed would look like a server that has ended."""
+"""Seconds after which an idle connection is not used again. Servers close theirs after 5 s, and a request on a connection
+that is just being closed would look like a server that has ended."""
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS)
 
 
 def base_of(address: str) -> tuple[str, str | None]:
-    """Address -> what requests name, and the path of its socket where it is one on this machine (unix:/path)."""
+    """Returns the base URL for requests, and the path of the socket for an address on this machine (unix:/path)."""
     if address.startswith("unix:"):
         return "http://server", address.removeprefix("unix:")
     return address, None
 
 
 def ask(address: str, method: str, path: str, content: Any = None) -> httpx.Response:
-    """One short request."""
+    """Sends one short request."""
     base, uds = base_of(address)
     with httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=uds), timeout=CONNECT_SECONDS) as client:
         return client.request(method, path, json=content)
 
 
 def answers(address: str, path: str) -> bool:
-    """A server is there, and says that it is well."""
+    """Returns whether a server is there and reports that it is healthy."""
     try:
         return ask(address, "GET", path).status_code == 200
     except httpx.TransportError:
@@ -38,21 +38,21 @@ def answers(address: str, path: str) -> bool:
 
 
 def blocking_client(address: str) -> httpx.Client:
-    """For calls that are waited for."""
+    """Returns a client for calls that block."""
     base, uds = base_of(address)
     timeout = httpx.Timeout(LONGEST_CALL, connect=CONNECT_SECONDS)
     return httpx.Client(base_url=base, transport=httpx.HTTPTransport(uds=uds, limits=_LIMITS), timeout=timeout)
 
 
 def streaming_client(address: str) -> httpx.AsyncClient:
-    """For responses. How long one takes is not known: whoever asks looks whether the server is still there."""
+    """Returns a client for responses. Their duration is unknown: the caller checks whether the server is still there."""
     base, uds = base_of(address)
     transport = httpx.AsyncHTTPTransport(uds=uds, limits=_LIMITS)
     return httpx.AsyncClient(base_url=base, transport=transport, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
 
 
 def own_address(other: str) -> str:
-    """This machine's, as a server at `other` reaches it."""
+    """Returns this machine's address, as a server at `other` reaches it."""
     if other.startswith("unix:"):
         return "127.0.0.1"
     url = urlsplit(other)

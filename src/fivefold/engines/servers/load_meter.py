@@ -1,4 +1,4 @@
-"""How busy servers were: requests in flight over time."""
+"""Measures the load of servers: requests in flight over time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from fivefold.interfaces import Load
 
 _FINEST = 0.1
-"""Seconds between two points of the curve at least."""
+"""Least seconds between two points of the curve."""
 
 
 class LoadMeter:
-    """Told by one thread, read by another."""
+    """Load over time, written by one thread and read by another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class LoadMeter:
         self._curve: list[tuple[float, int]] = []
 
     def now(self, count: int) -> None:
-        """So many are in flight from now on."""
+        """Set the number of requests in flight from now on."""
         with self._lock:
             self._advance()
             is_edge = (count == 0) != (self._count == 0)
@@ -31,7 +31,7 @@ class LoadMeter:
                 self._curve.append((time.time(), count))
 
     def read(self) -> Load:
-        """Since the last reading."""
+        """Returns the load since the previous call."""
         with self._lock:
             self._advance()
             found = Load(self._since - self._begin, self._idle, self._sum, self._curve)

@@ -1,4 +1,4 @@
-"""Servers on GPUs of their own: which rank starts which of them, and where. No torch: `fivefold check` asks too."""
+"""Places servers on separate GPUs: which rank starts which server, and where. No torch: `fivefold check` uses it too."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class Machine:
     """A machine of a run."""
 
     ranks: Sequence[int]
-    """Those of the world that are on it; each has the GPU of its number on the machine."""
+    """Ranks of the world on this machine; each has the GPU of its number on the machine."""
     gpus: int | None
-    """How many it has; None where servers are processes without GPUs."""
+    """Number of its GPUs; None if servers are processes without GPUs."""
     starters: Sequence[int]
-    """Those of its ranks that hold the policy: they start servers, and give them weights."""
+    """Ranks of this machine that hold the policy: they start servers, and send weights to them."""
     taken: int = 0
-    """Of those behind the ranks' the first ones, which other servers have."""
+    """Number of GPUs after those of the ranks that other servers already use."""
 
     @property
     def first(self) -> int:
-        """The first GPU that nobody has."""
+        """The first unused GPU."""
         return len(self.ranks) + self.taken
 
     def room(self, gpus_each: int) -> int | None:
-        """Servers for which there are GPUs behind those of the ranks."""
+        """Returns the number of servers for which there are unused GPUs; None if servers need none."""
         if not self.starters:
             return 0
         return None if self.gpus is None else max(0, self.gpus - self.first) // gpus_each
@@ -35,18 +35,19 @@ class Machine:
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Where one server of an engine is."""
+    """Where one server of an engine runs."""
 
     number: int
     machine: int
     rank: int
     """The rank that starts it."""
     first_gpu: int | None
-    """Of those that it has, which follow each other."""
+    """The first of its GPUs, which are consecutive."""
 
 
 def machines_of(hosts: Sequence[str], gpus: Sequence[int | None], policy: range) -> list[Machine]:
-    """The machines of a run, of whose ranks each says its host and how many GPUs it sees there; `policy`: its ranks."""
+    """Returns the machines of a run, from the host of each rank and the number of GPUs it sees; `policy`: the policy's
+    ranks."""
     found = []
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
@@ -55,9 +56,9 @@ def machines_of(hosts: Sequence[str], gpus: Sequence[int | None], policy: range)
 
 
 def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[ServerPlace]:
-    """The places of an engine's replicas, spread evenly over the machines; raises ValueError where GPUs are missing.
+    """Returns the places of an engine's replicas, spread evenly over the machines; raises ValueError if GPUs are missing.
 
-    On a machine the servers come one after the other behind the GPUs of the ranks, and its ranks start them in turn.
+    On a machine the servers use consecutive GPUs after those of the ranks, and its ranks start them in turn.
     """
     rooms = [machine.room(layout.tp) for machine in machines]
     counts = [0] * len(machines)
@@ -75,7 +76,8 @@ def place_servers(layout: ParallelLayout, machines: Sequence[Machine]) -> list[S
 
 
 def behind(machines: Sequence[Machine], layout: ParallelLayout) -> list[Machine]:
-    """The machines with the GPUs taken that the servers of a layout have; raises ValueError where there are too few."""
+    """Returns the machines with the GPUs of this layout's servers marked as taken; raises ValueError if there are too
+    few."""
     places = place_servers(layout, machines)
     counts = [sum(place.machine == number for place in places) for number in range(len(machines))]
     return [

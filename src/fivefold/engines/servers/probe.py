@@ -1,4 +1,4 @@
-"""Are servers that run already there, and do they hold what a run needs? No torch: `fivefold check` asks."""
+"""Checks that running servers answer, and that they hold what a run needs. No torch: `fivefold check` uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fivefold.config.findings import Findings
 
 @dataclass(frozen=True)
 class Description:
-    """What a server says of itself; sizes and names as in the model's config.json."""
+    """What a server reports of its model; sizes and names as in the model's config.json."""
 
     model: Mapping[str, Any]
     longest: int
@@ -28,8 +28,11 @@ def check_servers(
     model: Mapping[str, Any],
     longest: int,
 ) -> None:
-    """Errors where servers do not answer, hold another model than `model` (of config.json) or take less than `longest`
-    tokens; `describe` gives a stranger's HTTP status, `findings` are at `engine`."""
+    """Adds errors for servers that do not answer, hold another model than `model` (of config.json) or take less than
+    `longest` tokens.
+
+    `describe` returns the HTTP status if another kind of server answers. `findings` are at `engine`.
+    """
     for address in addresses:
         if not address.startswith(("http://", "https://")):
             findings.error("url", f"must be http://host:port: got {address!r}")

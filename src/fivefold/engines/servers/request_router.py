@@ -1,4 +1,4 @@
-"""One rank's requests, spread over servers by load, in a thread of its own: whoever asks goes on meanwhile."""
+"""Distributes one rank's requests over servers by load, in a separate thread, so that callers continue meanwhile."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from fivefold.interfaces import Load
 from fivefold.types import Completion, Request
 
 _SILENCE, _MOST_SILENCES = 10.0, 6
-"""Seconds without a completion after which servers are asked whether they are still there, and how often in vain."""
+"""Seconds without a completion after which servers are probed, and the number of failed probes after which they are given
+up."""
 T = TypeVar("T")
 
 
 class RequestStream:
-    """Requests of one asker, and their completions as they come."""
+    """Requests of one caller, and their completions as they arrive."""
 
     def __init__(self, router: RequestRouter) -> None:
         self._router, self.arrivals = router, SimpleQueue[Completion | Exception | None]()
@@ -31,7 +32,7 @@ class RequestStream:
 
     @property
     def pending(self) -> int:
-        """Requests whose completion was not taken yet."""
+        """Number of requests whose completion was not taken yet."""
         return len(self._wanted)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -39,7 +40,8 @@ class RequestStream:
         self._router.call_soon(self._router.add, self, requests)
 
     def take(self, seconds: float | None = None) -> Completion | None:
-        """The next completion; None where none came in time or no server is left. Raises what a server refuses."""
+        """Returns the next completion; None if none arrived in time or no server is left. Raises the error of a failed
+        request."""
         while True:
             try:
                 found = self.arrivals.get(timeout=seconds)
@@ -54,37 +56,37 @@ class RequestStream:
                 return found
 
     def arrived(self, seconds: float) -> Iterator[Completion]:
-        """Completions as they finish, for about so long."""
+        """Yields completions as they finish, for about this many seconds."""
         end = time.monotonic() + seconds
         while (found := self.take(max(0.0, end - time.monotonic()))) is not None:
             yield found
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Do without these: servers end them."""
+        """Cancel these requests: servers end them."""
         self._wanted.difference_update(request_ids)
         self._router.call_soon(self._router.forget, self)
 
     def close(self) -> None:
-        """Do without all that is still in flight."""
+        """Cancel all requests that are still in flight."""
         self._wanted.clear()
         self._router.call(self._router.forget, self)
 
     def wants_any(self, requests: Sequence[Request]) -> bool:
-        """A completion of one of these is still to be taken."""
+        """Returns whether a completion of one of these requests is still to be taken."""
         return any(request.id in self._wanted for request in requests)
 
     @property
     def is_stranded(self) -> bool:
-        """No server is left."""
+        """True if no server is left."""
         return self._router.is_stranded
 
     def load(self) -> Load:
-        """What all streams had in flight since this was last asked."""
+        """Returns the load of all streams since the previous call."""
         return self._router.meter.read()
 
 
 class RequestRouter:
-    """Gives requests to servers, all of a prompt to one of them, and takes back what a server had when it ended."""
+    """Sends requests to servers, all of a prompt to the same one, and reassigns the requests of a server that ended."""
 
     def __init__(self, rank: int, window: int, log: Callable[[str], None], stall_seconds: float) -> None:
         """`window`: most requests of this rank that a server has at once; `stall_seconds`: time in which a server that has
@@ -111,7 +113,7 @@ class RequestRouter:
         return RequestStream(self)
 
     def serve(self, servers: Sequence[Server]) -> None:
-        """Ask these from now on; a later call has others in the place of those that were lost."""
+        """Use these servers from now on; a later call replaces those that were lost."""
 
         def change() -> None:
             if len(servers) != len(self._servers):
@@ -124,17 +126,18 @@ class RequestRouter:
 
     @property
     def lost(self) -> set[int]:
-        """Numbers of the servers that were seen to be gone."""
+        """Numbers of the servers that were found to be gone."""
         return self.call(lambda: set(self._lost))
 
     def lose(self, numbers: set[int]) -> None:
-        """Somebody else has seen that these are gone."""
+        """Mark servers as gone that another component found to be gone."""
         self.call(lambda: self._lose(numbers))
 
     def hold(self, keeps: bool = False) -> bool:
-        """Ask no server for anything new until `go`; whether any has requests.
+        """Send no new requests to servers until `go`; returns whether any server has requests.
 
-        `keeps`: what servers end meanwhile is not given to whoever asked: after `go` it is asked for what is missing.
+        `keeps`: responses that servers end meanwhile are not returned to the caller; after `go` the missing part is
+        requested.
         """
 
         def change() -> bool:
@@ -144,7 +147,7 @@ class RequestRouter:
         return self.call(change)
 
     def stop_watching(self) -> None:
-        """Until `go` no server is expected to sample."""
+        """Expect no server to sample until `go`."""
 
         def change() -> None:
             self._is_watching = False
@@ -153,11 +156,11 @@ class RequestRouter:
 
     @property
     def is_idle(self) -> bool:
-        """No server has a request."""
+        """True if no server has a request."""
         return self.call(lambda: not any(self._loads))
 
     def go(self, version: int) -> None:
-        """What is sampled from now on is by weights of this version."""
+        """Resume sending requests; tokens sampled from now on have this weight version."""
 
         def change() -> None:
             self._version, self._is_held, self._is_watching, self._keeps = version, False, True, False
@@ -168,7 +171,8 @@ class RequestRouter:
         self.call(change)
 
     def abort(self) -> None:
-        """What waits here is given back as it is; what servers have is theirs to end."""
+        """Return waiting requests as aborted, with the tokens they have so far; the servers end the requests that they
+        have."""
 
         def change() -> None:
             for stream, run in self._waiting:
@@ -179,17 +183,17 @@ class RequestRouter:
         self.call(change)
 
     def close(self) -> None:
-        """End the thread, and what is in flight."""
+        """End the thread, and the requests in flight."""
         self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call it in the thread of the requests."""
+        """Call the function in the thread of the requests."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call it there, and wait for what it gives."""
+        """Call the function in the thread of the requests, and return its result."""
 
         async def run() -> T:
             return function(*arguments)
@@ -207,7 +211,7 @@ class RequestRouter:
         self._loop.run_until_complete(asyncio.wait(left))
 
     def add(self, stream: RequestStream, requests: Sequence[Request]) -> None:
-        # One server answers all requests of a prompt: it computes the prompt once.
+        # One server answers all requests of a prompt, so that the prompt is computed once.
         runs = groupby(requests, lambda one: (one.prompt_ids, one.sampling))
         self._waiting.extend((stream, list(run)) for _, run in runs)
         if self._lost and self.is_stranded:
@@ -222,7 +226,7 @@ class RequestRouter:
                 del self._begun[key]
         for task, (_, asker, run) in list(self._asked.items()):
             if asker is stream and not stream.wants_any(run):
-                # What is cancelled because nobody wants it is not given to another server.
+                # Clearing the run keeps these unwanted requests from going to another server.
                 run.clear()
                 task.cancel()
 
@@ -245,7 +249,7 @@ class RequestRouter:
         self.meter.now(sum(self._loads))
 
     def _freest(self) -> int | None:
-        """The server with the fewest requests of this rank; ranks begin with different ones."""
+        """Returns the server with the fewest requests of this rank; ranks begin with different servers."""
         loads = self._loads
         free = [number for number, load in enumerate(loads) if load < self._window and number not in self._lost]
         return min(free, key=lambda number: (loads[number], (number - self._rank) % len(loads)), default=None)
@@ -281,7 +285,7 @@ class RequestRouter:
             stream.arrivals.put(error)
 
     def _keep(self, stream: RequestStream, request: Request, found: Completion) -> None:
-        """Ask for the rest of a response when there are new weights."""
+        """Queue a request for the rest of a response, to be sent when there are new weights."""
         if request.sampling.stop:
             raise RuntimeError("a response with stop strings cannot go on under new weights: one may begin before them")
         key = stream, request.id
@@ -316,7 +320,7 @@ class RequestRouter:
         return Completion(found, tokens, logprobs, cast(Any, reason), first, mixed, routes)
 
     async def _watch(self) -> None:
-        """A server that has requests and does not answer, or samples nothing, is as good as gone."""
+        """Gives up servers that have requests and do not answer, or sample nothing."""
         while True:
             await asyncio.sleep(_SILENCE / 2)
             for number, watched in enumerate(self._watched):
@@ -332,13 +336,13 @@ class RequestRouter:
 
 
 class _Watched:
-    """What is known of a server that gives no completion."""
+    """State of a server that returns no completion."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """It has just given one, or something to do."""
+        """Restart the measurement: the server has just returned a completion or received a request."""
         self._looked = self._moved = time.monotonic()
         self._tokens: float | None = None
         self._silences = 0
@@ -347,7 +351,7 @@ class _Watched:
         return time.monotonic() - self._looked >= _SILENCE
 
     def look(self, tokens: float | None, stall_seconds: float) -> str | None:
-        """Why it is as good as gone; `tokens`: sampled so far, None where it did not answer."""
+        """Returns why the server must be given up, or None; `tokens`: sampled so far, None if it did not answer."""
         self._looked = time.monotonic()
         if tokens is None:
             self._silences += 1

@@ -1,4 +1,4 @@
-"""What an engine of servers asks of each of them."""
+"""The interface that an engine of servers requires of each server."""
 
 from __future__ import annotations
 
@@ -15,74 +15,75 @@ Where = tuple[str, int, float]
 Draw = tuple[int, int]
 """Id and seed of a request."""
 Answer = tuple[int, list[int], list[float], str, list[tuple[int, int]] | None, Tensor | None]
-"""Id, token ids, log-probs, finish reason, which version sampled how many tokens, where the server says so, and the experts
-that they were sent to, where it is asked for them."""
+"""Id, token ids, log-probs, finish reason, the number of tokens that each version sampled (if the server reports it), and
+the experts that they were sent to (if requested)."""
 
 
 class ServerLostError(Exception):
-    """The server ended, or cannot be reached any more."""
+    """Raised when the server has ended, or is not reachable any more."""
 
 
 class Server(Protocol):
-    """One replica of an engine that listens somewhere."""
+    """One replica of an engine that runs as a server."""
 
     address: str
     names_versions: bool
-    """It says which weights sampled which token of a response, so that requests can go on under new ones; known once it is
-    taken."""
+    """True if it reports which weights sampled which token of a response, so that requests can continue with new weights.
+    Valid after `take`."""
 
     def take(self) -> None:
-        """Make the server this run's alone, and end what another one has left there."""
+        """Reserve the server for this run alone, and end what another run left there."""
         ...
 
     def generate(self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]) -> AsyncIterator[Answer]:
-        """The answer to each draw, as they end; raises ServerLostError."""
+        """Yields the answer to each draw, as they end; raises ServerLostError."""
         ...
 
     def pause(self) -> None:
-        """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""
+        """Suspend the requests in flight, and discard what was computed for them with the old weights."""
         ...
 
     def resume(self) -> None:
-        """Go on with them."""
+        """Continue the suspended requests."""
         ...
 
     def abort(self) -> None:
-        """End the requests in flight, which answer with what they have."""
+        """End the requests in flight, which return what they have."""
         ...
 
     def answers(self) -> bool:
-        """It is there and ready."""
+        """Returns whether the server is there and ready."""
         ...
 
     def progress(self) -> float | None:
-        """A number that grows while it samples; None where it does not answer."""
+        """Returns a number that grows while the server samples; None if it does not answer."""
         ...
 
     def workers(self) -> int:
-        """How many processes take weights."""
+        """Returns the number of processes that receive weights."""
         ...
 
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
-        """Join the groups over which weights come, one of each sender; its first worker is the `first` of `size` members."""
+        """Join the groups over which weights arrive, one for each sender; the server's first worker is the `first` of `size`
+        members."""
         ...
 
     def begin_weights(self, verify: bool) -> None:
-        """`verify`: compare what is held at the end with what came."""
+        """Begin an update of weights. `verify`: at its end, compare the held weights with the received ones."""
         ...
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
-        """Take the tensors of a bucket, `handles[i]` its memory for tensor-parallel rank i."""
+        """Load the tensors of a bucket; `handles[i]` is its memory for tensor-parallel rank i."""
         ...
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
-        """What is wrong with the weights that were received; answers name them by `version`."""
+        """End an update of weights; returns what is wrong with them. Answers then name them by `version`."""
         ...
 
     def sleep(self) -> None:
-        """Give back the memory of weights and cache."""
+        """Free the memory of weights and cache."""
         ...
 
     def wake(self, part: str) -> None:
-        """Take memory again: of `weights` or `kv_cache`."""
+        """Allocate the memory of `weights` or `kv_cache` again."""
         ...

@@ -1,4 +1,4 @@
-"""An engine of servers: requests spread by load, weights in buckets, and a server that ends is started again."""
+"""An engine of servers: distributes requests by load, sends weights in buckets, and restarts a server that ends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from fivefold.types import Completion, Request
 
 _POLL_SECONDS = 0.02
 MOST_RESTARTS = 3
-"""Times in a row that servers are started again, before the run ends."""
+"""Consecutive restarts of servers before the run ends."""
 
 
 class ServerEngine:
-    """Servers behind one engine. Every rank sends its own part of the requests, to whichever server has least of them."""
+    """One engine of several servers. Every rank sends its own part of the requests, each to the server with the fewest of
+    them."""
 
     def __init__(
         self,
@@ -49,12 +50,12 @@ class ServerEngine:
         interrupt: Literal["continue", "finish", "abort"] = "continue",
         is_staged: bool = False,
     ) -> None:
-        """Servers that the ranks start, or those that are there already at `addresses`.
+        """Connects to servers that the ranks start, or to running ones at `addresses`.
 
-        `processes`: by number, the servers that this rank starts; `ranks_per_server`: ranks that follow each other on whose
-        devices a server is, None for devices of its own; `window`: most requests of this rank that a server has at once;
-        `stall_seconds`: as in RequestRouter; `interrupt`: what becomes of requests in flight when weights come; `is_staged`:
-        servers on other devices get nothing before all weights are gathered.
+        `processes`: by number, the servers that this rank starts; `ranks_per_server`: number of consecutive ranks whose
+        devices a server shares, None for separate devices; `window`: most requests of this rank that a server has at once;
+        `stall_seconds`: as in RequestRouter; `interrupt`: what happens to requests in flight when weights arrive;
+        `is_staged`: servers on other devices receive nothing before all weights are gathered.
         """
         self._ranks, self._connect, self._log = ranks, connect, log
         self._processes = dict(processes or {})
@@ -80,16 +81,16 @@ class ServerEngine:
 
     @property
     def _own(self) -> dict[int, Server]:
-        """The servers that this rank speaks with about weights and memory."""
+        """The servers that this rank calls for weights and memory."""
         if self._given:
             return dict(enumerate(self._servers)) if self._ranks.is_main else {}
         return {number: self._servers[number] for number in self._processes}
 
     def _start(self) -> None:
-        """Start what has ended, and know where every server is."""
+        """Start the servers that have ended, and exchange the addresses of all servers."""
         fault = ""
         self._router.hold()
-        # What a server got first is compared, whenever it was started.
+        # The first weights of a server are compared, also after a restart.
         self._updates = 0
         ended = [process for process in self._processes.values() if process.has_ended]
         try:
@@ -118,7 +119,7 @@ class ServerEngine:
         self._names_versions = not self._ranks.any(not all(server.names_versions for server in self._own.values()))
 
     def _restart(self) -> None:
-        """Start the servers again that were lost."""
+        """Restart the servers that were lost."""
         self._restarts, self._is_new = self._restarts + 1, True
         mine = [process for number, process in self._processes.items() if number in self._lost]
         tails = [tail for each in self._ranks.gather_objects([one.last_words() for one in mine]) for tail in each]
@@ -139,27 +140,27 @@ class ServerEngine:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Send full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else.
+        """Send full tensors, of which each worker keeps its shard; raises RuntimeError if it then holds something else.
 
-        Requests in flight wait meanwhile and go on with the new weights, are finished before or aborted, as `interrupt`
-        says. Where a server ends, the version stays below 0, and `wake` starts it again.
+        As `interrupt` says, requests in flight wait and continue with the new weights, finish before, or are aborted. If a
+        server ends, the version stays below 0, and `wake` restarts it.
         """
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         missing = set(self._expected)
         faults, lost = self._sender.deliver(self._own, weights, missing, verify, version, self._begin_update)
         if self._ranks.holds:
-            # The others have none of the policy's weights to see them come.
+            # Only these ranks hold the policy's weights, and so can see which tensors were sent.
             faults = not_come(missing, self._expected) or faults
         if said := "; ".join(fault for each in self._ranks.gather_objects(faults) for fault in each):
             raise RuntimeError(f"the engine's weights are not those of the policy after {version} updates: {said}")
         for number in lost.intersection(self._processes):
-            # It may be waiting for weights that nobody sends, with requests in flight.
+            # The server may wait for weights that are never sent, with requests in flight.
             self._processes[number].end()
         self._agree(lost)
         self.version = -1 if self._lost else version
         self._updates += not self._lost
         if not self._lost:
-            # What was started anew has to last until the next update.
+            # A restarted server has to last until the next update.
             self._restarts, self._is_new = self._restarts if self._is_new else 0, False
         if self._is_paused:
             self._each("resume")
@@ -168,7 +169,7 @@ class ServerEngine:
             self._router.go(version)
 
     def _hold(self) -> bool:
-        """Let nothing be sampled from here on; whether servers keep requests meanwhile."""
+        """Stop all sampling; returns whether servers keep requests meanwhile."""
         goes_on = self._interrupt == "continue"
         if not self._ranks.any(self._router.hold(keeps=goes_on)):
             return False
@@ -176,7 +177,7 @@ class ServerEngine:
             self._router.stop_watching()
             self._each("pause")
             return True
-        # Every rank has stopped asking: nothing comes behind it.
+        # Every rank has stopped sending requests, so none arrives after this.
         if goes_on:
             self._end_running()
         elif self._interrupt == "abort":
@@ -186,7 +187,7 @@ class ServerEngine:
         return False
 
     def _begin_update(self) -> None:
-        """From now on servers have weights of two versions, until they have the whole new one."""
+        """Begin an update: servers hold a mix of two versions from now on, until they have all of the new one."""
         self._is_paused = self._hold()
         self.version = -1
 
@@ -212,7 +213,8 @@ class ServerEngine:
             self._is_cache_asleep = False
 
     def _each(self, name: str, *arguments: Any) -> None:
-        """Ask every server, each by the rank that speaks with it; return on all ranks when all have answered."""
+        """Call a method of every server, each from the rank responsible for it; returns on all ranks when all have
+        answered."""
         self._ranks.barrier()
         lost = set()
         for number, server in self._own.items():
@@ -225,7 +227,7 @@ class ServerEngine:
         self._agree(lost)
 
     def _agree(self, lost: set[int]) -> None:
-        """Every rank knows of the servers that any rank has lost."""
+        """Share the servers that any rank has lost with every rank."""
         rows = torch.tensor(sorted(lost), dtype=torch.long)
         self._lost |= set(torch.cat(self._ranks.all_gather_world(rows)).tolist())
         self._router.lose(self._lost)
@@ -233,10 +235,10 @@ class ServerEngine:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """A completion of each request, as they finish. Collective.
+        """Yields a completion of each request, as they finish. Collective.
 
-        What a server had when it ended goes to the others. Where none is left, what is missing is to be asked for again
-        after new weights: the version is below 0 then.
+        The requests of a server that ended go to the others. If none is left, the version is below 0, and the missing
+        completions must be requested again after new weights.
         """
         assert self.version >= 0, "the engine has no weights yet"
         self._wake_cache()
@@ -250,23 +252,23 @@ class ServerEngine:
         self.look_after()
 
     def stream(self) -> RequestStream:
-        """For requests of this rank that are not waited for."""
+        """Returns a stream for requests of this rank that the caller does not wait for."""
         return self._router.open()
 
     def look_after(self) -> None:
-        """Know of the servers that any rank has lost: without one that is left the version is below 0. Collective."""
+        """Synchronize server failures across ranks; without any server left the version is below 0. Collective."""
         self._agree(self._router.lost)
         if len(self._lost) == len(self._servers):
             self.version = -1
 
     def abort(self) -> None:
-        """End the requests in flight: `generate` gives what they have so far."""
+        """End the requests in flight: `generate` yields what they have so far."""
         self._router.abort()
         self._end_running()
 
     def _end_running(self) -> None:
         for number, server in self._own.items():
             if number not in self._lost:
-                # Whoever has its requests sees that it is gone.
+                # The rank that has requests there notices that the server is gone.
                 with contextlib.suppress(ServerLostError):
                     server.abort()

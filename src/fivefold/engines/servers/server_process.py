@@ -1,4 +1,4 @@
-"""A server of an engine as a process of its own: started, waited for, and ended with this one."""
+"""An engine's server as a separate process: started, waited for, and ended with this one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _ERROR = re.compile(r"\b\w+(Error|Exception): ")
 _MOST_ERRORS, _TAIL_LINES = 3, 20
 _LONGEST_START = 1800.0
-"""Seconds: a large model that is compiled for the first time takes minutes."""
+"""Most seconds until a server is ready: the first compilation of a large model takes minutes."""
 
 
 class ServerProcess:
-    """`python -m MODULE ARGUMENTS` that listens on a socket of this user's alone, or where other machines reach it."""
+    """Runs `python -m MODULE ARGUMENTS`, which listens on a socket of this user alone, or on a port for other machines."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class ServerProcess:
         is_ready: Callable[[str], bool],
         host: str | None = None,
     ) -> None:
-        """The module takes the socket's path as `--uds`, or `--host` and `--port` where a `host` is given; `is_ready`: does
-        the server answer at an address."""
+        """The module takes the socket's path as `--uds`, or `--host` and `--port` if a `host` is given. `is_ready` returns
+        whether the server answers at an address."""
         self._directory = scratch_directory()
-        # What its processes leave in theirs, sockets above all, is gone with them.
+        # Files that its processes leave in the temporary directory, mostly sockets, are removed with it.
         self._environment = {**environment, "TMPDIR": str(self._directory)}
         self._arguments, self.log = list(arguments), log
         self._is_ready, self._host, self._port = is_ready, host, 0
@@ -55,11 +55,12 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Of the process that runs now: whoever still has the one before finds nobody there."""
+        """Address of the current process. It differs after a restart, so clients of the earlier process find no server
+        there."""
         return f"http://{self._host}:{self._port}" if self._host else f"unix:{self._directory}/{self._starts}"
 
     def start(self) -> None:
-        """Start it anew; `wait` then says when it answers."""
+        """Start the server from scratch; `wait` returns when it answers."""
         self.end()
         self._starts += 1
         self._port = free_port() if self._host else 0
@@ -75,12 +76,12 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Whoever ends this rank's session spares the tracker that removes what the server leaves.
+                # Killing this rank's session must spare the tracker that removes what the server leaves.
                 start_new_session=True,
             )
 
     def wait(self) -> None:
-        """Return when it answers; raises RuntimeError with the end of its log where it ends instead, or takes too long."""
+        """Wait until the server answers; raises RuntimeError with the end of its log if it ends or takes too long."""
         deadline = time.monotonic() + _LONGEST_START
         while not self._is_ready(self.address):
             if self.has_ended:
@@ -96,7 +97,7 @@ class ServerProcess:
         return self._process is None or self._process.poll() is not None
 
     def last_words(self) -> str:
-        """Errors in its log since it was started, the first of which caused the others, and the end of it."""
+        """Returns the first errors in its log since the last start, which caused the others, and the end of the log."""
         with self.log.open("rb") as log:
             log.seek(self._log_begin)
             lines = log.read().decode(errors="replace").splitlines()
@@ -104,7 +105,7 @@ class ServerProcess:
         return "\n".join([*errors, f"the end of {self.log}:", *lines[-_TAIL_LINES:]])
 
     def end(self) -> None:
-        """Kill it and what it started."""
+        """Kill the server and its children."""
         if self._process is None:
             return
         kill(self._family())
@@ -126,15 +127,16 @@ class ServerProcess:
 
 
 def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without what makes it a rank, and with whom the server is to end with."""
+    """Returns this process's environment without the variables of ranks, plus this process's id, so that the server ends
+    with it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-    # Not among a server's temporary files: what was compiled serves the next one too.
+    # Outside a server's temporary files, so that the next server can use what was compiled.
     kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
     return {**kernels, **own, **changes, _PARENT: str(os.getpid())}
 
 
 def devices_from(device: torch.device, devices: int) -> dict[str, str]:
-    """The environment of a server on this rank's GPU and the next ones."""
+    """Returns the environment variables of a server on this rank's GPU and the following ones, `devices` in all."""
     if device.type != "cuda":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -145,7 +147,7 @@ def devices_from(device: torch.device, devices: int) -> dict[str, str]:
 def end_with_parent(is_first: bool) -> None:
     """Let the kernel end this process when its parent ends, in whatever way.
 
-    `is_first`: it is what a `ServerProcess` started, or a person, whose shell may end before it.
+    `is_first`: the process was started by a `ServerProcess`, or by a user, whose shell may end before it.
     """
     starter = multiprocessing.parent_process()
     parent = int(os.environ.get(_PARENT, 0)) if is_first else starter.pid if starter else 0
@@ -153,7 +155,7 @@ def end_with_parent(is_first: bool) -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent and os.getppid() != parent:
-        # It ended before the kernel was told.
+        # The parent ended before the call to the kernel.
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Process groups of one trainer rank and the workers of servers: what the rank has goes to all of them at once."""
+"""Process groups of one trainer rank and the workers of servers: the rank broadcasts its data to all of them at once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from fivefold.distributed import rendezvous
 
 
 def open_store(address: str, port: int | None, seconds: float) -> Store:
-    """The store in which the members of groups find each other; without a port this process holds it, and listens on this
-    address only. A partner that does not answer for so many seconds is an error, also in groups that are joined there."""
+    """Opens the store in which the members of groups find each other.
+
+    Without a port this process holds it, and listens on this address only. A member that does not answer within `seconds` is
+    an error, also in groups that are joined there.
+    """
     return rendezvous.open_store(address, port or 0, timedelta(seconds=seconds), is_held=port is None)
 
 
 def join_groups(store: Store, names: Sequence[str], rank: int, size: int, device: torch.device) -> list[Any]:
-    """This process's part of groups apart from every other: NCCL on GPUs, Gloo on hosts.
+    """Returns this process's membership of groups that are separate from all others: NCCL on GPUs, Gloo on hosts.
 
-    Rank 0 sends, and is in one of the groups; the others are in all of them, which they join in the same order.
+    Rank 0 sends, and is in one of the groups. The others are in all of them, and join them in the same order.
     """
     groups: list[Any] = []
     timeout = store.timeout  # type: ignore[attr-defined]
@@ -35,7 +38,7 @@ def join_groups(store: Store, names: Sequence[str], rank: int, size: int, device
             groups.append(dist.ProcessGroupNCCL(prefixed, rank, size, options))
         else:
             groups.append(dist.ProcessGroupGloo(prefixed, rank, size, timeout))
-        # NCCL connects with the first message: what goes wrong then shall not look like lost weights.
+        # NCCL connects with the first message: a failure of that must not look like lost weights.
         broadcast(groups[-1], torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -43,7 +46,7 @@ def join_groups(store: Store, names: Sequence[str], rank: int, size: int, device
 
 
 def broadcast(group: Any, bytes_B: Tensor) -> dist.Work:
-    """From the group's first member to the others; done when the work is."""
+    """Broadcasts from the group's first member to the others; complete when the returned work is."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     work: dist.Work = group.broadcast([bytes_B], options)
@@ -51,6 +54,6 @@ def broadcast(group: Any, bytes_B: Tensor) -> dist.Work:
 
 
 def leave(groups: Sequence[Any]) -> None:
-    """Give up groups in which somebody may be waiting for another one who is gone."""
+    """Aborts groups in which a member may be waiting for another one that is gone."""
     for group in groups:
         group.abort()

@@ -1,4 +1,4 @@
-"""The policy's weights on their way to servers on its own devices."""
+"""Sends the policy's weights to servers on the same devices."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class Sender(Protocol):
         version: int,
         begin: Callable[[], None],
     ) -> tuple[list[str], set[int]]:
-        """What is wrong with what this rank's `servers`, by number, have then, and which of them are gone.
+        """Delivers weights to this rank's `servers`, by number; returns what is wrong with them there, and the servers that
+        are gone.
 
-        Names are taken out of `missing` as they come; `begin` is called before the servers are given anything. Called on all
-        ranks.
+        Names are removed from `missing` as they arrive. `begin` is called before the servers receive anything. All ranks
+        call this.
         """
         ...
 
@@ -42,7 +43,7 @@ class WeightSender:
     """Delivers weights in buckets to servers on this rank's devices, in memory that they map."""
 
     def __init__(self, ranks: Ranks, device: torch.device, ranks_per_server: int, bucket_bytes: int) -> None:
-        """`ranks_per_server`: ranks that the weights of one server come from."""
+        """`ranks_per_server`: number of ranks that send the weights of one server."""
         self._device, self._group = device, ranks.consecutive(ranks_per_server)
         self._writer = BucketWriter(bucket_bytes, self._allocate)
         self._calls = ThreadPoolExecutor()
@@ -58,7 +59,7 @@ class WeightSender:
         version: int,
         begin: Callable[[], None],
     ) -> tuple[list[str], set[int]]:
-        """As a `Sender` does."""
+        """Delivers as `Sender.deliver` does."""
         begin()
         self._servers, self._lost = servers, set()
         is_whole = False
@@ -79,7 +80,7 @@ class WeightSender:
             under_way.append(self._ask("receive_bucket", handles, bucket.entries, bucket.used))
             if len(under_way) > 1:
                 self._settle(under_way.popleft())
-            # The next bucket is filled into the memory of the one before.
+            # The next bucket reuses the memory of the one before.
             self._meet()
         while under_way:
             self._settle(under_way.popleft())
@@ -89,7 +90,7 @@ class WeightSender:
         return DeviceMemory(size, self._device) if self._device.type == "cuda" else HostMemory(size)
 
     def _handles(self, bucket: Bucket) -> list[dict[str, Any]]:
-        """Of every rank that a server's weights come from, when all have filled theirs."""
+        """Returns the handles of all ranks that send a server's weights, after all have filled their buckets."""
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self._group is None:
@@ -97,7 +98,7 @@ class WeightSender:
         return all_gather_json(bucket.memory.handle, self._group)
 
     def _meet(self) -> None:
-        """Wait until the first of the ranks that a server's weights come from knows what has been read."""
+        """Wait until the first of the ranks that send a server's weights has seen what has been read."""
         if self._group is not None:
             dist.barrier(group=self._group)
 
@@ -105,7 +106,7 @@ class WeightSender:
         return [self._calls.submit(getattr(server, name), *arguments) for server in self._servers.values()]
 
     def _settle(self, calls: Sequence[Future[Any]]) -> list[Any]:
-        """The answers of this rank's servers; one that is gone is remembered."""
+        """Returns the answers of this rank's servers; records those that are gone."""
         answers = []
         for number, call in zip(self._servers, calls, strict=True):
             try:

@@ -1,6 +1,6 @@
-"""The policy's weights on their way to servers on other devices: every sender broadcasts its part of each tensor.
+"""Sends the policy's weights to servers on other devices: every sender broadcasts its part of each tensor.
 
-A transfer is whole on all servers, or none of them has new weights: whoever takes part waits for the others.
+A transfer is complete on all servers, or none of them has new weights: all participants wait for each other.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from fivefold.engines.servers.transfer import broadcast, join_groups, leave, ope
 from fivefold.engines.weight_sync import crossed_off
 
 MOST_SENDERS = 8
-"""As many network cards as a machine with eight GPUs has; each is one more group that every worker of a server is in."""
+"""Most senders: a machine with eight GPUs has as many network cards. Each sender adds a group that includes every worker of
+all servers."""
 _POLL_SECONDS, _LOOK_SECONDS = 0.001, 0.2
-"""Between looks at what is under way, and at whether another rank has given up."""
+"""Seconds between checks of pending work, and between checks whether another rank has given up."""
 _OWN = -1
-"""Beside the numbers of servers: what this rank waits for itself."""
+"""Key of this rank's own join among the numbers of servers."""
 _REASON_SECONDS = 5.0
-"""Time for servers to say why they could not take weights."""
+"""Seconds in which servers may report why they could not take weights."""
 
 
 def senders_of(ranks: int) -> list[int]:
-    """The ranks that send, spread evenly over all: each has every tensor for a moment, gathered over the policy's layout."""
+    """Returns the ranks that send, spread evenly over all. Each holds every tensor for a moment, gathered over the policy's
+    layout."""
     count = min(ranks, MOST_SENDERS)
     return [index * ranks // count for index in range(count)]
 
 
 class WireSender:
-    """Delivers weights in buckets, of which each sender broadcasts a part to the workers of all servers at once."""
+    """Delivers weights in buckets; each sender broadcasts its part of a bucket to the workers of all servers at once."""
 
     def __init__(self, ranks: Ranks, device: torch.device, bucket_bytes: int, *, is_staged: bool) -> None:
-        """`is_staged`: gather all weights before the servers are given anything; each sender then holds its part of the
-        whole model at once."""
+        """`is_staged`: gather all weights before sending any; each sender then holds its part of the whole model at once."""
         self._ranks, self._device, self._is_staged = ranks, device, is_staged
         senders = senders_of(ranks.layout.world_size)
         self._senders, self._sends = len(senders), ranks.rank in senders
         self._index = senders.index(ranks.rank) if self._sends else 0
         self._writer = BucketWriter(bucket_bytes, self._allocate, Part(self._index, len(senders)))
         self._threads: dict[int, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
-        """One of each server, which takes one bucket after the other."""
+        """One thread for each server, which takes the buckets in order."""
         self._store: Any = None
         self._where: Where = "", 0, 0.0
         self._groups: list[Any] = []
@@ -68,7 +69,7 @@ class WireSender:
         version: int,
         begin: Callable[[], None],
     ) -> tuple[list[str], set[int]]:
-        """As a `Sender` does; where one server is gone before all have everything, all of them are."""
+        """Delivers as `Sender.deliver` does. If one server is lost before all have everything, all of them are."""
         self._servers, self._asked, self._fault, self._is_cut = servers, [], "", False
         buckets = self._writer.buckets(crossed_off(weights, missing), keeps=self._is_staged)
         if self._is_staged:
@@ -80,7 +81,7 @@ class WireSender:
         self._settle(self._ask("begin_weights", verify))
         under_way: deque[tuple[dict[int, Future[Any]], Any]] = deque()
         for bucket in buckets:
-            # The others gather the weights with this rank, whether it sends or not.
+            # The other ranks gather the weights with this rank, whether it sends or not.
             if not self._is_cut:
                 under_way.append(self._send(bucket))
                 if len(under_way) > 1:
@@ -92,7 +93,7 @@ class WireSender:
         return found
 
     def _finish(self, is_whole: bool, version: int) -> tuple[list[str], set[int]]:
-        """All have everything; what is wrong with it, and who is gone since."""
+        """Ends a complete transfer; returns what is wrong with it, and the servers that were lost meanwhile."""
         faults, lost = [], set()
         for number, call in self._ask("finish_weights", is_whole, version).items():
             try:
@@ -104,9 +105,10 @@ class WireSender:
         return faults, lost
 
     def _given_up(self) -> tuple[list[str], set[int]]:
-        """Workers may be waiting for what nobody sends any more, and cannot be asked anything: all servers are lost.
+        """Ends a failed transfer: all servers are lost, since workers may wait for data that is never sent and cannot be
+        called.
 
-        That is the reason where a server is gone; otherwise what went wrong is, and ends the run.
+        If a server is gone, that is the reason and there are no faults. Otherwise the fault is returned, and ends the run.
         """
         wait([call for _, call in self._asked], _REASON_SECONDS)
         errors = [call.exception() for _, call in self._asked if call.done()]
@@ -120,7 +122,7 @@ class WireSender:
         return BroadcastMemory(size, self._device) if self._sends else NoMemory(size)
 
     def _send(self, bucket: Bucket) -> tuple[dict[int, Future[Any]], Any]:
-        """Begin to send this rank's part, and tell its servers to take all parts."""
+        """Begin to send this rank's part, and let its servers receive all parts."""
         calls = self._ask("receive_bucket", [bucket.memory.handle], bucket.entries, bucket.used)
         return calls, broadcast(self._groups[0], bucket.memory.bytes_B[: bucket.used]) if self._groups else None
 
@@ -135,7 +137,7 @@ class WireSender:
         return self._threads[number].submit(call, *arguments)
 
     def _settle(self, calls: Mapping[int, Future[Any]], work: Any = None) -> list[Any]:
-        """The answers, when all are there and the work is done; none where it cannot be done any more on some rank."""
+        """Waits for all calls and the work; returns the answers, or an empty list if they cannot complete on some rank."""
         looked = time.monotonic()
         while not self._is_cut:
             waiting = [call for call in calls.values() if not call.done()]
@@ -162,7 +164,7 @@ class WireSender:
         return True
 
     def _cut(self) -> None:
-        """Give up, and let the other ranks know."""
+        """Give up, and signal that to the other ranks."""
         self._is_cut = True
         self._store.set(self._cut_key, "")
 
@@ -171,7 +173,7 @@ class WireSender:
         return f"cut-{self._joins}"
 
     def _join(self) -> None:
-        """Join the workers of all servers, unless they are those of the last time. Collective."""
+        """Join the workers of all servers, unless they are the same as last time. Collective."""
         addresses = [
             each for own in self._ranks.gather_objects([one.address for one in self._servers.values()]) for each in own
         ]
@@ -195,7 +197,7 @@ class WireSender:
         }
         self._asked += calls.items()
         if self._sends:
-            # In a thread, and each time in another: a partner who never comes would keep this rank from hearing of it.
+            # In a new thread each time: a partner that never joins would keep this rank from noticing the failure.
             calls[_OWN] = ThreadPoolExecutor(1).submit(self._join_own, names[self._index], size)
         self._settle(calls)
         if self._sends and calls[_OWN].done() and (error := calls[_OWN].exception()) is not None:
@@ -206,11 +208,12 @@ class WireSender:
     def _join_own(self, name: str, size: int) -> list[Any]:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        # A store answers one question at a time, and this one takes until everybody is there.
+        # A separate store connection: a store answers one request at a time, and this one takes until all members have
+        # joined.
         return join_groups(open_store(*self._where), [name], 0, size, self._device)
 
     def _open_store(self, addresses: Sequence[str]) -> None:
-        """Held by the first rank, where the workers of every server reach it."""
+        """Open the store, which the first rank holds at an address that the workers of every server can reach."""
         if self._ranks.is_main:
             far = next((each for each in addresses if not each.startswith("unix:")), addresses[0])
             seconds = self._ranks.timeout.total_seconds()
@@ -222,7 +225,7 @@ class WireSender:
             self._store = open_store(*self._where)
 
     def _workers(self) -> dict[int, int]:
-        """Of each of this rank's servers."""
+        """Returns the number of workers of each of this rank's servers."""
         calls = self._ask("workers")
         return dict(zip(calls, self._settle(calls), strict=False))
 

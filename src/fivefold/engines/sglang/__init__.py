@@ -1,1 +1,2 @@
-"""SGLang as servers; the only room that imports it. What a client, `fivefold check` and a server share needs no SGLang."""
+"""SGLang as servers; only this package imports it. Modules shared by clients, `fivefold check` and servers do not need
+SGLang."""

@@ -1,4 +1,5 @@
-"""SGLang's own arguments: do they exist in the installed release, are values of their type. No torch, no SGLang here."""
+"""Checks SGLang's own arguments: the installed release must have them, with values of their type. No torch, no SGLang
+here."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from fivefold.config.packages import import_fault
 from fivefold.engines.arguments import check_arguments, declared_fields, dotted
 
 VERSIONS = ((0, 5, 20), (0, 5, 23))
-"""First and last version that this door is written for."""
+"""First and last version that this package supports."""
 LOADER = "fivefold.engines.sglang.receiver.receive"
-"""What SGLang calls with what comes for its weights (`--custom-weight-loader`)."""
+"""Function that SGLang calls with the received weights (`--custom-weight-loader`)."""
 MARGIN = 8
-"""Tokens of its context that SGLang gives to no request: it would end longer ones earlier, without a word."""
+"""Tokens of its context that SGLang leaves unused; a request that needs them would silently end early."""
 OURS = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",
@@ -36,7 +37,7 @@ OURS = {
     "enable_memory_saver": "engine.sleep",
     "device": "trainer.device",
 }
-"""Arguments that have a key of their own, for every engine."""
+"""Arguments that have their own configuration key, for every engine."""
 _STARTED = "servers are started by the trainer's ranks"
 _SAMPLED = "engine.sampling says how tokens are drawn"
 FIXED = {
@@ -55,15 +56,16 @@ FIXED = {
     "tokenizer_worker_num": _STARTED,
     "enable_http2": _STARTED,
 }
-"""Arguments that cannot be another, with the reason."""
+"""Arguments that cannot be changed, with the reason."""
 
 
 MOST_TOP_K = 4096
-"""Most tokens whose set SGLang says with a sample."""
+"""Largest top-k for which SGLang returns the set of tokens with a sample."""
 
 
 def refusals(sampling: SamplingConfig) -> Iterator[tuple[str, str]]:
-    """(key of engine.sampling, reason) of what SGLang would draw or score otherwise than the other engines."""
+    """Yields (key of engine.sampling, reason) for settings that SGLang draws or scores differently from the other
+    engines."""
     is_cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
     if is_cut and not 1 < sampling.top_k <= MOST_TOP_K:
         yield (
@@ -81,7 +83,7 @@ def refusals(sampling: SamplingConfig) -> Iterator[tuple[str, str]]:
 
 
 def installed_version() -> str | None:
-    """The version of SGLang that is installed."""
+    """Returns the version of SGLang that is installed; None without one."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -89,7 +91,7 @@ def installed_version() -> str | None:
 
 
 def check_sglang(findings: Findings, given: dict[str, Any]) -> None:
-    """Errors where SGLang is not there, too old or too new, or does not have an argument; `findings` are at `engine`."""
+    """Adds errors if SGLang is missing, too old or too new, or lacks an argument; `findings` are at `engine`."""
     version, found = installed_version(), importlib.util.find_spec("sglang")
     if version is None or found is None or found.origin is None:
         findings.error(
@@ -110,7 +112,7 @@ def check_sglang(findings: Findings, given: dict[str, Any]) -> None:
 
 
 def server_arguments(directory: Path) -> dict[str, str]:
-    """Name -> declared type of SGLang's server arguments, read from its source."""
+    """Returns name -> declared type of SGLang's server arguments, read from its source."""
     parts = sorted((directory / "arg_groups" / "fields").glob("*.py"))
     fields = declared_fields([directory / "server_args.py"], "ServerArgs".__eq__) | declared_fields(parts, str.isidentifier)
     if "tp_size" not in fields:
@@ -119,7 +121,7 @@ def server_arguments(directory: Path) -> dict[str, str]:
 
 
 def _declared(annotation: ast.expr) -> str:
-    """`A[Optional[int], "what it is for"]` -> int | None."""
+    """Returns the declared type: `A[Optional[int], "what it is for"]` -> int | None."""
     if isinstance(annotation, ast.Subscript):
         outer, inner = ast.unparse(annotation.value), annotation.slice
         if outer == "A" and isinstance(inner, ast.Tuple):

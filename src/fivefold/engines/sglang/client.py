@@ -1,4 +1,4 @@
-"""One server of SGLang: requests, weights and memory over its own HTTP calls."""
+"""Client of one SGLang server: requests, weights and memory over SGLang's own HTTP calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fivefold.types import Sampling
 
 _FLUSH_SECONDS, _ANSWER_SECONDS = 30.0, 600.0
 _CUT = -1
-"""Version of weights that are not whole."""
+"""Version of incomplete weights."""
 
 
 class SGLangServer:
@@ -34,13 +34,14 @@ class SGLangServer:
     names_versions = True
 
     def __init__(self, address: str, ends: Collection[int], run: str) -> None:
-        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks."""
+        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: name of the run, the same on
+        all ranks."""
         self.address, self._ends, self._run = address, ends, run
         self._control, self._requests = blocking_client(address), streaming_client(address)
         self._calls = 0
 
     def take(self) -> None:
-        """Make the server this run's alone, and end what another one has left there."""
+        """Reserve the server for this run alone, and end what another run left there."""
         self._post("/continue_generation", {})
         self.abort()
         self._post("/end_weight_update", {}, may_refuse=True)
@@ -51,7 +52,7 @@ class SGLangServer:
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
-        """The answer to each draw, as they end; raises ServerLostError."""
+        """Yields the answer to each draw, as they end; raises ServerLostError."""
         asked = [asyncio.ensure_future(self._draw(name, prompt_ids, sampling, *draw)) for draw in draws]
         try:
             for done in asyncio.as_completed(asked):
@@ -59,7 +60,7 @@ class SGLangServer:
         except httpx.TransportError as error:
             raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
         finally:
-            # The server ends requests that nobody waits for any more.
+            # The server ends requests whose client has gone.
             for each in asked:
                 each.cancel()
 
@@ -89,7 +90,8 @@ class SGLangServer:
         return number, tokens, logprobs, reason, versions, None
 
     def _own(self, version: str) -> int:
-        """The number of a version of this run; raises RuntimeError for another run's: its weights have sampled."""
+        """Returns the number of a version of this run. Raises RuntimeError for another run's version: its weights have
+        sampled."""
         run, _, number = version.rpartition(":")
         if run != self._run:
             raise RuntimeError(f"{self}: another run has taken this server")
@@ -101,25 +103,25 @@ class SGLangServer:
         return answers(self.address)
 
     def progress(self) -> float | None:
-        """It does not say how many tokens it has sampled: while it answers it is taken to go on."""
+        """Returns the time while the server answers: SGLang does not report how many tokens it has sampled."""
         return time.monotonic() if self.answers() else None
 
     def pause(self) -> None:
-        """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""
+        """Suspend the requests in flight, and discard what was computed for them with the old weights."""
         self._post("/pause_generation", {"mode": "retract"})
 
     def resume(self) -> None:
-        """Go on with them."""
+        """Continue the suspended requests."""
         self._post("/continue_generation", {})
 
     def abort(self) -> None:
-        """End the requests in flight, which answer with what they have."""
+        """End the requests in flight, which return what they have."""
         self._post("/abort_request", {"abort_all": True})
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def workers(self) -> int:
-        """How many processes take weights."""
+        """Returns the number of processes that receive weights."""
         return self._workers
 
     @cached_property
@@ -130,21 +132,21 @@ class SGLangServer:
         self._in_session("join_groups", where, names, first, size)
 
     def begin_weights(self, verify: bool) -> None:
-        """`verify`: compare what is held at the end with what came."""
+        """Begin an update of weights. `verify`: at its end, compare the held weights with the received ones."""
         self._post("/begin_weight_update", {})
-        # What is sampled before the end says so, and is not taken.
+        # Tokens sampled before the end carry this version, and are rejected.
         self._call("begin_weights", verify, version=f"{self._run}:{_CUT}")
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
         self._call("receive_bucket", handles, entries, used)
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
-        """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
+        """End an update of weights; returns what is wrong with them. No keys of the old weights remain in the KV cache."""
         found = self._call("finish_weights", is_whole, version=f"{self._run}:{version if is_whole else _CUT}")
         self._post("/end_weight_update", {})
         deadline = time.monotonic() + _FLUSH_SECONDS
         while self._control.post("/flush_cache").status_code != 200:
-            # Requests that nobody waits for any more end a moment later.
+            # Abandoned requests end a moment later.
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self} keeps keys of the old weights: requests are running")
             time.sleep(0.05)
@@ -153,22 +155,22 @@ class SGLangServer:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Give back the memory of weights and cache."""
+        """Free the memory of weights and cache."""
         self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     def wake(self, part: str) -> None:
-        """Take memory again: of `weights` or `kv_cache`."""
+        """Allocate the memory of `weights` or `kv_cache` again."""
         self._post("/resume_memory_occupation", {"tags": [part]})
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _answers(self) -> Any:
-        """Where the schedulers leave their answers: SGLang's own call gives none back."""
+        """Store in which the schedulers leave their answers: SGLang's own call returns none."""
         return open_store(own_address(self.address), None, _ANSWER_SECONDS)
 
     def _call(self, method: str, *arguments: Any, version: str | None = None) -> list[Any]:
-        """The answers of all schedulers; raises RuntimeError with what went wrong in one."""
+        """Returns the answers of all schedulers; raises RuntimeError with the error of one."""
         self._calls += 1
         message = {
             "method": method,
@@ -176,7 +178,7 @@ class SGLangServer:
             "number": self._calls,
             "answers_to": [own_address(self.address), self._answers.port],
         }
-        # SGLang takes pickles, and of tensors only.
+        # SGLang accepts only pickles, and only of tensors.
         pickled = base64.b64encode(pickle.dumps([(json.dumps(message), torch.empty(0))])).decode()
         content = {
             "serialized_named_tensors": [pickled] * self._workers,
@@ -192,7 +194,7 @@ class SGLangServer:
         return [each["result"] for each in found]
 
     def _in_session(self, method: str, *arguments: Any) -> None:
-        """A call beside an update of weights, for which SGLang wants one to have begun."""
+        """Makes a call outside an update of weights; SGLang requires that an update has begun."""
         self._post("/begin_weight_update", {})
         try:
             self._call(method, *arguments)
@@ -204,7 +206,7 @@ class SGLangServer:
             response = self._control.post(path, json=content)
         except httpx.TransportError as error:
             raise ServerLostError(f"{self}: {type(error).__name__}: {error}") from error
-        # Sessions came with 0.5.21.
+        # Releases before 0.5.21 have no update sessions.
         missing = response.status_code == 404 and path.endswith("_weight_update")
         if response.status_code != 200 and not (may_refuse or missing):
             self._explain(response)

@@ -1,4 +1,4 @@
-"""A `Sampling` in the words of SGLang's sampling parameters. No SGLang here."""
+"""Converts a `Sampling` to SGLang's sampling parameters. No SGLang here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fivefold.types import Sampling
 
 
 def is_cut(sampling: Sampling) -> bool:
-    """Tokens are drawn from a part of the distribution."""
+    """Returns whether tokens are drawn from a truncated distribution."""
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0)
 
 
 def sampling_arguments(sampling: Sampling, ends: Collection[int], seed: int) -> dict[str, Any]:
-    """End tokens are named one by one, so that every engine ends where the others do."""
+    """Returns SGLang's sampling parameters. End tokens are listed one by one, so that all engines end at the same tokens."""
     return {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

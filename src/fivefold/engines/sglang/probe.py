@@ -1,4 +1,4 @@
-"""Is a server of SGLang there, and what does it hold? No torch and no SGLang: `fivefold check` asks too."""
+"""Checks that an SGLang server answers, and reads what it holds. No torch and no SGLang: `fivefold check` uses it too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ COMMAND = f"python -m sglang.launch_server --custom-weight-loader {LOADER} --ski
 
 
 def answers(address: str) -> bool:
-    """The server is there, and so are its schedulers, who are asked as well."""
+    """Returns whether the server and its schedulers answer."""
     return is_well(address, "/server_info")
 
 
 def describe(address: str) -> Description | int:
-    """What it says of its model, or the HTTP status where somebody else, or a server without our loader, has answered."""
+    """Returns what the server reports of its model. Returns the HTTP status if another service, or a server without our
+    loader, answers."""
     settings = ask(address, "GET", "/server_info")
     try:
         found = settings.json()

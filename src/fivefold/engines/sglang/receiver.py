@@ -1,7 +1,7 @@
-"""What runs inside SGLang's schedulers: new weights in any number of pieces, and what the scheduler holds afterwards.
+"""Runs inside SGLang's schedulers: receives new weights in any number of pieces, and compares what the scheduler then holds.
 
 SGLang calls `receive` by its path (`--custom-weight-loader`) with the tensors of `/update_weights_from_tensor`. There is
-one, and its name is a message, which says what to do and where the answer goes.
+exactly one tensor. Its name is a message, which contains the method to call and where the answer goes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FUSED = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
 
 
 def receive(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Do what the message says; an error is an answer too: raised, it would end the server."""
+    """Execute the message. An error is returned as an answer: if raised, it would end the server."""
     ((message, _),) = named_tensors
     asked = json.loads(message)
     try:
@@ -51,7 +51,7 @@ def _store(host: str, port: int) -> Store:
 
 
 class WeightReceiver:
-    """Of one model: `begin_weights`, `receive_bucket` any number of times, `finish_weights`."""
+    """Receives the weights of one model: `begin_weights`, `receive_bucket` any number of times, `finish_weights`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -60,13 +60,13 @@ class WeightReceiver:
         self._sent: SentWeights | None = None
 
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int) -> None:
-        """Join the groups over which weights come, one of each sender; `first`: this server's first member."""
+        """Join the groups over which weights arrive, one for each sender; `first`: this server's first member."""
         leave(self._groups)
         rank = first + get_tp_group().rank_in_group
         self._groups = join_groups(open_store(*where), names, rank, size, self._device)
 
     def begin_weights(self, verify: bool) -> None:
-        """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
+        """Begin an update. `verify`: sum up the received weights, which `finish_weights` compares with the held ones."""
         self._reader = BucketReader(self._device, self._groups)
         copies = {
             f"{name}.{kind}": module.num_kv_head_replicas
@@ -79,11 +79,11 @@ class WeightReceiver:
         self._sent = SentWeights(dtypes, fused, copies) if verify else None
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
-        """Take tensors in memory of another process, `handles[i]` that of tensor-parallel rank i."""
+        """Load tensors from memory of another process; `handles[i]` is that of tensor-parallel rank i."""
         handle = handles[get_tp_group().rank_in_group % len(handles)]
         self._model.load_weights(self._noted(self._reader.take(handle, entries, used)))
         if self._device.type == "cuda":
-            # The sender overwrites it when this is answered.
+            # The sender overwrites the memory after this call returns.
             torch.cuda.current_stream().synchronize()
 
     def _noted(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -93,19 +93,19 @@ class WeightReceiver:
             yield name, tensor
 
     def finish_weights(self, is_whole: bool) -> list[str]:
-        """What is wrong with the weights that were received; `is_whole`: none of them failed to come."""
+        """End an update; returns what is wrong with the received weights. `is_whole`: all of them were received."""
         self._reader.close()
         if not is_whole or self._sent is None:
             return []
         held = dict(_held_weights(self._model))
         if missing := self._sent.missing(held):
-            # SGLang says nothing of parameters that it was given nothing for, nor of names that it does not know.
+            # SGLang does not report parameters that received no tensor, nor names that it does not have.
             return [f"{len(missing)} of {len(held)} parameters got no new weights, the first: {missing[:3]}"]
         return self._sent.faults(held.items(), get_tp_group().cpu_group)
 
 
 def _held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, without padding of the vocabulary."""
+    """Yields every parameter, without padding of the vocabulary."""
     for prefix, module in model.named_modules():
         for name, tensor in module.named_parameters(prefix, recurse=False):
             is_padded = isinstance(module, VocabParallelEmbedding)

@@ -1,6 +1,6 @@
-"""SGLang's own server on a socket, ended with whoever started it: `python -m fivefold.engines.sglang.serve --uds PATH ...`.
+"""Runs SGLang's own server on a socket, ended with its parent: `python -m fivefold.engines.sglang.serve --uds PATH ...`.
 
-The arguments are SGLang's, which knows ports only: on a port of one machine every user of it could give the server weights.
+The arguments are SGLang's. SGLang itself listens only on ports, where every user of the machine could send weights to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fivefold.engines.sglang.arguments import LOADER, MARGIN
 if TYPE_CHECKING:
     import torch
 
-# A model's last positions are room for responses too.
+# Responses may use a model's last positions too.
 _ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 _FLAGS = ("--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup", "--log-level-http", "warning")
 
@@ -35,14 +35,14 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     class There(uvicorn.Config):
-        """Of a web server that listens where the run says, whatever it is told."""
+        """Configuration of a web server that listens on the run's address, whatever SGLang passes."""
 
         def __init__(self, app: Any, host: str, port: int, **named: Any) -> None:
             where = {"uds": given.uds} if given.uds else {"host": given.host, "port": int(given.port)}
             super().__init__(app, **where, **named)
 
     uvicorn.Config = There
-    # It would ask itself for this, on the port that it believes in; whoever takes the server does.
+    # SGLang would send itself this request, to a port on which it does not listen. The client sends it in `take`.
     http_server._freeze_gc_after_server_warmup = lambda *_: None
     run_server(prepare_server_args([*rest, *_FLAGS]))
 
@@ -55,11 +55,11 @@ def server_process(
     is_ready: Callable[[str], bool],
     host: str | None = None,
 ) -> ServerProcess:
-    """A server on this device and the next ones, `devices` in all, with SGLang's own arguments by name."""
+    """Returns a server on this device and the following ones, `devices` in all, with SGLang's own arguments by name."""
     given = {"device": device.type, **arguments, "context_length": arguments["context_length"] + MARGIN}
     environment = _ENVIRONMENT | devices_from(device, devices)
     if device.type == "cpu":
-        # Else it wants a NUMA node for each tensor-parallel rank.
+        # Otherwise SGLang requires a NUMA node for each tensor-parallel rank.
         cores = sorted(os.sched_getaffinity(0))
         shares = [cores[rank::devices] or cores for rank in range(devices)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
@@ -68,7 +68,7 @@ def server_process(
     )
 
 
-# SGLang's other processes are started anew, and run this module again under its second name.
+# SGLang spawns its other processes, which run this module again under its second name.
 if __name__ in ("__main__", "__mp_main__"):
     end_with_parent(is_first=__name__ == "__main__")
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The door to vLLM: nothing else imports it."""
+"""Integration of vLLM: no other package imports it."""

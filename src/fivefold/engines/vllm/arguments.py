@@ -1,4 +1,4 @@
-"""vLLM's own arguments: do they exist in the installed release, are values of their type. No torch, no vLLM here."""
+"""Checks vLLM's own arguments: the installed release must have them, with values of their type. No torch, no vLLM here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fivefold.engines.arguments import check_arguments, declared_fields, dotted
 from fivefold.errors import shown
 
 VERSIONS = ((0, 20), (0, 32))
-"""First and last minor version that this door is written for."""
+"""First and last minor version that this package supports."""
 EXTENSION = "fivefold.engines.vllm.extension.WeightReceiver"
-"""What vLLM mixes into its workers, so that they take the policy's weights."""
+"""Class that vLLM mixes into its workers, so that they receive the policy's weights."""
 ROUTE, TAKE, WEIGHTS = "/fivefold/generate", "/fivefold/take", "/fivefold/weights"
-"""Of a server, beside vLLM's own."""
+"""HTTP routes of a server, in addition to vLLM's own."""
 ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Environment: threads stay those of the process, and kernels that are compiled at start-up are left out."""
+"""Environment on CPUs: threads stay those of the process, and kernels that are compiled at startup are left out."""
 OURS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
@@ -38,7 +38,7 @@ OURS = {
     "enable_sleep_mode": "engine.sleep",
     "enable_return_routed_experts": "policy.router_replay",
 }
-"""Arguments that have a key of their own, for every engine."""
+"""Arguments that have their own configuration key, for every engine."""
 FIXED = {
     "distributed_executor_backend": "the ranks of the trainer are vLLM's workers",
     "worker_extension_cls": "it takes the policy's weights",
@@ -49,33 +49,33 @@ FIXED = {
     "override_generation_config": "engine.sampling says how tokens are drawn",
     "max_logprobs": "that of the drawn token is what is asked for",
 }
-"""Arguments that cannot be another, with the reason."""
+"""Arguments that cannot be changed, with the reason."""
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
-"""Forms that vLLM makes of weights as they come, so that a step's new ones can be given to it; others are of files whose
-weights were quantized before."""
+"""Formats into which vLLM converts weights as they arrive, so that it can receive new ones in each step. Other formats are
+for files whose weights are already quantized."""
 _METHODS = Path("model_executor", "layers", "quantization", "__init__.py")
 
 
 _DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""What DeepSeek-V3's config.json says to vLLM; in one that transformers wrote it is missing, as it never is otherwise."""
+"""Entries of DeepSeek-V3's config.json that vLLM needs. They are missing only if transformers wrote the file."""
 
 
 def of_model(config: Mapping[str, Any], is_on_cpu: bool) -> dict[str, Any]:
-    """What vLLM must be told about a model beside its config.json, so that it computes the same."""
+    """Returns arguments that vLLM needs in addition to a model's config.json, so that it computes the same."""
     if config["model_type"] != "deepseek_v3":
         return {}
-    # It would take a softmax, and have no place for the correction bias.
+    # Without them vLLM would use a softmax, and have no parameter for the correction bias.
     missing = {name: value for name, value in _DEEPSEEK.items() if name not in config}
     found: dict[str, Any] = {"hf_overrides": missing} if missing else {}
     if is_on_cpu:
-        # Its kernel for CPUs leaves the positions of latent attention as they are (0.32); torch's turns them.
+        # vLLM's CPU kernel does not rotate the positions of latent attention (0.32); torch's does.
         found["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return found
 
 
 def installed_version() -> str | None:
-    """The version of vLLM (or of its build for CPUs) that is installed."""
+    """Returns the version of vLLM (or of its build for CPUs) that is installed; None without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -85,7 +85,7 @@ def installed_version() -> str | None:
 
 
 def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
-    """Errors where vLLM is not there, too old or too new, or does not have an argument; `findings` are at `engine`."""
+    """Adds errors if vLLM is missing, too old or too new, or lacks an argument; `findings` are at `engine`."""
     version, package = installed_version(), _package()
     if version is None or package is None:
         findings.error(
@@ -108,7 +108,8 @@ def check_vllm(findings: Findings, given: dict[str, Any]) -> None:
 
 
 def _check_quantization(findings: Findings, version: str, methods: Path, form: Any) -> None:
-    """Errors where vLLM cannot make this form of weights that come anew in each step; `methods` names those that it has."""
+    """Adds errors if vLLM cannot convert new weights to this format in each step; `methods` is the file that names its
+    formats."""
     if form not in QUANTIZATIONS:
         findings.error(
             "quantization",
@@ -119,7 +120,7 @@ def _check_quantization(findings: Findings, version: str, methods: Path, form: A
 
 
 def returns_routes(on_gpus: bool) -> str | None:
-    """Why the installed release does not say which experts it chose; None where it does."""
+    """Returns why the installed release does not report which experts it chose; None if it does."""
     version, package = installed_version(), _package()
     if package is None:
         return None
@@ -131,7 +132,8 @@ def returns_routes(on_gpus: bool) -> str | None:
 
 
 def names_versions() -> bool:
-    """The installed release says which weights sampled which token of a response (or there is none to be looked at)."""
+    """Returns whether the installed release reports which weights sampled which token of a response; True if none is
+    installed."""
     package = _package()
     return package is None or "weight_versions" in declared_fields([package / "outputs.py"], "CompletionOutput".__eq__)
 
@@ -142,7 +144,7 @@ def _package() -> Path | None:
 
 
 def engine_arguments(source: Path) -> dict[str, str]:
-    """Name -> declared type of vLLM's `EngineArgs`, read from its source."""
+    """Returns name -> declared type of vLLM's `EngineArgs`, read from its source."""
     fields = declared_fields([source], "EngineArgs".__eq__)
     if not fields:
         raise ValueError(f"{source} declares no EngineArgs: this release of vLLM is not one that fivefold knows")

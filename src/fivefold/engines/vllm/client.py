@@ -1,4 +1,4 @@
-"""One server of vLLM, as `fivefold.engines.vllm.serve` starts it: requests, weights and memory over HTTP."""
+"""Client of one vLLM server, as `fivefold.engines.vllm.serve` starts it: requests, weights and memory over HTTP."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class VLLMServer:
     """Calls of one server; `generate` belongs to an event loop, the others block."""
 
     def __init__(self, address: str, ends: Collection[int], run: str, routes: RouteShape | None = None) -> None:
-        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: the same on all ranks;
-        `routes`: of what answers say of experts."""
+        """`address`: http://host:port or unix:/path; `ends`: tokens that end a response; `run`: name of the run, the same on
+        all ranks; `routes`: shape of the routes in answers, None if answers have none."""
         self.address, self._ends, self._run, self._routes = address, ends, run, routes
         self._control, self._requests = blocking_client(address), streaming_client(address)
         self.names_versions = False
 
     def take(self) -> None:
-        """Make the server this run's alone, and end what another one has left there."""
+        """Reserve the server for this run alone, and end what another run left there."""
         self.names_versions = self._post(TAKE, json={"run": self._run}).json()["names_versions"]
         self._call("take", self._run)
         self.abort()
@@ -44,7 +44,7 @@ class VLLMServer:
     async def generate(
         self, name: str, prompt_ids: list[int], sampling: Sampling, draws: Sequence[Draw]
     ) -> AsyncIterator[Answer]:
-        """The answer to each draw, as they end; raises ServerLostError."""
+        """Yields the answer to each draw, as they end; raises ServerLostError."""
         sampled = sampling_arguments(sampling, self._ends)
         asked = {"run": self._run, "name": name, "prompt_ids": prompt_ids, "sampling": sampled, "draws": draws}
         try:
@@ -74,19 +74,19 @@ class VLLMServer:
         return answers(self.address)
 
     def progress(self) -> float | None:
-        """Tokens read and sampled so far, as its metrics say; None where it does not answer."""
+        """Returns the number of tokens read and sampled so far, from the server's metrics; None if it does not answer."""
         return progress(self.address)
 
     def pause(self) -> None:
-        """Keep the requests in flight where they are, and what was computed for them under the old weights no longer."""
+        """Suspend the requests in flight, and discard what was computed for them with the old weights."""
         self._post("/pause", params={"mode": "keep"})
 
     def resume(self) -> None:
-        """Go on with them."""
+        """Continue the suspended requests."""
         self._post("/resume")
 
     def abort(self) -> None:
-        """End the requests in flight, which answer with what they have."""
+        """End the requests in flight, which return what they have."""
         self._post("/pause", params={"mode": "abort"})
         self._post("/resume")
 
@@ -102,11 +102,11 @@ class VLLMServer:
         self._give("receive_bucket", handles, entries, used)
 
     def finish_weights(self, is_whole: bool, version: int) -> list[str]:
-        """What is wrong with the weights that were received; nothing of the old ones is left in the cache of keys."""
+        """End an update of weights; returns what is wrong with them. No keys of the old weights remain in the KV cache."""
         faults = [fault for each in self._give("finish_weights", is_whole) for fault in each]
         deadline = time.monotonic() + _RESET_SECONDS
         while not _succeeded(self._post("/reset_prefix_cache")):
-            # Requests that nobody waits for any more end a moment later.
+            # Abandoned requests end a moment later.
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self} keeps keys of the old weights: requests are running")
             time.sleep(0.05)
@@ -115,25 +115,25 @@ class VLLMServer:
         return faults
 
     def workers(self) -> int:
-        """How many processes take weights."""
+        """Returns the number of processes that receive weights."""
         return len(self._call("describe"))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Give back the memory of weights and cache."""
+        """Free the memory of weights and cache."""
         self._post("/sleep", params={"level": 2})
 
     def wake(self, part: str) -> None:
-        """Take memory again: of `weights` or `kv_cache`."""
+        """Allocate the memory of `weights` or `kv_cache` again."""
         self._post("/wake_up", params={"tags": part})
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers; raises RuntimeError with what went wrong in one."""
+        """Returns the answers of all workers; raises RuntimeError with the error of one."""
         return self._results(self._post("/collective_rpc", json={"method": "answer", "args": [method, *arguments]}))
 
     def _give(self, method: str, *arguments: Any) -> list[Any]:
-        """The same for a call about weights, of which the server keeps account."""
+        """Returns the answers of all workers to a call about weights, which the server tracks."""
         return self._results(self._post(WEIGHTS, json={"run": self._run, "method": method, "args": arguments}))
 
     def _results(self, answer: httpx.Response) -> list[Any]:
@@ -163,5 +163,5 @@ class VLLMServer:
 
 
 def _succeeded(answer: httpx.Response) -> bool:
-    """Old releases answer with nothing, newer ones whether it went well."""
+    """Returns whether a call went well: old releases answer with an empty body, newer ones with the result."""
     return not answer.content or bool(answer.json().get("success", True))

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's processes: weights move inside a GPU, every tensor-parallel group of ranks is one replica."""
+"""vLLM in the trainer's processes: weights move inside a GPU, and every tensor-parallel group of ranks is one replica."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class VLLMEngine:
         verify_every: int,
         can_sleep: bool,
     ) -> None:
-        """`arguments` are vLLM's own; `verify_every`: updates between comparisons of what is held with what was sent, the
-        first among them (0: never)."""
+        """`arguments` are vLLM's own. `verify_every`: number of updates from one comparison of held and sent weights to the
+        next, beginning with the first update (0: never)."""
         self._sockets, spec = scratch_directory(), load_spec(directory)
         self._routes = spec.routes if arguments.get("enable_return_routed_experts") else None
         environment = _ENVIRONMENT | (ON_CPU if device.type == "cpu" else {}) | (V2 if self._routes is not None else {})
@@ -56,7 +56,8 @@ class VLLMEngine:
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets)
         if device.type == "cpu":
             arguments = {"enforce_eager": True} | arguments
-            # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
+            # This avoids compilation on a user's machine. Also, inductor's code for AVX2 read embeddings past their end
+            # (0.32).
             torch._dynamo.config.disable = bool(arguments["enforce_eager"])
         import vllm
 
@@ -74,21 +75,22 @@ class VLLMEngine:
             )
         self._ends = stop_token_ids(directory, tokenizer)
         self._expected = [name for parameter in parameters_of(spec) for name in parameter.hf]
-        # What a quantized engine holds has other bits than what it was given.
+        # A quantized engine holds other bits than it received.
         self._verify_every = 0 if arguments.get("quantization") else verify_every
         self._updates, self._can_sleep = 0, can_sleep
         self._aborted: list[Completion] = []
         self.goes_on: Callable[[], bool] = lambda: True
-        """Asked before every step of the engine, by all ranks of the replica; otherwise it ends what runs."""
+        """Called before every step of the engine, on all ranks of the replica; if it returns False, running requests are
+        aborted."""
         self._is_asleep = self._is_cache_asleep = False
         self.replica = EngineReplica(rank // layout.tp, layout.dp, leads=rank % layout.tp == 0)
         self.version = -1
-        # vLLM collects garbage whenever it sleeps or wakes, and looks at all that is there as long as the engine is.
+        # vLLM collects garbage whenever it sleeps or wakes; frozen objects are not scanned each time.
         gc.collect()
         gc.freeze()
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Load full tensors, of which each worker keeps its slices; raises RuntimeError where it holds something else."""
+        """Load full tensors, of which each worker keeps its shard; raises RuntimeError if it then holds something else."""
         self.version = -1
         verify = self._verify_every > 0 and self._updates % self._verify_every == 0
         self._llm.collective_rpc("begin_weights", args=(verify,))
@@ -100,14 +102,14 @@ class VLLMEngine:
             faults = [fault for each in self._llm.collective_rpc("finish_weights", args=(is_whole,)) for fault in each]
         if faults := not_come(missing, self._expected) or faults:
             raise RuntimeError(f"vLLM's weights are not those of the policy after {version} updates: {'; '.join(faults)}")
-        # Keys and values in it come from the old weights.
+        # Cached keys and values come from the old weights.
         if self._llm.reset_prefix_cache() is False:
             raise RuntimeError("vLLM keeps keys of the old weights: requests are running")
         self._updates += 1
         self.version = version
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """A completion of each request, as they finish."""
+        """Yields a completion of each request, as they finish."""
         assert self.version >= 0, "the engine has no weights yet"
         self._wake_cache()
         engine = self._llm.llm_engine
@@ -128,15 +130,15 @@ class VLLMEngine:
                     yield self._completion(output.request_id, found.token_ids, found.logprobs, found.finish_reason, routes)
             yield from self._aborted
         finally:
-            # Whoever asked may have gone away.
+            # The caller may have stopped iterating.
             self.abort()
 
     def stream(self) -> Turns:
-        """Requests that are sampled when somebody asks for what has arrived."""
+        """Returns a stream, whose requests are sampled when completions are requested."""
         return Turns(self)
 
     def abort(self) -> None:
-        """End the requests in flight: `generate` gives what they have so far."""
+        """End the requests in flight: `generate` yields what they have so far."""
         processor = self._llm.llm_engine.output_processor
         running = list(processor.request_states.values())
         for state in running:
@@ -165,10 +167,10 @@ class VLLMEngine:
             peak_memory.away(0)
 
     def look_after(self) -> None:
-        """Nothing of it can be lost without its rank."""
+        """Does nothing: no part of the engine can fail without its rank."""
 
     def close(self) -> None:
-        """End the engine; the trainer's process groups, which vLLM takes for its own, stay."""
+        """End the engine, but keep the trainer's process groups, which vLLM would destroy as its own."""
         original = dist.destroy_process_group
         dist.destroy_process_group = lambda group=None: None if group in (None, dist.group.WORLD) else original(group)
         try:
@@ -202,11 +204,12 @@ class VLLMEngine:
 
 
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-"""One process: the engine shares this rank's."""
+"""Environment that keeps the engine in this rank's process."""
 
 
 def _bytes_of(*tags: str) -> int:
-    """Of what vLLM's allocator has on this device under these tags, asleep or not: torch counts all of it."""
+    """Returns the bytes that vLLM's allocator holds on this device under these tags, asleep or not: torch counts all of
+    them."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     held = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -226,14 +229,14 @@ def _start_explained() -> Iterator[None]:
 
 @contextmanager
 def _own_shared_memory(device: torch.device) -> Iterator[None]:
-    """Blocks of shared memory that are made meanwhile are this run's alone, and end with its processes.
+    """Makes blocks of shared memory created in this context private to this run, and frees them with its processes.
 
-    A block lives as long as a process maps it; with a name it would outlive processes that are killed. On a CPU vLLM gives
-    those of every run on the machine the same name.
+    A block lives as long as a process maps it; with a name it would outlive processes that are killed. On a CPU vLLM uses
+    the same names for every run on the machine.
     """
     from vllm.distributed import parallel_state
 
-    # It tells the ranks of a replica where its shared memory is.
+    # vLLM sends records about its shared memory to the ranks of a replica.
     take_records_of("vllm")
     name = broadcast_json(f"fivefold-{os.getpid()}", 0, None)
     if device.type == "cpu":
@@ -251,7 +254,7 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
         for block in [getattr(queue, part, None) for queue in queues for part in ("buffer", "tensor_arena")]:
             if block is not None and block.is_creator:
                 block.shared_memory.unlink()
-                # It would unlink itself again at the end.
+                # Otherwise it would unlink itself again at the end.
                 block.is_creator = False
         if device.type == "cpu":
             Blocks.make_group_name = staticmethod(original)
@@ -259,7 +262,7 @@ def _own_shared_memory(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _threads_kept() -> Iterator[None]:
-    """vLLM takes `torch.set_num_threads` away from the process that it starts in."""
+    """Restores `torch.set_num_threads`, which vLLM replaces in the process that it starts in."""
     original = torch.set_num_threads
     try:
         yield

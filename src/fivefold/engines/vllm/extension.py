@@ -1,8 +1,8 @@
-"""What runs inside vLLM's workers: new weights in any number of pieces, and what the worker holds afterwards.
+"""Runs inside vLLM's workers: receives new weights in any number of pieces, and compares what the worker then holds.
 
-vLLM names this class by its path (`worker_extension_cls`) and mixes it into its worker; methods are called by
-`collective_rpc`. Its own `reload_weights` is silently wrong where weights come in several calls, where embeddings are tied
-and for mixtures of experts.
+vLLM loads this class by its path (`worker_extension_cls`) and mixes it into its worker; `collective_rpc` calls its methods.
+vLLM's own `reload_weights` is silently wrong in three cases: weights that arrive in several calls, tied embeddings, and
+mixtures of experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fivefold.engines.weight_comparison import SentWeights
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-"""Of the model's config.json: by these a server is seen to hold another model."""
+"""Keys of the model's config.json that show whether a server holds another model."""
 
 
 class WeightReceiver:
@@ -43,15 +43,15 @@ class WeightReceiver:
     _reader: BucketReader
 
     def describe(self) -> dict[str, Any]:
-        """What whoever sends weights and requests must know about this engine."""
+        """Returns what senders of weights and requests need to check about this engine."""
         model = self.vllm_config.model_config
         sizes = {name: getattr(model.hf_config, name) for name in SIZES if hasattr(model.hf_config, name)}
         return {"sizes": sizes, "max_model_len": model.max_model_len}
 
     def answer(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """What a method gives, or what it raises.
+        """Returns the result of a method, or the error that it raises.
 
-        Where two workers raise, vLLM takes what the second one said for its answer to the next call.
+        If two workers raise, vLLM takes the second error for the answer to the next call.
         """
         try:
             return {"result": getattr(self, method)(*arguments)}
@@ -60,7 +60,7 @@ class WeightReceiver:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def join_groups(self, where: Where, names: Sequence[str], first: int, size: int, run: str) -> None:
-        """Join the groups over which weights come, one of each sender; `first`: this server's first member."""
+        """Join the groups over which weights arrive, one for each sender; `first`: this server's first member."""
         self._check_run(run)
         if self.device.type == "cpu":
             unname_shared_memory(os.getpid())
@@ -69,15 +69,15 @@ class WeightReceiver:
         self._groups = join_groups(open_store(*where), names, rank, size, self.device)
 
     def receive_bucket(self, handles: Sequence[dict[str, Any]], entries: Sequence[Entry], used: int) -> None:
-        """`receive_weights` of tensors in memory of another process, `handles[i]` that of tensor-parallel rank i."""
+        """Load tensors from memory of another process; `handles[i]` is that of tensor-parallel rank i."""
         handle = handles[get_tp_group().rank_in_group % len(handles)]
         self.receive_weights(self._reader.take(handle, entries, used))
         if self.device.type == "cuda":
-            # The sender overwrites it when this is answered.
+            # The sender overwrites the memory after this call returns.
             torch.cuda.current_stream().synchronize()
 
     def take(self, run: str) -> None:
-        """Take weights of this run alone from now on."""
+        """Accept weights of this run alone from now on."""
         self._run = run
 
     def _check_run(self, run: str | None) -> None:
@@ -85,15 +85,15 @@ class WeightReceiver:
             raise RuntimeError("another run has taken this server")
 
     def begin_weights(self, verify: bool, run: str | None = None) -> None:
-        """`verify`: add up what comes, for `finish_weights` to compare with what is held."""
+        """Begin an update. `verify`: sum up the received weights, which `finish_weights` compares with the held ones."""
         self._check_run(run)
         if self._is_receiving:
-            # Whoever sent the last ones was killed: a new model cannot begin on half of one.
+            # The sender of the last update was killed: a new update cannot begin on half a model.
             self.finish_weights(False)
         self._is_receiving = True
         model = self.get_model()
         for module in model.modules() if self.device.type == "cpu" else ():
-            # On a CPU a kernel that exists keeps weights of experts in its own order, and would not be given the new ones.
+            # On a CPU an existing kernel keeps the weights of experts in its own order, and would not receive the new ones.
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
         held = {name: tensor.dtype for name, tensor in model.named_parameters() if not name.endswith(_DERIVED)}
@@ -105,7 +105,7 @@ class WeightReceiver:
         }
         self._is_tied = self.vllm_config.model_config.hf_config.tie_word_embeddings
         initialize_layerwise_reload(model)
-        # The scales of quantized weights are made of what comes, and come from nobody.
+        # The scales of quantized weights are computed from the received weights, and are never received.
         awaited = {name for name, _ in model.named_parameters()}
         self._names = {name: dtype for name, dtype in held.items() if name in awaited}
         self._loaded: set[str] = set()
@@ -114,7 +114,7 @@ class WeightReceiver:
         self._reader = BucketReader(self.device, self._groups)
 
     def receive_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Take tensors by their names in Hugging Face files; they must not be written to afterwards."""
+        """Load tensors by their names in Hugging Face files; they must not be written to afterwards."""
         self._loaded |= self.get_model().load_weights(self._noted(pairs)) or set()
 
     def _noted(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -123,24 +123,25 @@ class WeightReceiver:
                 self._sent.add(name, tensor)
             yield name, tensor
             if self._is_tied and name == EMBEDDING:
-                # vLLM waits for the output layer by its own name, whoever it shares its memory with.
+                # vLLM expects the output layer under its own name, even if it shares memory with the embedding.
                 yield OUTPUT, tensor
 
     def finish_weights(self, is_whole: bool) -> list[str]:
-        """What is wrong with the weights that were received; `is_whole`: none of them failed to come.
+        """End an update; returns what is wrong with the received weights. `is_whole`: all of them were received.
 
-        Without an end the next `begin_weights` would meet half a model: whatever did not come is what lies in memory.
+        Also required after an incomplete transfer: the next `begin_weights` must not find half a model. Parameters that were
+        not received then have whatever is in memory.
         """
         self._is_receiving = False
         self._reader.close()
         model = self.get_model()
         finalize_layerwise_reload(model, self.vllm_config.model_config)
         for head in _packed_heads(model) if self.device.type == "cpu" and self._is_tied else ():
-            # Some releases (0.28) leave a tied output layer with what its kernel made of the old weights.
+            # Some releases (0.28) keep, for a tied output layer, what its kernel made of the old weights.
             head.quant_method.process_weights_after_loading(head)
         if not is_whole:
             return []
-        # Some releases tell the names of experts as they were before they got a module of their own.
+        # Some releases return the names of experts from before these got a separate module.
         loaded = {name.replace(".routed_experts.", ".") for name in self._loaded}
         if missing := sorted(name for name in self._names if name.replace(".routed_experts.", ".") not in loaded):
             return [f"{len(missing)} of {len(self._names)} parameters got no new weights, the first: {missing[:3]}"]
@@ -151,16 +152,16 @@ class WeightReceiver:
 
 
 _DERIVED = (".W_UK_T", ".W_UV")
-"""Parameters that vLLM makes of others: parts of latent attention's projections."""
+"""Parameters that vLLM computes from others: parts of latent attention's projections."""
 
 
 def _packed_heads(model: nn.Module) -> Iterator[Any]:
-    """Output layers, where a kernel may keep the weight in a form of its own beside the one that is read."""
+    """Yields output layers, where a kernel may keep a packed copy next to the weight that is read."""
     return (module for module in model.modules() if isinstance(module, ParallelLMHead))
 
 
 def _computes_with_its_weight(head: Any) -> bool:
-    """On a CPU; on GPUs nothing else is kept."""
+    """Returns whether an output layer on a CPU computes with its weight; on GPUs there is no other copy."""
     if head.weight.device.type != "cpu":
         return True
     unit = torch.eye(head.weight.shape[1], dtype=head.weight.dtype)
@@ -168,9 +169,10 @@ def _computes_with_its_weight(head: Any) -> bool:
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, without padding of the vocabulary.
+    """Yields every parameter, without padding of the vocabulary.
 
-    Of a linear map that keeps its weight in a kernel's own form it is what the map makes of the unit vectors.
+    If a linear layer keeps its weight only in a kernel's own form, the weight is recovered by applying the layer to the unit
+    vectors.
     """
     for prefix, module in model.named_modules():
         for name, tensor in module.named_parameters(prefix, recurse=False):

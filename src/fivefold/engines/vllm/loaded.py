@@ -1,10 +1,10 @@
-"""Whether vLLM can be loaded: its version is no proof, its compiled parts must fit torch and the driver."""
+"""Checks that vLLM can be loaded: its version does not show whether its compiled parts fit torch and the driver."""
 
 from __future__ import annotations
 
 
 def load() -> str:
-    """Its module; raises what importing it raises."""
+    """Returns the name of a vLLM module; raises what importing it raises."""
     from vllm import LLM
 
     return str(LLM.__module__)

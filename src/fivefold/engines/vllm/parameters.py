@@ -1,4 +1,4 @@
-"""A `Sampling` in the words of vLLM's SamplingParams. No vLLM here: a server gets them as JSON."""
+"""Converts a `Sampling` to vLLM's SamplingParams. No vLLM here: a server receives them as JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MOST_SEED = (1 << 63) - 1
 
 
 def seed_of(seed: int) -> int:
-    """A request's seed within vLLM's range."""
+    """Returns a request's seed, reduced to vLLM's range."""
     return seed & _MOST_SEED
 
 
 def sampling_arguments(sampling: Sampling, ends: Collection[int]) -> dict[str, Any]:
-    """All but the seed; end tokens are named one by one, so that every engine ends where the others do."""
+    """Returns all parameters but the seed. End tokens are listed one by one, so that all engines end at the same tokens."""
     return {
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,

@@ -1,4 +1,4 @@
-"""Is a server of vLLM there, and what does it hold? No torch and no vLLM: `fivefold check` asks too."""
+"""Checks that a vLLM server answers, and reads what it holds. No torch and no vLLM: `fivefold check` uses it too."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _COUNTERS = ("vllm:generation_tokens_total{", "vllm:prompt_tokens_total{")
 
 
 def answers(address: str) -> bool:
-    """The server is there and ready."""
+    """Returns whether the server is there and ready."""
     return is_well(address, "/health")
 
 
 def progress(address: str) -> float | None:
-    """Tokens that it has read and sampled since it was started; None where it does not answer."""
+    """Returns the number of tokens that it has read and sampled since its start; None if it does not answer."""
     try:
         lines = ask(address, "GET", "/metrics").text.splitlines()
     except httpx.TransportError:
@@ -27,7 +27,7 @@ def progress(address: str) -> float | None:
 
 
 def describe(address: str) -> Description | int:
-    """What the first worker says of its model, or the HTTP status where somebody else has answered."""
+    """Returns what the first worker reports of its model, or the HTTP status if another service answers."""
     answer = ask(address, "POST", "/collective_rpc", {"method": "describe"})
     try:
         found = answer.json()["results"][0]

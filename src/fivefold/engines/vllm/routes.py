@@ -1,4 +1,4 @@
-"""The experts that vLLM says it has sent tokens to: numpy arrays in its processes, text on their way over HTTP."""
+"""The experts to which vLLM reports that it sent tokens: numpy arrays in its processes, text over HTTP."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""Environment of releases that say them with this model runner only."""
+"""Environment for releases that report them with this model runner only."""
 
 Packed = tuple[list[int], str]
 """Shape, and the numbers as int16 in base64."""
 
 
 def as_tensor(found: Any) -> Tensor | None:
-    """Of vLLM's array, whose type depends on the number of experts and the release."""
+    """Converts vLLM's array, whose dtype depends on the number of experts and the release, to an int16 tensor."""
     return None if found is None else torch.from_numpy(np.ascontiguousarray(found).astype(np.int16))
 
 
 def packed(found: Any) -> Packed | None:
-    """The same for JSON."""
+    """Converts vLLM's array to JSON values."""
     if found is None:
         return None
     numbers = np.ascontiguousarray(found).astype(np.int16)
@@ -30,5 +30,5 @@ def packed(found: Any) -> Packed | None:
 
 
 def unpacked(shape: list[int], numbers: str) -> Tensor:
-    """What `packed` was given."""
+    """Restores the array that was given to `packed`."""
     return torch.frombuffer(bytearray(base64.b64decode(numbers)), dtype=torch.int16).view(shape)

@@ -1,8 +1,8 @@
-"""vLLM's own server with routes of ours, and ended with whoever started it: `python -m fivefold.engines.vllm.serve`.
+"""Runs vLLM's own server with our additional routes, ended with its parent: `python -m fivefold.engines.vllm.serve`.
 
-The arguments are vLLM's. One route gives a group's tokens and log-probs as lists, each response as it ends: vLLM's own
-routes describe every token by an object, which costs more than a small model takes to sample it. Another takes weights, so
-that nobody samples before they are whole.
+The arguments are vLLM's. One route returns a group's tokens and log-probs as lists, each response as it ends: vLLM's own
+routes describe every token by an object, which takes longer than a small model takes to sample it. Another route receives
+weights, so that no request is sampled before they are complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # Only what starts anew runs `end_with_parent`: a forked process would not.
+    # Only a spawned process runs `end_with_parent`: a forked one would not.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _TAKEN = "another run has taken this server"
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     parsed.worker_extension_cls, parsed.logprobs_mode = EXTENSION, "processed_logprobs"
     parsed.disable_uvicorn_access_log = parsed.disable_log_requests = True
     cli_args.validate_parsed_serve_args(parsed)
-    # Releases keep the two in different modules, but always in the same.
+    # Releases differ in which module holds the two, but it is always the same one for both.
     run_server.__globals__["build_app"] = _with_route(run_server.__globals__["build_app"])
     uvloop.run(run_server(parsed))
 
@@ -69,7 +69,7 @@ def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _take(raw: Any) -> Any:
-    """{run} -> {names_versions}: from now on requests of this run alone are answered."""
+    """{run} -> {names_versions}: from now on only requests of this run are answered."""
     from starlette.responses import JSONResponse
     from vllm.outputs import CompletionOutput
 
@@ -102,7 +102,7 @@ async def _weights(raw: Any) -> Any:
 async def _generate(raw: Any) -> Any:
     """{run, prompt_ids, sampling, draws: [[id, seed], ...]} -> a line of JSON for each draw, as they end.
 
-    It is an Answer, whose routes are packed.
+    Each line is an Answer with packed routes.
     """
     from starlette.responses import PlainTextResponse, StreamingResponse
 
@@ -139,7 +139,7 @@ async def _lines(engine: Any, asked: dict[str, Any]) -> AsyncIterator[str]:
     except Exception as error:
         yield json.dumps({"error": f"{type(error).__name__}: {error}", "is_dead": engine.errored}) + "\n"
     finally:
-        # Whoever asked may have gone away: the engine then ends what it is sampling.
+        # The client may have gone: the engine then ends these requests.
         for each in draws:
             each.cancel()
 
@@ -152,11 +152,11 @@ def server_process(
     is_ready: Callable[[str], bool],
     host: str | None = None,
 ) -> ServerProcess:
-    """A server on this device and the next ones, `devices` in all, with vLLM's own arguments by name."""
+    """Returns a server on this device and the following ones, `devices` in all, with vLLM's own arguments by name."""
     given, environment = dict(arguments), {}
     if device.type == "cpu":
         given = {"enforce_eager": True} | given
-        # Nothing is compiled on a user's machine; and what inductor made for AVX2 read embeddings past their end (0.32).
+        # This avoids compilation on a user's machine. Also, inductor's code for AVX2 read embeddings past their end (0.32).
         environment = ON_CPU | ({"TORCH_COMPILE_DISABLE": "1"} if given["enforce_eager"] else {})
     if given.get("enable_return_routed_experts"):
         environment |= V2
@@ -166,7 +166,7 @@ def server_process(
     )
 
 
-# vLLM's other processes are started anew, and run this module again under its second name.
+# vLLM spawns its other processes, which run this module again under its second name.
 if __name__ in ("__main__", "__mp_main__"):
     end_with_parent(is_first=__name__ == "__main__")
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The ranks of a run on a Ray cluster. Ray enters the package here and nowhere else."""
+"""Runs the ranks on a Ray cluster. Only this package imports Ray."""

@@ -1,4 +1,5 @@
-"""The Ray cluster of a run: joined, or started on this machine and ended with it; what its nodes have; a reservation."""
+"""The Ray cluster of a run: joins one, or starts one on this machine and ends it; reports its nodes and reserves room on
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from fivefold.launch.ray import guardian as guard
 from fivefold.launch.ray.placement import Amount, Bundle, Node, Role, has, needs, place, place_when_free
 
 _OBJECTS = 100 * 2**20
-"""Bytes of the object store of a cluster of ours: nothing of a run goes through it."""
+"""Size in bytes of the object store of a cluster that we start; a run does not use it."""
 _REACH_SECONDS, _LOOK_SECONDS, _TRY_SECONDS = 10.0, 120.0, 5.0
 _SPEECHLESS: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _NODE_ID = "ray.io/node-id"
@@ -31,10 +32,10 @@ _NODE_ID = "ray.io/node-id"
 
 @contextmanager
 def connected(settings: RayConfig, own: Amount) -> Iterator[str]:
-    """Be connected to the cluster meanwhile; what messages call it.
+    """Stay connected to the cluster within this context; yields the cluster's name for messages.
 
-    A process that is connected already stays so. `own`: what a cluster has that is started here. Raises ValueError where
-    there is no cluster at the address.
+    A process that is already connected stays connected. `own`: resources of a cluster that is started here. Raises
+    ValueError if there is no cluster at the address.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
@@ -54,7 +55,7 @@ def _join(address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
         if colon and port.isdigit():
-            # Ray tries for minutes.
+            # Ray itself would retry for minutes.
             socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
         ray.init(address, **_SPEECHLESS)
     except Exception as error:
@@ -66,9 +67,9 @@ def _join(address: str) -> None:
 
 @contextmanager
 def _started(own: Amount) -> Iterator[None]:
-    """A cluster of which nothing stays."""
+    """Runs a cluster within this context that leaves nothing after it."""
     directory = tempfile.mkdtemp(prefix="fivefold-ray-", dir=_short_directory())
-    # Reserving is all that these CPUs are for: as many as the ranks take, as without Ray.
+    # These CPUs serve only for reservations: as many as the ranks take, as without Ray.
     size = {"num_cpus": own.cpus, "object_store_memory": _OBJECTS, **({"num_gpus": 0} if not own.gpus else {})}
     guardian = subprocess.Popen(
         [sys.executable, "-m", guard.__name__, directory], stdin=subprocess.PIPE, start_new_session=True
@@ -85,16 +86,16 @@ def _started(own: Amount) -> Iterator[None]:
 
 
 def _own_variables() -> dict[str, str]:
-    """What Ray reads when it starts a cluster."""
-    # Nobody else can join it. Without this Ray would keep a token in the home directory.
+    """Returns the variables that Ray reads when it starts a cluster."""
+    # The token keeps other users out. Without it Ray would keep one in the home directory.
     token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if "RAY_AUTH_TOKEN_PATH" not in os.environ else {}
-    # Its watch over memory would kill our launcher on the node, which takes none, instead of the rank that does.
+    # Ray's memory monitor would kill our launcher on the node, which uses little memory, instead of the rank that uses much.
     return {**token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """With variables that are not set already; afterwards the environment is what it was."""
+    """Sets those variables that are not set already; restores the environment afterwards."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in variables.items() if name not in before})
     try:
@@ -105,9 +106,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _short_directory() -> str:
-    """Where Ray's sockets can be: their paths have at most 107 characters."""
+    """Returns a directory for Ray's sockets, whose paths have at most 107 characters."""
     usual = tempfile.gettempdir()
-    return usual if len(usual) <= 16 else "/tmp"  # noqa: S108 - the directory in it has a name that nobody can guess
+    return usual if len(usual) <= 16 else "/tmp"  # noqa: S108 - the directory in it has an unguessable name
 
 
 def _look() -> list[Node]:
@@ -130,8 +131,8 @@ def _amount(resources: Mapping[str, float]) -> Amount:
 
 
 def nodes() -> list[Node]:
-    """The nodes that are alive, by address. Raises RuntimeError where the cluster cannot run anything of this package."""
-    # A driver outside the cluster, at ray://, can only have it asked.
+    """Returns the nodes that are alive, by address. Raises RuntimeError if the cluster cannot run code of this package."""
+    # A driver outside the cluster, at ray://, needs a remote task for this.
     asked = ray.remote(num_cpus=0)(_look).remote()
     try:
         found: list[Node] = ray.get(asked, timeout=_LOOK_SECONDS)
@@ -147,10 +148,10 @@ def nodes() -> list[Node]:
 def reserved(
     roles_for: Callable[[list[Node]], Sequence[Role]], settings: RayConfig, stopped: Callable[[], bool]
 ) -> Iterator[tuple[list[Bundle], PlacementGroup] | None]:
-    """Bundles for all processes of these roles, reserved as one placement group meanwhile; None if `stopped` while waiting.
+    """Reserves bundles for all processes of these roles as one placement group; yields None if `stopped` while waiting.
 
-    `roles_for`: the roles on a cluster with these nodes. Raises ValueError at once where the cluster is too small, and after
-    `wait_minutes` where others have what is needed.
+    `roles_for` returns the roles for a cluster with these nodes. Raises ValueError at once if the cluster is too small, and
+    after `wait_minutes` if others hold what is needed.
     """
     found = _reserve(roles_for, settings, stopped)
     try:
@@ -195,7 +196,7 @@ _ADVICE = (
 
 
 def _try(bundles: Sequence[Bundle]) -> PlacementGroup | None:
-    """Reserve what was free a moment ago; None where somebody else has it now."""
+    """Reserve what was free a moment ago; returns None if it is taken by now."""
     group = placement_group(
         [_resources(bundle.amount) for bundle in bundles],
         strategy="PACK",

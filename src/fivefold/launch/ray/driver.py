@@ -1,7 +1,7 @@
-"""The ranks of a run on the nodes of a Ray cluster: reserved, started by an actor on each node, watched, and ended together.
+"""Runs the ranks on the nodes of a Ray cluster: reserved, started by an actor on each node, watched, and ended together.
 
-The driver trains nothing, so it needs no GPU. What is said on this terminal, which codes come back and what signals do is as
-on one machine: the same `watch` looks at ranks that are elsewhere.
+The driver does not train, so it needs no GPU. Its terminal output, exit codes and signals are the same as on one machine:
+the same `watch` watches remote ranks.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from fivefold.launch.ray.placement import Amount, Bundle, Node, listed, rank_rol
 from fivefold.launch.watch import FAILED, Cause, Kind, Signals, watch
 
 _UNAVAILABLE_SECONDS = 3.0
-"""That a connection may be broken."""
+"""Seconds for which a connection may be broken."""
 _REACH_SECONDS = 2.0
 _START_SECONDS = 300.0
-"""Until an actor is there: its process imports this package."""
+"""Most seconds until an actor is ready: its process imports this package."""
 _DRAIN_SECONDS = 2.0
-"""For the last words of rank 0, behind its end."""
+"""Most seconds to wait for the remaining output of rank 0 after it has ended."""
 
 
 def spawn(arguments: Sequence[str], config: RunConfig) -> int:
-    """Run `python -m ARGUMENTS` once a rank on the cluster of `launch.ray`; the exit code of the run.
+    """Run `python -m ARGUMENTS` once per rank on the cluster of `launch.ray`; returns the exit code of the run.
 
-    Raises ValueError before anything starts where there is no cluster, where it has too few devices, or where a node does
-    not see the run's files.
+    Raises ValueError before anything starts if there is no cluster, if it has too few devices, or if a node does not see the
+    run's files.
     """
     count = config.roles.world_size
     if config.engine.layout is not None and config.engine.placement == "apart":
         count += config.engine.layout.world_size
     own = Amount(1 if config.trainer.device != "cpu" else 0, config.launch.ray.cpus_per_rank) * count
     with Signals() as signals, connected(config.launch.ray, own) as cluster:
-        # Ray has put its own handler in the place of ours.
+        # Ray has replaced our handlers by its own.
         signals.install()
         with reserved(lambda there: [rank_role(config, there)], config.launch.ray, lambda: bool(signals.taken)) as found:
             if found is None:
@@ -70,7 +70,7 @@ def spawn(arguments: Sequence[str], config: RunConfig) -> int:
 
 @dataclass
 class Host:
-    """A node with ranks, and what is known of them."""
+    """A node with ranks, and their last reported state."""
 
     bundle: Bundle
     actor: Any
@@ -78,9 +78,9 @@ class Host:
     codes: list[int | None] = field(default_factory=list)
     is_speaking: bool = False
     silent: list[Cause] = field(default_factory=list)
-    """Its ranks that run and have given no sign of life for too long."""
+    """Causes for its ranks that run and have given no sign of life for too long."""
     lost: Cause | None = None
-    """Why it is not asked any more."""
+    """Why the node is no longer called; None while it is."""
     broken_since: float | None = None
 
     @property
@@ -104,15 +104,15 @@ class RemoteRanks:
     """All ranks, through the actors of their nodes."""
 
     def __init__(self, hosts: list[Host], silent_seconds: float) -> None:
-        """`silent_seconds`: without an answer, after which a node is lost: its network or power may be gone."""
+        """`silent_seconds`: time without an answer after which a node is lost: its network or power may be gone."""
         self.hosts = hosts
-        """In the order of ranks."""
+        """Nodes in the order of their ranks."""
         self._silent_seconds = silent_seconds
 
     # --- before they start -------------------------------------------------------------------------------------------
 
     def wait(self, stopped: Callable[[], bool]) -> bool:
-        """Until the actors are there; False if `stopped` before."""
+        """Wait until the actors are ready; returns False if `stopped` before."""
         asked, deadline = [host.actor.__ray_ready__.remote() for host in self.hosts], time.monotonic() + _START_SECONDS
         while not stopped() and time.monotonic() < deadline:
             if not ray.wait(asked, num_returns=len(asked), timeout=1.0)[1]:
@@ -120,13 +120,13 @@ class RemoteRanks:
         return not stopped()
 
     def look(self, arguments: Sequence[str], config: RunConfig) -> None:
-        """Raises ValueError where a node does not see what the run reads and writes."""
+        """Raises ValueError if a node does not see the files that the run reads and writes."""
         log_dir = _log_dir(config)
         log_dir.mkdir(parents=True, exist_ok=True)
         mark = log_dir / f".seen-{secrets.token_hex(8)}"
         mark.write_text(mark.name)
         try:
-            # Of `train CONFIG ...` and `eval CONFIG CHECKPOINT ...`.
+            # The paths in `train CONFIG ...` and `eval CONFIG CHECKPOINT ...`.
             paths = [str(word) for word in arguments[2 : 4 if arguments[1] == "eval" else 3]]
             found = self._ask_all("look", paths, (str(mark), mark.name))
         finally:
@@ -144,7 +144,7 @@ class RemoteRanks:
             assert report.node_id == host.bundle.node.id, "Ray has put it elsewhere than it was told"
 
     def start(self, arguments: Sequence[str], config: RunConfig) -> None:
-        """Start the ranks. Raises ValueError where another run has the directory."""
+        """Start the ranks. Raises ValueError if another run holds the directory."""
         first = self.hosts[0]
         run_dir = str(config.run_dir) if arguments[1] == "train" else None
         held = self._ask_all("hold", run_dir, config.trainer.umask, among=[first])
@@ -162,7 +162,7 @@ class RemoteRanks:
     # --- while they run ----------------------------------------------------------------------------------------------
 
     def codes(self) -> list[int | None]:
-        """Exit codes, None of those that run; shows what rank 0 has said."""
+        """Returns the exit codes, None for ranks that still run; also prints the latest output of rank 0."""
         news: News
         for host, news in self._ask("poll"):
             host.codes, host.is_speaking, host.silent = news.codes, news.is_speaking, news.silent
@@ -186,7 +186,7 @@ class RemoteRanks:
         return [cause for _, causes in self._ask("losses") for cause in causes]
 
     def close(self) -> None:
-        """Show the last words, kill what is left, and give the actors back."""
+        """Print the remaining output, kill the remaining processes, and release the actors."""
         deadline = time.monotonic() + _DRAIN_SECONDS
         while any(host.is_speaking for host in self.hosts) and time.monotonic() < deadline:
             self.codes()
@@ -196,10 +196,10 @@ class RemoteRanks:
             with contextlib.suppress(Exception):
                 ray.kill(host.actor)
 
-    # --- how they are asked ------------------------------------------------------------------------------------------
+    # --- calls to the actors -----------------------------------------------------------------------------------------
 
     def _ask_all(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
-        """What all of them answer; raises RuntimeError where one does not."""
+        """Call a method of every actor; raises RuntimeError if one does not answer."""
         answers = self._ask(method, *arguments, among=among)
         there = [host.bundle for host, _ in answers]
         if silent := [host for host in among or self.hosts if host.bundle not in there]:
@@ -208,7 +208,7 @@ class RemoteRanks:
         return answers
 
     def _ask(self, method: str, *arguments: Any, among: Sequence[Host] | None = None) -> list[tuple[Host, Any]]:
-        """What the actors that are there answer; one that is gone is marked as lost."""
+        """Call a method of the actors that are not lost; returns their answers. An actor that is gone is marked as lost."""
         hosts = [host for host in (self.hosts if among is None else among) if host.lost is None]
         asked = [(host, getattr(host.actor, method).remote(*arguments)) for host in hosts]
         deadline, answers = time.monotonic() + self._silent_seconds, []
@@ -228,7 +228,7 @@ class RemoteRanks:
 
 
 def _why(host: Host, error: RayActorError) -> str:
-    """Whether the node is gone, or only the process of Ray's that started the ranks."""
+    """Returns whether the node is gone, or only Ray's worker process that started the ranks, as a message."""
     if not _is_there(host.bundle.node):
         return "the node has left the cluster: its raylet ended, or cannot be reached"
     said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -236,11 +236,11 @@ def _why(host: Host, error: RayActorError) -> str:
 
 
 def _is_there(node: Node) -> bool:
-    """Whether the node is one of the cluster still. The cluster itself notices half a minute late that one is gone."""
+    """Returns whether the node is still in the cluster. The cluster itself notices a lost node half a minute late."""
     with contextlib.suppress(Exception):
         found = [each for each in ray.nodes() if each["NodeID"] == node.id and each["Alive"]]
         if not found or ray.util.client.ray.is_connected():
-            # At ray:// only the head can be reached from here.
+            # At ray:// only the head node is reachable from here.
             return bool(found)
         try:
             socket.create_connection((node.address, found[0]["NodeManagerPort"]), _REACH_SECONDS).close()
@@ -251,7 +251,7 @@ def _is_there(node: Node) -> bool:
 
 @contextmanager
 def _actors(bundles: list[Bundle], group: PlacementGroup, config: RunConfig) -> Iterator[RemoteRanks]:
-    """One for each bundle; they and what they started end with this."""
+    """Creates an actor for each bundle; they and their children end with this context."""
     actor = ray.remote(max_restarts=0, max_task_retries=0)(NodeRanks)
     hosts = []
     for number, bundle in enumerate(bundles):

@@ -1,7 +1,7 @@
-"""Ends what is left of a cluster of this machine, and removes its directory, when the run that started it has ended in
-whatever way: `python -m fivefold.launch.ray.guardian DIRECTORY`, with an end of a pipe of the run's as standard input.
+"""Removes what is left of a cluster of this machine after its run has ended, in whatever way.
 
-Ray's own processes notice the end of the one that started them too, some of them after a minute.
+Usage: `python -m fivefold.launch.ray.guardian DIRECTORY`, with the reading end of a pipe of the run as standard input. Ray's
+own processes notice the end of their starter too, but some of them only after a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def main() -> None:
 
 
 def _is_of(process: psutil.Process, directory: str) -> bool:
-    """It was started with the directory, or has a file in it open: each process of Ray's has its log there."""
+    """Returns whether the process was started with the directory, or has a file in it open: each Ray process has its log
+    there."""
     with contextlib.suppress(psutil.Error, OSError):
         files = [os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir()]
         started = any(directory in word for word in process.cmdline())

@@ -1,4 +1,4 @@
-"""What runs on each node of a Ray cluster: an actor that starts this node's ranks and says what becomes of them."""
+"""The actor on each node of a Ray cluster: it starts the ranks of its node and reports their state."""
 
 from __future__ import annotations
 
@@ -27,46 +27,46 @@ from fivefold.launch.watch import Cause
 OUTPUT, ERRORS = 1, 2
 _AT_ONCE = 1 << 16
 _SLACK = 5.0
-"""Seconds that the driver has to end the run itself, where another node does not answer it."""
+"""Extra seconds for the driver to end the run itself, if another node does not answer it."""
 _LAST_WORKER_PORT = 19999
-"""As `ray start` has it when nobody says otherwise."""
+"""Default last worker port of `ray start`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a node is before anything starts on it."""
+    """State of a node before anything starts on it."""
 
     version: str
-    """Of this package."""
+    """Version of this package on the node."""
     node_id: str
     address: str
-    """Where ranks of other nodes reach it."""
+    """Address at which ranks of other nodes reach it."""
     port: int
-    """One that is free."""
+    """A free port."""
     gpus: list[str]
-    """That Ray gave to the ranks here, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs that Ray assigned to the ranks here, as CUDA_VISIBLE_DEVICES names them."""
     missing: list[str]
-    """Paths that are not there, or hold something else."""
+    """Paths that do not exist, or have other content than on the driver's machine."""
 
 
 @dataclass(frozen=True)
 class News:
-    """What happened since the last time."""
+    """What happened since the previous poll."""
 
     codes: list[int | None]
     said: list[tuple[int, bytes]]
-    """Pieces of what rank 0 wrote, and whether to OUTPUT or to ERRORS."""
+    """Pieces of rank 0's output, each with its stream: OUTPUT or ERRORS."""
     is_speaking: bool
-    """More may come."""
+    """True if more output may come."""
     silent: list[Cause]
-    """Ranks that run and have given no sign of life for too long."""
+    """Causes for ranks that run and have given no sign of life for too long."""
 
 
 class NodeRanks:
-    """The actor. Its ranks end with it, in whatever way."""
+    """The actor of a node. Its ranks end with it, in whatever way it ends."""
 
     def __init__(self, ranks: range, directory: str, log_dir: str) -> None:
-        """`directory`: the driver's working directory, which the ranks get too."""
+        """`directory`: the driver's working directory, which the ranks use too."""
         self._ranks, self._directory, self._log_dir = ranks, directory, Path(directory) / log_dir
         self._processes: RankProcesses | None = None
         self._terminal: _Terminal | None = None
@@ -76,7 +76,7 @@ class NodeRanks:
         self._gpus: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
 
     def look(self, paths: Sequence[str], mark: tuple[str, str]) -> Report:
-        """`mark`: a file, and what the driver wrote into it."""
+        """Returns the state of this node. `mark`: a file, and what the driver wrote into it."""
         missing = [path for path in [self._directory, *paths] if not (Path(self._directory) / path).exists()]
         marked = Path(self._directory) / mark[0]
         if not marked.is_file() or marked.read_text() != mark[1]:
@@ -85,8 +85,10 @@ class NodeRanks:
         return Report(__version__, node, ray.util.get_node_ip_address(), _port(), self._gpus, missing)
 
     def hold(self, run_dir: str | None, umask: str) -> str:
-        """Take the run's directory for its ranks, if there is one to take, and clear what ranks of a run before left; why it
-        cannot be had, or nothing."""
+        """Lock the run's directory for its ranks, if one is given, and clear what ranks of an earlier run left.
+
+        Returns why the directory cannot be locked, or an empty string.
+        """
         use_umask(umask)
         try:
             if run_dir is not None:
@@ -97,7 +99,7 @@ class NodeRanks:
         return ""
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], settings: LaunchConfig) -> None:
-        """Start `python -m ARGUMENTS` once a rank. `variables`: what the driver adds to this node's environment."""
+        """Start `python -m ARGUMENTS` once per rank. `variables`: the driver's additions to this node's environment."""
         os.chdir(self._directory)
         environment = {
             **os.environ,
@@ -105,14 +107,14 @@ class NodeRanks:
             "OMP_NUM_THREADS": str(settings.threads or max(1, (os.cpu_count() or 1) // len(self._ranks))),
         }
         if self._gpus:
-            # Ray leaves it as it is where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+            # Ray does not set it if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         paths = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         if any(paths):
             environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(":".join(filter(None, paths)).split(":")))
         self._processes = RankProcesses(self._ranks, self._log_dir, settings.silent_seconds)
         threading.Thread(target=self._end_unheard, args=(settings.silent_seconds,), daemon=True).start()
-        # Ray blocks Ctrl-C for its workers, and who is started inherits that.
+        # Ray blocks Ctrl-C for its workers, and their children inherit that.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             if 0 in self._ranks:
@@ -130,7 +132,8 @@ class NodeRanks:
         return News(self._running.codes(), said, is_speaking, self._running.silent())
 
     def _end_unheard(self, limit: float) -> None:
-        """End this process, and with it the ranks, once the driver has not asked for so long: the network may be cut."""
+        """End this process, and with it the ranks, if the driver has not polled for `limit` seconds: the network may be
+        cut."""
         silence = Silence()
         while silence.look(self._polls, time.monotonic()) < limit + _SLACK:
             time.sleep(1.0)
@@ -157,12 +160,12 @@ class NodeRanks:
 
 
 def _port() -> int:
-    """A free one that Ray's workers will not take before the ranks do."""
+    """Returns a free port that Ray's workers will not take before the ranks do."""
     return next(port for port in iter(free_port, None) if port > _LAST_WORKER_PORT)
 
 
 class _Terminal:
-    """What rank 0 writes, kept until it is taken."""
+    """Keeps the output of rank 0 until it is taken."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -176,7 +179,7 @@ class _Terminal:
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def listen(self) -> None:
-        """Once rank 0 has its ends of the pipes."""
+        """Start to read, once rank 0 has its ends of the pipes."""
         for file in self.files:
             file.close()
         self._thread.start()
@@ -191,7 +194,7 @@ class _Terminal:
                     os.close(key.fd)
 
     def take(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """What it said since the last time, and whether it may say more."""
+        """Returns the output since the previous call, and whether more may come."""
         is_speaking = self._thread.is_alive()
         count = len(self._said)
         said, self._said[:count] = self._said[:count], []

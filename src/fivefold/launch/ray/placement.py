@@ -1,7 +1,7 @@
-"""Which processes go on which nodes: roles and nodes -> Bundles. No Ray here.
+"""Decides which processes go on which nodes: roles and nodes -> Bundles. No Ray here.
 
-A bundle is what one node has of one role; Ray reserves it as a whole. Members of a role are counted through over the
-bundles, so that neighbours share a node.
+A bundle holds the members of one role on one node; Ray reserves it as a whole. Members of a role are numbered consecutively
+over the bundles, so that neighbors share a node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RANKS = "ranks"
 
 @dataclass(frozen=True)
 class Amount:
-    """What a node has, or a process takes."""
+    """Resources that a node has, or that a process takes."""
 
     gpus: int
     cpus: int
@@ -32,7 +32,7 @@ class Amount:
         return Amount(self.gpus - other.gpus, self.cpus - other.cpus)
 
     def __floordiv__(self, other: Amount) -> int:
-        """How often the other one fits into this one."""
+        """Returns how often the other amount fits into this one."""
         pairs = ((self.gpus, other.gpus), (self.cpus, other.cpus))
         return min((have // want for have, want in pairs if want), default=0)
 
@@ -50,13 +50,13 @@ class Role:
     count: int
     each: Amount
     together: int = 1
-    """So many neighbours share a node; divides `count`."""
+    """Number of neighbors that must share a node; divides `count`."""
     beside: Amount = Amount(0, 0)
-    """What so many neighbours take besides: what they start themselves."""
+    """Additional resources for each group of neighbors, for processes that they start themselves."""
 
     @property
     def unit(self) -> Amount:
-        """What so many neighbours take in all."""
+        """All resources that a group of neighbors takes."""
         return self.each * self.together + self.beside
 
 
@@ -69,7 +69,7 @@ class Node:
     address: str
     whole: Amount
     free: Amount
-    """What nobody has reserved."""
+    """Resources that are not reserved."""
 
     def __str__(self) -> str:
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
@@ -89,22 +89,22 @@ class Bundle:
 
 
 def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
-    """The ranks of a run on these nodes, with what must share a node."""
+    """Returns the role of a run's ranks on these nodes, with the number of ranks that must share a node."""
     world, engine, device = config.roles.world_size, config.engine, config.trainer.device
     on_gpus = device == "cuda" or (device == "auto" and any(node.whole.gpus for node in there))
     layouts = [config.layout, *config.roles.own_layouts.values()]
     together = math.lcm(*(size for each in layouts for size in (each.tp, each.etp)))
     if any(role.first_rank % together for role in config.roles.models.values()) or world % together:
-        # Groups of such neighbours do not begin where a node's ranks do.
+        # Groups of neighbors do not begin where the ranks of a node begin.
         together = world
     each, beside = Amount(int(on_gpus), config.launch.ray.cpus_per_rank), Amount(0, 0)
     if engine.layout is not None and engine.placement == "apart":
-        # The ranks of a node start its servers, on the GPUs behind theirs: as many for every so many ranks.
+        # The ranks of a node start its servers, on the GPUs after their own, in a fixed ratio of servers to ranks.
         units = math.gcd(world, engine.layout.dp) if config.layout.world_size == world else 1
         together = math.lcm(together, world // units)
         beside = each * (engine.layout.world_size * together // world)
     elif engine.is_server and not engine.url:
-        # Ranks reach servers by a socket of their own machine.
+        # Ranks reach servers by a socket of the same machine.
         together = world
     elif engine.layout is not None:
         together = math.lcm(together, engine.layout.tp)
@@ -112,7 +112,7 @@ def rank_role(config: RunConfig, there: Sequence[Node]) -> Role:
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
-    """Bundles of all roles in what is free on the nodes, the first role first; None where they do not fit.
+    """Places bundles of all roles into free resources of the nodes, the first role first; returns None if they do not fit.
 
     `spread`: as evenly as possible over all nodes; otherwise on as few as possible.
     """
@@ -133,12 +133,12 @@ def place(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bu
 
 
 def place_when_free(roles: Sequence[Role], nodes: Sequence[Node], spread: bool) -> list[Bundle] | None:
-    """The same, were nothing on the nodes reserved by others."""
+    """Places bundles like `place`, as if no other run had reserved anything."""
     return place(roles, [replace(node, free=node.whole) for node in nodes], spread)
 
 
 def _pack(units: int, room: dict[str, int]) -> dict[str, int] | None:
-    """Units for each node: the fullest use of the largest nodes, the rest on the smallest that holds it."""
+    """Returns units for each node: the largest nodes are filled first, the rest fills the smallest node that holds it."""
     shares: dict[str, int] = {}
     while units:
         left = {node: count for node, count in room.items() if count and node not in shares}
@@ -152,7 +152,7 @@ def _pack(units: int, room: dict[str, int]) -> dict[str, int] | None:
 
 
 def _spread(units: int, room: dict[str, int]) -> dict[str, int] | None:
-    """Units for each node: one more for the node that has the fewest, again and again."""
+    """Returns units for each node: each unit goes to the node that has the fewest."""
     shares = dict.fromkeys(room, 0)
     for _ in range(units):
         open_nodes = [node for node, count in room.items() if shares[node] < count]
@@ -163,7 +163,7 @@ def _spread(units: int, room: dict[str, int]) -> dict[str, int] | None:
 
 
 def needs(roles: Sequence[Role]) -> str:
-    """What all roles take, as a message says it."""
+    """Returns the resources of all roles, as text for a message."""
     said = []
     for role in roles:
         text = f"{role.count} {role.name} with {role.each} each"
@@ -173,10 +173,10 @@ def needs(roles: Sequence[Role]) -> str:
 
 
 def has(nodes: Sequence[Node]) -> str:
-    """What each node has, as a message says it."""
+    """Returns the resources of each node, as text for a message."""
     return "; ".join(f"{node} has {node.whole}, of which {node.free} free" for node in nodes) or "it has no node"
 
 
 def listed(numbers: range) -> str:
-    """The members of a bundle: 4 or 0-3."""
+    """Returns the members of a bundle as text: 4 or 0-3."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
