@@ -1,1 +1,1 @@
-"""The bodies of subcommands that are more than a call."""
+"""Bodies of the subcommands that are more than one call."""

@@ -1,7 +1,7 @@
-"""`fivefold completion SHELL`: a script with every subcommand, option and configuration key in it.
+"""`fivefold completion SHELL`: a script with every subcommand, option and configuration key.
 
-The shell alone completes: no Python starts at a TAB, which the libraries for it (argcomplete) do each time, and keys are
-completed to `key=` and then to their values, which generators from argparse (shtab) do not know.
+The shell completes alone. Libraries such as argcomplete start Python at every TAB. Generators from argparse such as shtab do
+not complete keys: here they are completed to `key=` and then to their values.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fivefold.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Key:
-    """A configuration key, and its values where they can be counted."""
+    """A configuration key, and its values if they are a fixed list."""
 
     name: str
     values: tuple[str, ...] = ()
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of SHELLS, of a parser whose subcommands with an argument `overrides` take keys."""
+    """Return the script for one of SHELLS; subcommands of the parser with an argument `overrides` take keys."""
     assert shell in SHELLS, shell
     commands = _commands(parser)
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](commands)
 
 
 def keys() -> list[Key]:
-    """Every key that has a value, in the order of the schema."""
+    """Return every key that has a value, in the order of the schema."""
     return list(_keys(RunConfig, ""))
 
 
@@ -49,7 +49,7 @@ def _keys(part: type[Any], start: str) -> Iterator[Key]:
 
 
 def _types(hint: Any) -> list[Any]:
-    """The types of a union, or the one type, without their annotations."""
+    """Return the types of a union, or the one type, without their annotations."""
     if typing.get_origin(hint) is typing.Annotated:
         return _types(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -88,7 +88,7 @@ class _Command:
     about: str
     options: tuple[_Option, ...]
     arguments: tuple[str, ...]
-    """Values of its positional arguments, where they can be counted."""
+    """Values of the subcommand's positional arguments, if they are a fixed list."""
     takes_keys: bool
 
 
@@ -175,7 +175,7 @@ def _bash(commands: list[_Command]) -> str:
 
 
 def _cases(commands: list[_Command]) -> str:
-    """What each subcommand takes."""
+    """Return the shell cases for the arguments of each subcommand."""
     lines = []
     for each in commands:
         names = " ".join(name for option in each.options for name in option.names)
@@ -185,7 +185,7 @@ def _cases(commands: list[_Command]) -> str:
 
 
 def _option_values(commands: list[_Command], words: str, files: str) -> str:
-    """What follows each option that has a value: one of some words, or a file."""
+    """Return the shell cases for options with a value: one of some words, or a file."""
     lines = []
     for each in commands:
         for option in each.options:
@@ -274,7 +274,7 @@ def _fish(commands: list[_Command]) -> str:
     takers = " ".join(each.name for each in commands if each.takes_keys)
     words = [word for key in keys() for word in ([f"{key.name}={value}" for value in key.values] or [f"{key.name}="])]
     lines.append(f"complete -c fivefold -n '__fish_seen_subcommand_from {takers}' -a {_quoted(' '.join(words))}")
-    # No files where values are known.
+    # No files where the values are known.
     counted = "|".join(key.name for key in keys() if key.values).replace(".", "\\.")
     known = _quoted(f'string match -qr "^({counted})=" -- (commandline -ct)')
     lines.append(f"complete -c fivefold -f -n {known}")
@@ -282,5 +282,5 @@ def _fish(commands: list[_Command]) -> str:
 
 
 def _quoted(text: str) -> str:
-    # fish knows no escape within '...' but \' and \\.
+    # fish has only the escapes \' and \\ inside '...'.
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("%%", "%") + "'"

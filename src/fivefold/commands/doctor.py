@@ -1,4 +1,4 @@
-"""`fivefold doctor`: what this machine has for a run, what is wrong with it, and what is missing for what."""
+"""`fivefold doctor`: reports what this machine has for a run, what is wrong with it, and which features lack something."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fivefold.engines.vllm import arguments as vllm
 
 SECONDS = {"driver": 20, "torch": 60, "trainer": 120, "vllm": 180, "sglang": 180, "ray": 60, "sandbox": 20, "disk": 60,
            "collective": 120}  # fmt: skip
-"""Longest time of each probe."""
+"""Time limit of each probe in seconds."""
 REQUIRED = ("torch", "megatron-core", "transformers", "safetensors", "tokenizers", "pyarrow")
 _LEAST_FREE_GIB, _LEAST_SHM_GIB, _LEAST_FILES = 5, 1, 4096
 _GIB = 2**30
@@ -39,7 +39,7 @@ _SHARED = Path("/dev/shm")  # noqa: S108
 
 @dataclass
 class Report:
-    """What was found; `faults` keep a plain run from starting, `notes` are worth a look."""
+    """Result of the checks; `faults` keep a plain run from starting, `notes` are worth reading."""
 
     versions: list[dict[str, Any]] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class Report:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Probe, print; 0 where a plain run can start here, 1 otherwise. What answered when goes to stderr."""
+    """Run the probes and print the report; return 0 if a plain run can start here, 1 otherwise. Progress goes to stderr."""
     report = examine(options.run_dir, options.seconds, partial(print, file=sys.stderr, flush=True))
     print(json.dumps(asdict(report), indent=1) if options.json else describe(report))
     return 1 if report.faults else 0
 
 
 def examine(run_dir: Path, most_seconds: float | None = None, tell: Callable[[str], None] = lambda _: None) -> Report:
-    """Everything about this machine; no probe takes longer than `most_seconds`, where that is given."""
+    """Return everything about this machine; `most_seconds`, if given, limits each probe."""
     report = Report()
     report.versions = _versions(report)
     report.machine = _machine(report)
@@ -71,7 +71,7 @@ def examine(run_dir: Path, most_seconds: float | None = None, tell: Callable[[st
     report.probes = run_probes(asked, limits, tell)
     gpus = len(report.probes["torch"].get("gpus", []))
     if "error" not in report.probes["torch"]:
-        # Alone: it measures.
+        # It runs alone because it measures.
         device = ("cuda", str(gpus)) if gpus else ("cpu", "2")
         report.probes |= run_probes({"collective": device}, limits, tell)
     _judge(report)
@@ -81,7 +81,7 @@ def examine(run_dir: Path, most_seconds: float | None = None, tell: Callable[[st
 def run_probes(
     asked: Mapping[str, Sequence[str]], limits: Mapping[str, float], tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, dict[str, Any]]:
-    """The answers of probes that run side by side; what hangs is left behind, even where it cannot be killed."""
+    """Return the answers of probes that run in parallel; a probe that hangs is abandoned, even if it cannot be killed."""
     begin = time.monotonic()
     tell(f"asking {', '.join(f'{name} (at most {limits[name]:g} s)' for name in asked)}")
     command = [sys.executable, "-m", "fivefold.commands.probes"]
@@ -109,7 +109,7 @@ def _answer(process: subprocess.Popen[bytes], limit: float, begin: float) -> dic
     try:
         output, _ = process.communicate(timeout=max(0.1, begin + limit - time.monotonic()))
     except subprocess.TimeoutExpired:
-        # Not waited for: a process within a driver's call ends when that returns, if ever.
+        # Do not wait: a process inside a driver call ends only when the call returns, if ever.
         os.killpg(process.pid, signal.SIGKILL)
         return {"error": f"no answer within {limit:g} seconds"}
     try:
@@ -119,11 +119,11 @@ def _answer(process: subprocess.Popen[bytes], limit: float, begin: float) -> dic
     return answer
 
 
-# --- what is looked at here ---------------------------------------------------------------------------------------------
+# --- checks of this machine --------------------------------------------------------------------------------------------
 
 
 def _versions(report: Report) -> list[dict[str, Any]]:
-    """Name, version and what is supported, of Python and the packages; wrong ones of what every run needs are faults."""
+    """Return name, version and supported versions of Python and the packages; unsupported required packages are faults."""
     wanted = _supported()
     rows: list[dict[str, Any]] = [{"name": "python", "found": platform.python_version(), "supported": wanted["python"]}]
     for name in (*REQUIRED, "vllm", "sglang", "ray"):
@@ -148,7 +148,10 @@ def _installed(name: str) -> str | None:
 
 
 def _supported() -> dict[str, str]:
-    """Package -> the versions that this one asks for; those of engines, which have no fixed extra, from their doors."""
+    """Return package -> supported versions.
+
+    They come from Fivefold's requirements; engines without a fixed extra use the versions in their own modules.
+    """
 
     def between(first: tuple[int, ...], last: tuple[int, ...]) -> str:
         following = (*last[:-1], last[-1] + 1)
@@ -173,7 +176,7 @@ def _fits(found: str, supported: str) -> bool:
 
 
 def _machine(report: Report) -> dict[str, Any]:
-    """The host, and what limits it sets to processes."""
+    """Return the host and its limits for processes."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     found: dict[str, Any] = {
         "host": platform.node(),
@@ -194,7 +197,7 @@ def _machine(report: Report) -> dict[str, Any]:
     return found
 
 
-# --- what follows from it -----------------------------------------------------------------------------------------------
+# --- conclusions -------------------------------------------------------------------------------------------------------
 
 
 def _judge(report: Report) -> None:
@@ -223,7 +226,7 @@ def _judge(report: Report) -> None:
         for extra in EXTRAS
         if (vllm.installed_version() if extra.name == "vllm" else _installed(extra.package)) is None
     ]
-    # Engines and Ray have probes of their own.
+    # Engines and Ray have their own probes.
     apart = {*probes, *(extra.name for extra in EXTRAS if extra.module in KERNELS)}
     extras = [extra for extra in EXTRAS if extra.name not in apart and _installed(extra.package) is not None]
     notes += slower_paths()
@@ -240,7 +243,7 @@ def _judge(report: Report) -> None:
 
 
 def describe(report: Report) -> str:
-    """The report as text."""
+    """Return the report as text."""
     machine, probes = report.machine, report.probes
     lines = [f"fivefold {__version__} on {machine['host']}: {machine['system']}, {machine['cores']} cores", "", "versions"]
     for row in report.versions:

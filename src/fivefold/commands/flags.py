@@ -1,4 +1,4 @@
-"""The arguments of subcommands: what the parser needs of them, without their imports."""
+"""Arguments of the subcommands for the parser, without the imports of the subcommands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ENGINES = ("transformers", "vllm", "sglang")
 SHELLS = ("bash", "zsh", "fish")
 BY_SOURCE = "by-source"
-"""The answer for rewards that each row's data_source chooses."""
+"""Answer that lets each row's data_source choose the reward."""
 
 
 def init(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def track(parser: argparse.ArgumentParser) -> None:
 
 
 def above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A number of the command line; argparse says of any other text that it is none."""
+    """Return a parser for a number above 0; argparse reports any other text as invalid."""
 
     def read(text: str) -> float:
         number = kind(text)
@@ -95,7 +95,7 @@ def above_0(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 
 def port(text: str) -> int:
-    """A port of the command line."""
+    """Parse a port number of the command line."""
     if not 0 <= int(text) < 65536:
         raise ValueError
     return int(text)

@@ -36,7 +36,7 @@ _MOST_SHARDS = 8
 
 
 def init(options: argparse.Namespace) -> int:
-    """Ask, write, check; the exit code."""
+    """Ask the questions, write and check the file; return the exit code."""
     out: Path = options.out
     if out.exists() and not options.force:
         raise ValueError(f"{out} is there already: name another file, or overwrite it with --force")
@@ -94,7 +94,7 @@ def _answers(options: argparse.Namespace) -> Answers:
 
 
 def _ask(question: str, given: str | None, proposed: str, fault: Callable[[str], str | None], yes: bool) -> str:
-    """The answer; a flag or --yes answers in its place. Asked again until it is one."""
+    """Return the answer, from a flag, from --yes, or from the user; ask again until it is valid."""
     topic = question.partition(":")[0]
     while given is None and not yes:
         try:
@@ -149,12 +149,15 @@ def _look_at(train: str, options: argparse.Namespace) -> Rows:
     learns_from = METHODS[options.method].learns_from if options.method else None
     if Path(train).is_file():
         return look_at(train, learns_from, options.prompt_key, options.answer_key)
-    # Of `fivefold data`, which has not run yet.
+    # The file of `fivefold data`, which has not run yet.
     return Rows(learns_from or "rollouts", Columns(), _UNKNOWN_ROWS, "gsm8k", is_by_source=learns_from in (None, "rollouts"))
 
 
 def _laid_out(answers: Answers, spec: ModelSpec | None, gpus: int) -> Answers:
-    """With the fewest tensor-parallel ranks that `check` has the least against: the model must divide, and fit."""
+    """Return the answers with the fewest tensor-parallel ranks among the layouts with the fewest errors of `check`.
+
+    The model must be divisible, and fit.
+    """
     choices = [shards for shards in (1, 2, 4, _MOST_SHARDS) if gpus % shards == 0]
     if spec is None:
         choices = choices[:1]

@@ -1,6 +1,6 @@
-"""What `fivefold doctor` asks a machine, each question in a process of its own: `python -m fivefold.commands.probes NAME`.
+"""Probes of `fivefold doctor`, each in its own process: `python -m fivefold.commands.probes NAME`.
 
-A probe prints one JSON object, its answer or an `error`. A driver or file system that hangs keeps the probe and nobody else.
+A probe prints one JSON object, its answer or an `error`. A driver or file system that hangs blocks only its own probe.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fivefold.errors import first_line, shown
 Answer = dict[str, Any]
 _MIB = 2**20
 _REDUCED = {"cuda": 1024 * _MIB, "cpu": 8 * _MIB}
-"""Bytes of an all-reduce that is timed."""
+"""Bytes of the all-reduce that is timed."""
 _WRITTEN = 64 * _MIB
 _ROUNDS = 8
 _MINUTES = 5.0
-"""Longest wait of a rank of `collective` for another one."""
+"""Longest time in minutes that a rank of `collective` waits for another one."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def driver() -> Answer:
-    """GPUs and links as the driver's tool lists them; nothing where it is not installed."""
+    """Return GPUs and links as nvidia-smi lists them; empty if it is not installed."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return {}
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -58,7 +58,7 @@ def _output(command: list[str]) -> str:
 
 
 def topology(text: str) -> dict[str, list[str]]:
-    """Kind of link (NV18, PIX, SYS, ...) -> the pairs of GPUs that have it, in the matrix of `nvidia-smi topo -m`."""
+    """Return kind of link (NV18, PIX, SYS, ...) -> pairs of GPUs with it, from the matrix of `nvidia-smi topo -m`."""
     lines = [_ANSI.sub("", line).split("\t") for line in text.splitlines()]
     head = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line)), [])
     columns = {place: cell.strip() for place, cell in enumerate(head) if re.fullmatch(r"GPU\d+", cell.strip())}
@@ -74,7 +74,7 @@ def topology(text: str) -> dict[str, list[str]]:
 
 
 def torch_devices() -> Answer:
-    """torch's version, what it was built with, and the devices that it can compute on."""
+    """Return torch's version, its build options, and the devices that it can compute on."""
     import torch
 
     answer: Answer = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "peers": []}
@@ -85,7 +85,7 @@ def torch_devices() -> Answer:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for device in range(count):
         found = torch.cuda.get_device_properties(device)
-        # A kernel must run: a build without this GPU's code is found out only so.
+        # Run a kernel: only this shows that the build lacks code for this GPU.
         ones = torch.ones(16, device=f"cuda:{device}").sum().item()
         assert ones == 16, ones
         answer["gpus"].append(
@@ -102,35 +102,35 @@ def torch_devices() -> Answer:
 
 
 def trainer() -> Answer:
-    """The trainer's modules can be imported: Megatron-Core and all that it needs."""
+    """Check that the trainer's modules can be imported: Megatron-Core and its dependencies."""
     import fivefold.megatron.model
 
     return {"module": fivefold.megatron.model.__name__}
 
 
 def vllm() -> Answer:
-    """vLLM can be imported with its compiled parts."""
+    """Check that vLLM can be imported with its compiled parts."""
     from fivefold.engines.vllm.loaded import load
 
     return {"module": load()}
 
 
 def sglang() -> Answer:
-    """SGLang can be imported."""
+    """Check that SGLang can be imported."""
     import fivefold.engines.sglang.receiver
 
     return {"module": fivefold.engines.sglang.receiver.__name__}
 
 
 def ray() -> Answer:
-    """Ray can be imported."""
+    """Check that Ray can be imported."""
     import fivefold.launch.ray.cluster
 
     return {"module": fivefold.launch.ray.cluster.__name__}
 
 
 def sandbox() -> Answer:
-    """What locks programs up that a model wrote, or why nothing does."""
+    """Return what confines programs that a model wrote, or why nothing does."""
     from fivefold.reward.code.confine import layers, missing
 
     reason = missing()
@@ -138,7 +138,7 @@ def sandbox() -> Answer:
 
 
 def disk(directory: str) -> Answer:
-    """Free space where a run would write, and how fast it does."""
+    """Return the free space where a run would write, and the write speed."""
     path = next(one for one in (Path(directory).absolute(), *Path(directory).absolute().parents) if one.is_dir())
     answer: Answer = {"path": str(path), "free_gib": round(shutil.disk_usage(path).free / 2**30, 1)}
     block = os.urandom(_MIB)
@@ -153,7 +153,7 @@ def disk(directory: str) -> Answer:
 
 
 def collective(device: str, count: str) -> Answer:
-    """An all-reduce between `count` processes, one a device; bus bandwidth as NCCL's tests count it."""
+    """Time an all-reduce between `count` processes, one per device; return bus bandwidth as NCCL's tests define it."""
     world = int(count)
     with tempfile.TemporaryDirectory() as directory:
         return _collective(device, world, directory)
@@ -167,7 +167,7 @@ def _collective(device: str, world: int, directory: str) -> Answer:
     ]
     answers: list[Answer] = [{}] * world
     with ThreadPoolExecutor(world) as readers:
-        # The first that fails says why: the others wait for it, and fail for that reason if at all.
+        # Read answers as they finish: the first rank that fails has the cause, and the others wait for it.
         asked = {readers.submit(process.communicate): number for number, process in enumerate(ranks)}
         for done in as_completed(asked):
             number = asked[done]
@@ -181,7 +181,7 @@ def _collective(device: str, world: int, directory: str) -> Answer:
 
 
 def rank(device: str, number: str, count: str, directory: str) -> Answer:
-    """One process of `collective`."""
+    """Run one process of `collective`."""
     import torch
     import torch.distributed as dist
 
@@ -206,7 +206,7 @@ def rank(device: str, number: str, count: str, directory: str) -> Answer:
         raise RuntimeError(f"the sum of 1 to {world} came out between {found[0]} and {found[1]}")
     seconds = []
     for _ in range(_ROUNDS):
-        # Before the first ones channels are set up.
+        # The first collectives set up channels.
         dist.barrier()
         begin = _now(device)
         dist.all_reduce(values)
@@ -238,7 +238,7 @@ PROBES: dict[str, Callable[..., Answer]] = {
 
 
 def main() -> None:
-    """Answer on what is stdout now; what libraries print goes to stderr."""
+    """Answer on the original stdout; what libraries print goes to stderr."""
     answers = os.dup(1)
     os.dup2(2, 1)
     name, *arguments = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""What `fivefold init` proposes: models, data and engines that are here, and what the rows of a file are for."""
+"""Proposals of `fivefold init`: models, data and engines on this machine, and the use of a file's rows."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fivefold.reward.choose import choose_rewards
 from fivefold.reward.rules import ground_truth_fault
 
 ROWS = 200
-"""Rows of a file that are looked at."""
+"""Number of rows of a file that are checked."""
 HUB_MODEL, DATA = "Qwen/Qwen3-0.6B", "data/gsm8k/train.parquet"
-"""Proposed where this machine has none."""
+"""Model and data file that are proposed if this machine has none."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "final_answer", "solution", "target", "label", "output")
 RESPONSES = ("response", "completion", "answer", "solution", "output", "target")
 REWARDS = ("gsm8k", "code", "countdown", "math")
-"""Built-in rewards in the order in which they are tried on ground truths: what suits few rows first."""
+"""Built-in rewards in the order in which they are tried on ground truths: the most specific first."""
 
 
 def propose_model() -> str:
-    """A model directory below this one, else a model in the hub's cache, else a small one of the hub."""
+    """Return a model directory below this one, else a model in the hub's cache, else a small hub model."""
     here = {
         str(path.parent): path.parent
         for pattern in ("*", "models/*")
@@ -41,7 +41,7 @@ def propose_model() -> str:
 
 
 def _is_known(directory: Path) -> bool:
-    """Its config.json is that of a family that can be trained."""
+    """Return whether its config.json names a model family that can be trained."""
     try:
         return read_json_object(directory / "config.json").get("model_type") in FAMILIES
     except ValueError:
@@ -49,13 +49,13 @@ def _is_known(directory: Path) -> bool:
 
 
 def propose_data() -> str:
-    """A file of training rows below `data`, or the one that `fivefold data gsm8k` would write."""
+    """Return a file of training rows below `data`, or the one that `fivefold data gsm8k` would write."""
     found = sorted(path for pattern in ("train*.parquet", "train*.jsonl") for path in Path("data").rglob(pattern))
     return str(found[0]) if found else DATA
 
 
 def validation_of(train: str) -> str | None:
-    """The file next to the training rows that is named after evaluation."""
+    """Return the evaluation file next to the training rows, by its name."""
     path = Path(train)
     if "train" in path.name:
         for word in ("test", "val", "validation"):
@@ -65,25 +65,25 @@ def validation_of(train: str) -> str | None:
 
 
 def propose_engine() -> str:
-    """vLLM where it is installed."""
+    """Return vLLM if it is installed, otherwise the transformers engine."""
     return "transformers" if installed_version() is None else "vllm"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What the first rows of a file can be used for."""
+    """Possible uses of the first rows of a file."""
 
     learns_from: LearnsFrom
     columns: Columns
     count: int
     reward: str | None
-    """A built-in reward that suits every ground truth; None where none does."""
+    """Built-in reward that suits every ground truth; None if none does."""
     is_by_source: bool
-    """The rows' data_source chooses that reward by itself."""
+    """True if the rows' data_source chooses that reward by itself."""
 
 
 def look_at(train: str, learns_from: LearnsFrom | None, prompt: str | None, truth: str | None) -> Rows:
-    """What the rows are for, by their columns; named columns are taken. Raises ValueError where they fit nothing."""
+    """Return the use of the rows, from their columns or the named ones; raise ValueError if they fit no method."""
     rows = list(islice(read_rows(Path(train)), ROWS))
     if not rows:
         raise ValueError(f"{train} has no rows")
@@ -102,7 +102,7 @@ def look_at(train: str, learns_from: LearnsFrom | None, prompt: str | None, trut
 
 
 def _candidates(way: LearnsFrom, prompt: str | None, truth: str | None) -> Iterator[Columns]:
-    """The usual columns first."""
+    """Yield possible columns, the usual ones first."""
     usual = Columns()
     if way == "responses" and prompt is None:
         # A whole conversation needs no other column.
@@ -118,14 +118,14 @@ def _candidates(way: LearnsFrom, prompt: str | None, truth: str | None) -> Itera
 
 
 def _read(rows: list[dict[str, Any]], columns: Columns, way: LearnsFrom, source: str) -> list[Row] | None:
-    """The rows by these columns; None where one lacks what is needed."""
+    """Return the rows read with these columns; None if a row lacks something."""
     found = []
     for row in rows:
         try:
             parsed = parse_row(row, columns, way, source)
             check_responses(parsed, columns, way, [])
         except ValueError:
-            # Of a set for sft or dpo no ground truth is read unless another column than the usual is named.
+            # For sft or dpo data, the ground truth is read only if an unusual column is named.
             return None
         if way == "rollouts" and not parsed.ground_truth.strip():
             return None

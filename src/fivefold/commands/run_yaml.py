@@ -19,30 +19,30 @@ _COLUMN = 43
 
 @dataclass(frozen=True)
 class Answers:
-    """What the questions of `fivefold init` were answered with."""
+    """Answers to the questions of `fivefold init`."""
 
     model: str
     positions: int
-    """Of the model; what a prompt and its response share."""
+    """Positions of the model, which a prompt and its response share."""
     train: str
     val: str | None
     columns: Columns
     rows: int
     rewards: tuple[str, ...]
-    """Names of functions; empty where the rows' data_source chooses."""
+    """Names of reward functions; empty if the rows' data_source chooses."""
     layout: str
     is_cpu: bool
     engine: str
-    """As engine.backend has it."""
+    """Engine, written as in engine.backend."""
     method: str
 
 
 Line = tuple[str, Any, str]
-"""A key, its value and a comment."""
+"""Key, value and comment of one line."""
 
 
 def write(answers: Answers) -> str:
-    """The YAML text."""
+    """Return the YAML text."""
     parts = [
         "# Written by `fivefold init`. Every other key, with its default: docs/configuration.md.",
         "# `fivefold check THIS_FILE` says whether the run can start; trainer.steps=10 behind it changes a key for once.",

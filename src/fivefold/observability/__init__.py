@@ -1,1 +1,1 @@
-"""What a run shows and writes down."""
+"""What a run shows and records: console, metrics, samples, reports, trackers."""

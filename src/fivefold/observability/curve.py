@@ -1,4 +1,4 @@
-"""A metric of a run as a picture: an SVG file of its own, or characters for a terminal."""
+"""Plots of a run's metrics: an SVG file, or characters for a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ text{fill:#9ca3af} .title{fill:#e5e7eb}}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in order of steps."""
+    """Return the rows of metrics.jsonl in order of steps."""
     rows = _read_rows(run_dir / "metrics.jsonl")
     if not rows:
         raise ValueError(f"no metrics in {run_dir / 'metrics.jsonl'}: is it the directory of a run that has taken a step?")
@@ -33,7 +33,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def plot(run_dir: Path, metric: str, width: int = 60, height: int = 10) -> str:
-    """A curve in characters."""
+    """Return a curve as text."""
     rows = read_metrics(run_dir)
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:
@@ -48,7 +48,7 @@ def plot(run_dir: Path, metric: str, width: int = 60, height: int = 10) -> str:
 
 
 def braille(series: Sequence[Sequence[tuple[int, float]]], width: int, height: int) -> list[list[tuple[str, int]]]:
-    """Curves in characters of 2 x 4 dots: lines of (character, place of the series that is on top, or -1)."""
+    """Return curves as characters of 2 x 4 dots: lines of (character, index of the series on top, or -1)."""
     steps = [step for points in series for step, _ in points]
     values = [value for points in series for _, value in points]
     first, low = min(steps), min(values)
@@ -59,7 +59,7 @@ def braille(series: Sequence[Sequence[tuple[int, float]]], width: int, height: i
         before: tuple[int, int] | None = None
         for step, value in points:
             x = round((step - first) / length * (2 * width - 1))
-            # A curve without height lies in the middle.
+            # Draw a flat curve in the middle.
             y = round((1 - (value - low) / size if size else 0.5) * (4 * height - 1))
             from_x, from_y = before or (x, y)
             dots = max(1, abs(x - from_x), abs(y - from_y))
@@ -75,7 +75,7 @@ def braille(series: Sequence[Sequence[tuple[int, float]]], width: int, height: i
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file to which a run may still be writing."""
+    """Return the rows of a file that a run may still be writing."""
     if not path.is_file():
         return []
     rows = []
@@ -87,7 +87,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_curve(run_dir: Path, metrics: Sequence[str], title: str, out: Path) -> Path:
-    """One chart of a run as an SVG file of its own, readable on light and dark pages."""
+    """Write one chart of a run as a standalone SVG file, readable on light and dark pages."""
     rows = read_metrics(run_dir)
     names = sorted({name for row in rows for name in row})
     series = _series(_matching(metrics, names), rows)
@@ -108,7 +108,7 @@ def write_curve(run_dir: Path, metrics: Sequence[str], title: str, out: Path) ->
 
 
 Series = list[tuple[str, list[tuple[int, float]]]]
-"""Name of a metric and its (step, value), for each that has a value."""
+"""Name of each metric and its (step, value) pairs, without steps that lack a value."""
 
 
 def _series(names: Sequence[str], rows: list[dict[str, Any]]) -> Series:
@@ -121,7 +121,7 @@ def _colors(series: Series) -> list[str]:
 
 
 def _curves(series: Series) -> str:
-    """Grid, axes and lines of a chart of WIDTH x HEIGHT."""
+    """Return grid, axes and lines of a chart of WIDTH x HEIGHT."""
     values = [value for _, points in series for _, value in points]
     steps = [step for _, points in series for step, _ in points]
     low, high = min(values), max(values)
@@ -152,7 +152,7 @@ def _curves(series: Series) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers from low to high."""
+    """Return about five round numbers from low to high."""
     raw = (high - low) / 5
     size = 10 ** math.floor(math.log10(raw))
     spacing = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw)

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line that a run is writing: what is new since the last look."""
+"""Reader of files with one JSON object per line that a run is still writing: returns the rows added since the last read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ _LARGEST = 1.7e308
 
 
 class GrowingRows:
-    """A reader that remembers how far it has come. It never waits and never fails: a line that is half written is left for
-    later, one that is damaged is passed over."""
+    """Reads a growing file and remembers its position. It never waits and never fails.
+
+    An incomplete last line is left for the next read; a damaged line is skipped.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
         self._file: tuple[int, int] | None = None
-        """Device and number of the file that was read."""
+        """Device and inode of the file that was read last."""
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
-        """Rows that were not there before, and whether those before are void: a resumed run has moved some away."""
+        """Return the added rows, and whether all earlier rows are void because a resumed run has moved some of them."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -42,23 +44,23 @@ class GrowingRows:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """The names of a row with finite numbers or null: whatever else a row has is not shown."""
+    """Return the entries of a row that are finite numbers or null; other entries are not shown."""
     return {name: value for name, value in row.items() if value is None or is_number(value)}
 
 
 def is_number(value: Any) -> bool:
-    """Whether the value is a finite number that a float can hold."""
+    """Return whether the value is a finite number that fits in a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The object of a line if it has the number of a step."""
+    """Return the object of a line if it has a step number."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    # Numbers of every token are for programs that audit a run.
+    # Values per token are for programs that audit a run.
     row.pop("tokens", None)
     return row

@@ -1,4 +1,5 @@
-"""Every metric that a run writes, with one sentence on what it is: what docs/metrics.md and the report's tooltips say."""
+"""Table of every metric that a run writes, with one sentence on each: the text of docs/metrics.md and the report's
+tooltips."""
 
 from __future__ import annotations
 
@@ -12,24 +13,24 @@ from fivefold.reward.rules import BUILT_IN
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of metrics.jsonl."""
+    """One metric of metrics.jsonl."""
 
     name: str
-    """As it stands there; `<...>` is filled in by the run, see PLACEHOLDERS."""
+    """Name in metrics.jsonl; the run fills in `<...>`, see PLACEHOLDERS."""
     unit: str
     meaning: str
 
 
 PLACEHOLDERS = {
-    # Strict, so that a new metric of a step's rewards is not taken for a part of the reward.
+    # A strict pattern, so that a new metric of a step's rewards does not match as a part of the reward.
     "<part>": rf"(?:{'|'.join(BUILT_IN)}|model|.+:.+)",
     "<source>": r".+",
     "<k>": r"\d+",
     "<layer>": r"\d+",
     "<sampled>": r"(?:reward|response)/.+",
 }
-"""What a name leaves open -> what stands there: a part of the reward (a built-in function, `path.py:function` or `model`), a
-`data_source`, a number of samples, a layer counted from 0, a metric of what was sampled."""
+"""Placeholder of a name -> what replaces it: a part of the reward (a built-in function, `path.py:function` or `model`), a
+`data_source`, a number of samples, a layer counted from 0, or a metric of the samples."""
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
@@ -225,19 +226,19 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 
 
 def find(name: str) -> Metric | None:
-    """The row of a metric's name, if there is one."""
+    """Return the table row for a metric's name, or None."""
     exact, patterns = _index()
     return exact.get(name) or next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of the names that have no row here."""
+    """Return the names that have no row in this table."""
     return sorted({name for name in names if find(name) is None})
 
 
 @lru_cache
 def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
-    """(name -> metric, patterns of the names that leave something open)."""
+    """Return (name -> metric, patterns for the names with placeholders)."""
     rows = [metric for section in METRICS.values() for metric in section]
     exact = {metric.name: metric for metric in rows if "<" not in metric.name}
     return exact, [(_pattern(metric.name), metric) for metric in rows if "<" in metric.name]

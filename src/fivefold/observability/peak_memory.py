@@ -1,6 +1,6 @@
-"""Most memory that this rank has held, of its GPU if it has one: torch's count, less what an engine gave back behind it.
+"""Peak memory of this rank, on its GPU if it has one: torch's count minus what an engine released outside of torch.
 
-vLLM's sleep returns memory to the driver that torch goes on counting as its own.
+vLLM's sleep mode returns memory to the driver, but torch continues to count it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 
 
 class PeakMemory:
-    """The largest of what was counted less what was away at the time."""
+    """Peak of the counted bytes minus the bytes that were released at that time."""
 
     def __init__(self, counted: Callable[[], int]) -> None:
-        """`counted` gives the most bytes since it was last asked."""
+        """`counted` returns the peak bytes since its last call."""
         self._counted, self._away, self._peak = counted, 0, 0
 
     def away(self, size: int) -> None:
-        """From now on so many of the bytes that are counted are not on the device."""
+        """Set how many of the counted bytes are not on the device from now on."""
         self._peak = max(self._peak, self._counted() - self._away)
         self._away = size
 
     def take(self) -> int:
-        """Bytes since this was last asked."""
+        """Return the peak bytes since the last call."""
         self.away(self._away)
         peak, self._peak = self._peak, 0
         return peak
@@ -37,10 +37,10 @@ def _of_this_rank() -> int:
         return peak
     status = Path("/proc/self/status").read_text()
     peak = 1024 * int(status.partition("VmHWM:")[2].split()[0])
-    # proc(5): 5 sets the peak to what is held now.
+    # proc(5): 5 resets the peak to the current value.
     Path("/proc/self/clear_refs").write_text("5")
     return peak
 
 
 peak_memory = PeakMemory(_of_this_rank)
-"""Of this process."""
+"""Peak memory of this process."""

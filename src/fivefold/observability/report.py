@@ -1,4 +1,4 @@
-"""Runs -> one HTML page that needs no network: a file, or what `serve` shows of runs that go on. No torch here."""
+"""Runs -> one HTML page that needs no network: a file, or the live page of `serve`. No torch here."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ NUMBERS = (
     "rollout/logprob_diff_mean",
     "throughput/tokens_per_second",
 )
-"""Metrics of the table, behind accuracies."""
+"""Metrics in the table, after accuracies."""
 _MOST_IN_A_FILE = 500
-"""Samples of a run in a page that is a file."""
+"""Largest number of samples per run in a page that is a file."""
 _SAMPLE_BYTES = 10**6
-"""The same, of all runs together, as JSON."""
+"""Largest size of the samples of all runs together in such a page, as JSON."""
 _CURVE_BYTES = 2.5 * 10**6
-"""Curves of all runs together in a page, as JSON, about."""
+"""Approximate size of the curves of all runs together in a page, as JSON."""
 Have = tuple[int, int, int]
-"""What a page has of a run: generation, rows, samples."""
+"""State of a run in a browser's page: generation, rows, samples."""
 NOTHING: Have = (-1, 0, 0)
 
 
 def write_report(run_dirs: Sequence[Path]) -> Path:
-    """Write report.html in the first directory, with all of the runs; raises ValueError where one holds no metrics."""
+    """Write report.html with all runs into the first directory; raise ValueError if a directory has no metrics."""
     views = [RunView(run_dir) for run_dir in run_dirs]
     for run_dir in run_dirs:
         read_metrics(run_dir)
@@ -85,7 +85,7 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
 
 
 def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int | None = None) -> str:
-    """The whole page; one that `is_live` asks its server for what is new."""
+    """Return the whole page; a live page requests updates from its server."""
     data = {
         **news(views, []),
         "live": is_live,
@@ -99,7 +99,7 @@ def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int |
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = html.escape(", ".join(view.name for view in views))
-    # In a script element only `<` could end it or open another one.
+    # Inside a script element, only `<` could end it or open another one.
     content = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     return Template(_part("page.html")).substitute(
         title=f"{title} - Fivefold", hash=digest, style=_part("page.css"), data=content, script=script
@@ -107,7 +107,7 @@ def page(views: Sequence[RunView], *, is_live: bool = False, most_samples: int |
 
 
 def news(views: Sequence[RunView], have: Sequence[Have]) -> dict[str, Any]:
-    """The state of each run, and its rows and samples behind those that a page has."""
+    """Return the state of each run, and the rows and samples that the page does not have yet."""
     share = _CURVE_BYTES / max(1, len(views))
     return {"runs": [_news(view, have[at] if at < len(have) else NOTHING, share) for at, view in enumerate(views)]}
 
@@ -115,7 +115,7 @@ def news(views: Sequence[RunView], have: Sequence[Have]) -> dict[str, Any]:
 def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
     _, rows, samples = have if have[0] == view.generation else NOTHING
     names = {name for row in view.rows[rows:] for name in row}
-    # A name in quotes, six digits, separators, and the step.
+    # Bytes per value: a name in quotes, six digits, separators, and the step.
     most_values = int(curve_bytes / (sum(map(len, names)) / max(1, len(names)) + 24))
     shown, seconds = thin(view.rows[rows:], most_values)
     return {
@@ -140,7 +140,7 @@ def _news(view: RunView, have: Have, curve_bytes: float) -> dict[str, Any]:
 
 
 def _latest(samples: list[dict[str, Any]], most_bytes: float) -> list[dict[str, Any]]:
-    """The last samples whose texts together are not longer; the very last one in any case."""
+    """Return the last samples that fit in `most_bytes`, at least the very last one."""
     kept, total = 0, 0.0
     for sample in reversed(samples):
         text = json.dumps(sample, ensure_ascii=False)

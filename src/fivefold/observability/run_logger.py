@@ -29,7 +29,7 @@ LINE = {
     "response/length_mean": "length",
     "rollout/logprob_diff_mean": "engine diff",
 }
-"""Metrics of the one line a step, and what they are called there."""
+"""Metrics in the console line of each step -> their names there."""
 
 
 _SHORTEST = 2e-4
@@ -37,7 +37,7 @@ _SHORTEST = 2e-4
 
 
 class RunLogger:
-    """Rank 0 writes and speaks; on the other ranks it only keeps time."""
+    """Writes files and console output on rank 0; measures time only on other ranks."""
 
     def __init__(
         self,
@@ -48,8 +48,11 @@ class RunLogger:
         settle: Callable[[], None] = lambda: None,
         tracker_seconds: float = 30.0,
     ) -> None:
-        """`settle` waits until the device has done what it was given: no stage pays for another. The run's end waits for
-        trackers no longer than `tracker_seconds`."""
+        """Create the logger.
+
+        `settle` waits until the device has finished its work, so that no stage's time includes another's. `tracker_seconds`
+        is the longest time that the end of the run waits for trackers.
+        """
         self._settle, self._main, self._run_dir = settle, is_main, run_dir
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -63,7 +66,7 @@ class RunLogger:
         self._spans: list[dict[str, Any]] = []
         self._curves: dict[str, list[tuple[float, float]]] = {}
         self._inner: list[float] = []
-        """Seconds of the stages within each open stage."""
+        """Seconds of inner stages, for each open stage."""
         self._open: list[str] = []
         self._ended: set[str] = set()
         if not is_main:
@@ -79,7 +82,10 @@ class RunLogger:
             self._progress.start()
 
     def begin(self) -> None:
-        """The files of the run hold what it goes on from, and nothing of later steps: from here on trackers follow it."""
+        """Start the trackers.
+
+        Call this once the run's files hold the resumed state and nothing of later steps.
+        """
         if not self._main:
             return
         self._has_begun = True
@@ -88,18 +94,18 @@ class RunLogger:
             self._trackers = Trackers(self._run_dir, self._tracker_names, self._tracker_seconds, self.log)
 
     def _write_status(self) -> None:
-        """For whoever watches the run."""
+        """Write status.json, which `watch` and `report` read."""
         write_whole(self._run_dir / "status.json", json.dumps({"state": self._state, "steps": self._steps}) + "\n")
 
     def log(self, text: str) -> None:
-        """A line for the user."""
+        """Print a line for the user."""
         self._console.print(plain(text), markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage; repeated stages of a step add up, and an inner stage's time is not the outer one's.
+        """Time a stage; repeated stages of a step add up, and an inner stage's time is not part of the outer one's.
 
-        Only `step` is the whole step, whatever happens in it.
+        Only the stage `step` includes its inner stages.
         """
         if self._progress is not None:
             self._progress.update(self._stage_task, description=name, total=None, completed=0)
@@ -120,22 +126,22 @@ class RunLogger:
             self._spans.append({"name": name, "start": time.time() - self._start - seconds, "seconds": seconds})
 
     def doing(self) -> tuple[str, bool]:
-        """The innermost stage that is open, and whether one of its name has ended before; other threads ask."""
+        """Return the innermost open stage, and whether a stage of that name has ended before; other threads call this."""
         stage = self._open[-1] if self._open else "between steps"
         return stage, stage in self._ended
 
     @property
     def times(self) -> dict[str, float]:
-        """Seconds of each stage of the step in progress."""
+        """Return the seconds of each stage of the step in progress."""
         return self._times
 
     def advance(self, done: int, total: int) -> None:
-        """How far the stage in progress is."""
+        """Show the progress of the current stage."""
         if self._progress is not None:
             self._progress.update(self._stage_task, completed=done, total=total)
 
     def curve(self, name: str, points: Sequence[tuple[float, float]]) -> None:
-        """Add (moment by time.time, number) to what the step's timeline shows."""
+        """Add (time by time.time, number) points to the timeline of this step."""
         self._curves.setdefault(name, []).extend((moment - self._start, number) for moment, number in points)
 
     def record(self, metrics: dict[str, float]) -> None:
@@ -144,8 +150,10 @@ class RunLogger:
 
     @property
     def pending(self) -> dict[str, float]:
-        """Metrics of the step in progress, so far. Stages with nothing to do (no critic, weights that the engine has) are
-        not worth a curve."""
+        """Return the metrics of the step in progress so far.
+
+        Stages with nothing to do are left out, for example without a critic, or if the engine already has the weights.
+        """
         return self._metrics | {f"time/{name}": seconds for name, seconds in self._times.items() if seconds > _SHORTEST}
 
     def end_step(self, step: int) -> dict[str, float]:
@@ -168,26 +176,26 @@ class RunLogger:
         return metrics
 
     def discard(self) -> None:
-        """Leave out what was recorded since the last step's metrics were written."""
+        """Discard everything recorded since the last step's metrics were written."""
         self._spans, self._times, self._metrics, self._curves = [], {}, {}, {}
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
-        """Append to samples.jsonl."""
+        """Append rows to samples.jsonl."""
         if self._main:
             for row in rows:
                 append_json(self._run_dir / "samples.jsonl", row)
 
     def end(self, state: Literal["finished", "ended"], steps: int) -> None:
-        """How the run ended, and how many steps it had."""
+        """Record how the run ended, and after how many steps."""
         self._state, self._steps = state, steps
 
     def close(self) -> None:
-        """End the displays and the trackers; a run that said nothing of its end has failed."""
+        """Close displays and trackers; a run for which `end` was not called has failed."""
         if self._progress is not None:
             self._progress.stop()
         if self._has_begun:
             self._state = "failed" if self._state == "running" else self._state
-            # Why the run ends is said already, where it is that the disk is full.
+            # A full disk may be why the run ends; that error is already reported.
             with suppress(OSError):
                 self._write_status()
         if self._trackers is not None:
@@ -205,7 +213,7 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null in the place of every number that is not finite."""
+    """Return the value with null in place of every number that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

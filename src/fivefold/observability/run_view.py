@@ -1,6 +1,6 @@
-"""A run directory as it is now: metrics, samples, stages and state of a run that is going on or over. No torch here.
+"""A run directory as it is now: metrics, samples, stages and state of a running or ended run. No torch here.
 
-For whoever shows runs (`report`, `watch`). What a run is in the middle of writing is left for the next look.
+`report` and `watch` use it. A row that the run is still writing is left for the next refresh.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from fivefold.observability.growing import GrowingRows, is_number, numbers
 _MOST_SAMPLES = 2000
 _MOST_STAGES = 32
 _SILENT = 120.0
-"""Seconds without a word after which a run of another machine is taken to be dead; more where steps are longer."""
+"""Seconds without new metrics after which a run on another machine is considered dead; more if its steps are longer."""
 _LATEST = 20
-"""Steps from which the time of the next ones is taken."""
+"""Number of latest steps from which the time of the next ones is estimated."""
 
 
 def _is_run(path: Path) -> bool:
-    """It has what a run writes first."""
+    """Return whether the directory has one of the first files that a run writes."""
     return any((path / name).is_file() for name in ("status.json", "run.yaml", "metrics.jsonl"))
 
 
 class RunView:
-    """What stands in a run directory; `refresh` reads what is new."""
+    """Contents of a run directory; `refresh` reads what is new."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises ValueError where there is no such directory."""
+        """Raise ValueError if there is no such directory, or if it is not a run's."""
         if not run_dir.is_dir():
             raise ValueError(f"{run_dir} must be the directory of a run: there is none")
         if not _is_run(run_dir) and (runs := sorted(filter(_is_run, run_dir.iterdir()))):
             raise ValueError(f"{run_dir} must be the directory of a run: those in it are {', '.join(map(str, runs[:5]))}")
         self.run_dir = run_dir
         self.rows: list[dict[str, Any]] = []
-        """Of metrics.jsonl, in the order in which they were written."""
+        """Rows of metrics.jsonl, in the order in which they were written."""
         self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
         self.stages: deque[dict[str, Any]] = deque(maxlen=_MOST_STAGES)
         self.dropped = 0
-        """Samples before the first that is kept."""
+        """Number of samples before the first that is kept."""
         self.generation = 0
-        """Another one where rows that were there are void: the run began again from an older step."""
+        """Counter that changes when earlier rows become void, because the run resumed from an older step."""
         self._files = [GrowingRows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl", "trace/stages.jsonl")]
         self._status: dict[str, Any] = {}
         self.refresh()
@@ -56,13 +56,13 @@ class RunView:
         return self.run_dir.resolve().name
 
     def refresh(self) -> None:
-        """Read what is new. Damaged lines are passed over."""
+        """Read what is new; skip damaged lines."""
         metrics, samples, stages = self._files
         rows, is_void = metrics.new()
         drawn, are_void = samples.new()
         times, were_void = stages.new()
         if is_void or are_void:
-            # Samples and metrics are shown together: both are read again from their beginning.
+            # Samples and metrics are shown together, so both are read again from the start.
             self.rows, self.dropped = [], 0
             self.samples.clear()
             self.generation += 1
@@ -78,12 +78,12 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """Steps finished."""
+        """Return the number of finished steps."""
         return max((row["step"] for row in self.rows), default=0)
 
     @property
     def config(self) -> str:
-        """run.yaml as it stands there."""
+        """Return the text of run.yaml."""
         try:
             return (self.run_dir / "run.yaml").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -91,7 +91,7 @@ class RunView:
 
     @property
     def total(self) -> int | None:
-        """Steps that the run is to take; None where that is written nowhere."""
+        """Return the planned number of steps; None if no file has it."""
         if isinstance(found := self._status.get("steps"), int):
             return found
         try:
@@ -102,7 +102,10 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """running, finished, ended (asked to), failed, dead (it ended without a word), or over (no more is known)."""
+        """Return the state: running, finished, ended, failed, dead or over.
+
+        `ended` is by request, `dead` is without an exit status, and `over` means that nothing more is known.
+        """
         said = self._status.get("state")
         if said in ("finished", "ended", "failed"):
             return str(said)
@@ -115,7 +118,7 @@ class RunView:
 
     @property
     def reason(self) -> str:
-        """Why the run ended, as far as its files say."""
+        """Return why the run ended, as far as its files show."""
         for path in sorted((self.run_dir / "logs").glob("rank-*.error")):
             try:
                 lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -127,12 +130,12 @@ class RunView:
 
     @property
     def last_word(self) -> float:
-        """When the run last wrote metrics, by time.time(); 0 if it never did."""
+        """Return when the run last wrote metrics, by time.time(); 0 if never."""
         return float(self.rows[-1].get("wall") or 0) if self.rows else 0.0
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Of the latest steps, with what lies between them."""
+        """Return the mean seconds of the latest steps, with the time between them; None without two steps."""
         last = [row for row in self.rows[-_LATEST:] if row.get("wall")]
         if len(last) < 2 or last[-1]["step"] <= last[0]["step"]:
             return None
@@ -140,22 +143,22 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last step, as the latest ones went; None where that cannot be said."""
+        """Return the seconds until the last step, estimated from the latest steps; None if unknown."""
         if self.state != "running" or self.total is None or self.seconds_per_step is None:
             return None
         return max(0, self.total - self.step) * self.seconds_per_step
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric, where it has one."""
+        """Return the (step, value) pairs of a metric, without steps that lack it."""
         return [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
 
     @property
     def stage_names(self) -> list[str]:
-        """Of all rows."""
+        """Return the names of the stages in all rows."""
         return sorted({name[5:] for row in self.rows for name in row if name.startswith("time/") and name != "time/step"})
 
     def stage_seconds(self) -> dict[str, float]:
-        """Stage -> seconds of the latest steps together, the longest first; `step` is all of them."""
+        """Return stage -> total seconds over the latest steps, the longest first; `step` is all of them."""
         found: dict[str, float] = {}
         for row in self.rows[-_LATEST:]:
             for name, value in row.items():
@@ -165,7 +168,7 @@ class RunView:
 
 
 def _is_timed(row: dict[str, Any]) -> bool:
-    """Whether a row of trace/stages.jsonl has what a timeline is drawn from."""
+    """Return whether a row of trace/stages.jsonl has what a timeline needs."""
     spans, curves = row.get("spans"), row.get("curves", {})
     return (
         isinstance(spans, list)
@@ -190,7 +193,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_here(path: Path) -> bool:
-    """Whether the run that last held the directory ran on this machine: then it is known whether it still does."""
+    """Return whether the last run in this directory ran on this machine, whose locks are visible here."""
     try:
         return f" on {os.uname().nodename} " in path.read_text(errors="replace")
     except OSError:
@@ -198,7 +201,10 @@ def _is_here(path: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process of this machine holds a file. Trying to take it would keep a run that starts from it."""
+    """Return whether a process of this machine holds the lock on a file.
+
+    Taking the lock to test it could stop a run that starts at the same time.
+    """
     try:
         found = path.stat()
         locks = Path("/proc/locks").read_text()

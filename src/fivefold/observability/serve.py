@@ -1,4 +1,4 @@
-"""`fivefold report --serve`: the page of a report, which asks this server for what is new. Two addresses, no files."""
+"""`fivefold report --serve`: a report page that requests updates from this server. Two addresses, no files."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Shows some runs on an address of this machine."""
+    """Serves a page of runs on an address of this machine."""
 
     daemon_threads = True
 
     def __init__(self, run_dirs: Sequence[Path], host: str, port: int) -> None:
-        """Port 0 takes a free one. Raises ValueError where a directory or the address cannot be had."""
+        """Bind the server; port 0 takes a free one. Raise ValueError if a directory or the address is not available."""
         self.views = [RunView(run_dir) for run_dir in run_dirs]
         self.reading = threading.Lock()
         self.is_own = _is_own(host)
         self.token = secrets.token_urlsafe(24)
-        """In the page's address: only a program that was given it reads what runs here."""
+        """Random token in the page's address: only programs that received the address can read the runs."""
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -49,9 +49,9 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """The page at /TOKEN/, news at /TOKEN/data; whatever else is asked for is not there."""
+        """Return the page at /TOKEN/ and updates at /TOKEN/data; any other address is not found."""
         if self.server.is_own and not self._asks_this_machine():
-            # A page from elsewhere can give a name of its own the address of this machine, and would read what runs here.
+            # A foreign page can point its own host name to this machine's address (DNS rebinding), and would read the runs.
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to localhost and 127.0.0.1")
             return
         asked = urlsplit(self.path)
@@ -87,13 +87,13 @@ class _Handler(BaseHTTPRequestHandler):
         ):  # fmt: skip
             self.send_header(name, value)
         if kind != "text/html":
-            # The page has a policy of its own, which names its script.
+            # The page has its own policy, which names its script.
             self.send_header("Content-Security-Policy", _POLICY)
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nobody reads it."""
+        """Suppress the request log."""
 
 
 def _have(text: str) -> Have:
@@ -109,7 +109,7 @@ def _is_own(host: str) -> bool:
 
 
 def serve(run_dirs: Sequence[Path], host: str, port: int, say: Callable[[str], None]) -> None:
-    """Show runs until Ctrl-C."""
+    """Serve runs until Ctrl-C."""
     with ReportServer(run_dirs, host, port) as server:
         if not server.is_own:
             say(f"note     {host} can be reached from other machines: who reaches it reads prompts, responses and settings")

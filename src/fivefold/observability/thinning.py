@@ -7,14 +7,14 @@ from typing import Any
 
 Row = dict[str, Any]
 _POINTS = 4
-"""Of a metric in a stretch, at most."""
+"""Largest number of points of a metric in a stretch."""
 
 
 def thin(rows: Sequence[Row], most_values: int) -> tuple[list[Row], list[Row]]:
-    """(rows with about so many values in all, seconds of each stage within each stretch).
+    """Return (rows with about `most_values` values, seconds of each stage within each stretch), both with their `step`.
 
-    All rows and nothing where there are no more values than that. Both are by `step`.
-    A row keeps the values that its metrics are to be drawn with, to six digits.
+    If there are no more values than that, return all rows and an empty list. A row keeps only the values that are drawn for
+    its metrics, to six digits.
     """
     names = sorted({name for row in rows for name in row} - {"step"})
     if sum(map(len, rows)) <= most_values:

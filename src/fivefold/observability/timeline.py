@@ -1,4 +1,4 @@
-"""trace/stages.jsonl -> a picture of the last steps: what the trainer did when, and what the engine had in flight."""
+"""trace/stages.jsonl -> an SVG timeline of the last steps: the trainer's stages and the engine's requests in flight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 WIDTH, LEFT, LANE, LOAD, GAP = 1440, 92, 26, 60, 8
 MOST_STEPS = 12
 WAITS = "rollout"
-"""The stage in which the trainer waits for the engine."""
+"""Stage in which the trainer waits for the engine."""
 
 
 COLORS = {
@@ -29,19 +29,19 @@ COLORS = {
 
 
 def stage_color(name: str) -> str:
-    """The same wherever a stage is shown."""
+    """Return the stage's color, the same in every chart."""
     return COLORS.get(name, "#94a3b8")
 
 
 def timeline(rows: Sequence[dict[str, Any]]) -> str:
-    """SVG and legend; empty where nothing was recorded. The first rank's stages, and its requests."""
+    """Return SVG and legend for the first rank's stages and its requests; empty if nothing was recorded."""
     rows = _last_steps(rows)
     spans = [span for row in rows for span in row["spans"]]
     if not spans:
         return ""
     begin: float = min(span["start"] for span in spans)
     end: float = max(span["start"] + span["seconds"] for span in spans)
-    # What is too short to be seen needs no colour.
+    # A stage too short to be visible needs no color.
     spans = [span for span in spans if span["name"] == "step" or span["seconds"] > (end - begin) / WIDTH]
     stages = sorted({span["name"] for span in spans if span["name"] != "step"})
 
@@ -84,7 +84,7 @@ def timeline(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _last_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those since the run was last resumed, whose clock began anew then."""
+    """Return the last rows since the run was last resumed; its clock restarted then."""
     kept: list[dict[str, Any]] = []
     for row in reversed([row for row in rows if row.get("spans")]):
         first = min(span["start"] for span in row["spans"])
@@ -101,7 +101,7 @@ def _label(text: str, y: float) -> str:
 
 
 def _area(points: Sequence[tuple[float, float]], end: float, bottom: float) -> str:
-    """What was in flight from each moment to the next."""
+    """Return the area of requests in flight over time."""
     most = max(count for _, count in points) or 1
     corners = [f"{points[0][0]:.1f},{bottom}"]
     for (left, count), right in zip(points, [*(moment for moment, _ in points[1:]), end], strict=True):

@@ -1,4 +1,4 @@
-"""`fivefold watch`: runs in the terminal as they go on, or once as they are. No torch here."""
+"""`fivefold watch`: shows runs in the terminal, live or once. No torch here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gradient norm", ("policy/grad_norm",)),
     ("engine against trainer", ("rollout/logprob_diff_mean",)),
 )
-"""Title and names of each curve: of the names the first that a run has."""
+"""Title and candidate metrics of each curve: the first metric that a run has is drawn."""
 _COLORS = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 _STATES = {
     "running": ("running", "bright_blue"), "finished": ("finished", "green"), "ended": ("ended when asked to", "yellow"),
@@ -41,9 +41,9 @@ _MOST_STAGES = 8
 
 
 def watch(run_dirs: Sequence[Path], *, once: bool = False, seconds: float = 2.0, console: Console | None = None) -> None:
-    """Show runs until all of them are over; raises ValueError where a directory is not there.
+    """Show runs until all of them are over; raise ValueError if a directory does not exist.
 
-    One frame alone with `once`, and where nobody sees it change: stdout is no terminal.
+    With `once`, or if stdout is no terminal, print a single frame.
     """
     views, console = [RunView(run_dir) for run_dir in run_dirs], console or Console(file=raw(sys.stdout), highlight=False)
     if not once and console.is_terminal and any(view.state == "running" for view in views):
@@ -57,13 +57,13 @@ def watch(run_dirs: Sequence[Path], *, once: bool = False, seconds: float = 2.0,
 
 
 def frame(views: Sequence[RunView], width: int, height: int | None = None) -> RenderableType:
-    """All that is shown, as wide as a terminal is; as much of it as fits into `height` lines."""
+    """Return the whole display for a terminal of this width; with `height`, only as much as fits into so many lines."""
     parts: list[tuple[int, RenderableType]] = [_runs(views, width)]
     columns = max(1, width // _CURVE_WIDTH)
     curves = _curves(views, width // columns)
     rows = math.ceil(min(len(curves), _MOST_CURVES) / columns)
     if height is not None:
-        # What remains is for stages and samples.
+        # The remaining lines are for stages and samples.
         rows = max(1, min(rows, (height - parts[0][0] - 12) // (_CURVE_HEIGHT + 3)))
     for row in range(rows):
         line = Table.grid(expand=False)
@@ -78,7 +78,7 @@ def frame(views: Sequence[RunView], width: int, height: int | None = None) -> Re
 
 
 def _runs(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
-    """A line or two for each run: where it stands."""
+    """Return one or two lines for each run with its progress."""
     lines: list[RenderableType] = []
     for place, view in enumerate(views):
         word, style = _STATES[view.state]
@@ -135,7 +135,7 @@ def _curves(views: Sequence[RunView], width: int) -> list[RenderableType]:
 
 
 def _stages(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
-    """Shares of the latest steps as bars."""
+    """Return shares of the latest steps as bars."""
     lines: list[RenderableType] = []
     for place, view in enumerate(views):
         seconds = {name: value for name, value in view.stage_seconds().items() if name != "step"}
@@ -153,7 +153,7 @@ def _stages(views: Sequence[RunView], width: int) -> tuple[int, RenderableType]:
 
 
 def _samples(views: Sequence[RunView], width: int, height: int | None) -> tuple[int, RenderableType]:
-    """The latest of each run, the last one first: prompt, then response."""
+    """Return the latest samples of the runs, the last step first: prompt, then response."""
     most = 4 if height is None else max(0, (height - 2) // 2)
     rows = [(place, row) for place, view in enumerate(views) for row in list(view.samples)[-most:]] if most else []
     rows.sort(key=lambda item: -item[1]["step"])
@@ -168,7 +168,7 @@ def _samples(views: Sequence[RunView], width: int, height: int | None) -> tuple[
 
 
 def plain(text: Any, most: int = 200) -> str:
-    """One line without what would steer a terminal: models write such characters too."""
+    """Return the text as one line without terminal control characters, which models also write."""
     words = " ".join(("" if text is None else str(text))[: 8 * most].split())
     return "".join(char if char.isprintable() else "�" for char in words)[:most]
 

@@ -1,1 +1,1 @@
-"""What a run needs, said before it starts. No torch here."""
+"""Resources that a run needs, computed before it starts. No torch here."""

@@ -1,4 +1,4 @@
-"""Everything about a run that can be known without torch: configuration -> Findings, in well under two seconds."""
+"""Checks of a run that need no torch: configuration -> Findings, in well under two seconds."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from fivefold.reward.choose import check_rewards
 
 
 def check(config: RunConfig) -> Findings:
-    """Everything that is found in a configuration and in the files that it names, without torch.
+    """Return every finding about a configuration and the files that it names, without torch.
 
-    Of what it returns, `errors` keep the run from starting, `notes` are worth reading before, and `ignored` has
-    (key, reason) of each key that was set and changes nothing.
+    `errors` keep the run from starting, `notes` are worth reading first, and `ignored` has a (key, reason) pair for each key
+    that is set but changes nothing.
     """
     findings = validate(config)
     specs: dict[str, ModelSpec] = {}
@@ -85,7 +85,7 @@ def check(config: RunConfig) -> Findings:
 
 
 def _check_run_dir(findings: Findings, config: RunConfig) -> None:
-    """The run's directory, or the nearest one above it that is there, must take new files."""
+    """Check that the run directory, or its nearest existing parent, is writable."""
     path = config.run_dir
     try:
         there = next(one for one in (path, *path.parents) if one.exists())
@@ -97,7 +97,7 @@ def _check_run_dir(findings: Findings, config: RunConfig) -> None:
 
 
 def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[str, ModelSpec]) -> None:
-    """Look at the directory of one model; `specs` gets its sizes where it is here."""
+    """Check the directory of one model; `specs` gets the model's sizes if its files are on this machine."""
     again = role.name != "policy" and role.path == config.model.path
     if again and role.settings == config.policy and not role.has_value_head:
         return
@@ -131,7 +131,7 @@ def _check_model(findings: Findings, config: RunConfig, role: Role, specs: dict[
 
 
 def _check_layout(findings: Findings, config: RunConfig, role: Role, spec: ModelSpec) -> None:
-    """Whether the model can be sharded so; a layout of its own is at fault where it cannot."""
+    """Check that the layout can shard the model; report the error at the model's own layout if it has one."""
     try:
         spec.check_layout(role.settings.layout, role.settings.megatron.pipeline_split)
     except ValueError as error:
@@ -152,7 +152,7 @@ def _check_layout(findings: Findings, config: RunConfig, role: Role, spec: Model
 
 
 def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSpec) -> None:
-    """What this model cannot do with its settings."""
+    """Report what this model does not support with its settings."""
     settings, megatron, layout = role.settings, role.settings.megatron, role.settings.layout
     is_policy_s = role.name == "reference" and config.reference.megatron is None
     own = findings.at("policy" if is_policy_s else role.section_key).at("megatron")
@@ -193,7 +193,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
         if module in modules and not present:
             own.error("transformer.recompute_modules", f": {spec.family} has no {module}")
     if role.reads_text:
-        # transformers leaves the labels of a classifier out where there are two, its default.
+        # transformers omits the labels of a classifier when there are two, its default.
         described, head, checkpoint = Path(config.described_by(role.path)), VALUE_HEAD.hf[0], find_torch_dist(role.path)
         if checkpoint is None:
             labels = len(read_config(described).get("id2label") or range(2))
@@ -205,7 +205,7 @@ def _check_spec(findings: Findings, config: RunConfig, role: Role, spec: ModelSp
 
 
 def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> None:
-    """Whether the model has what `lora` of its section names, and the adapters to begin with are of it."""
+    """Check that the model has the modules named in its section's `lora`, and that the initial adapters fit the model."""
     lora, path = asked.spec, asked.path
     if lora is None:
         return
@@ -229,7 +229,7 @@ def _check_adapters(findings: Findings, asked: LoraConfig, spec: ModelSpec) -> N
 
 
 def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfig) -> None:
-    """Packages that the settings of a model ask for; `findings` are at its section `megatron`."""
+    """Check the packages that a model's settings require; `findings` are at its `megatron` section."""
     bridge, layers = settings.megatron.bridge_type, settings.megatron.transformer_impl
     if missing := missing_packages(BRIDGES[bridge]):
         findings.error("bridge_type", f": {bridge} needs {'; '.join(missing)}; native needs nothing more")
@@ -240,14 +240,14 @@ def _check_packages(findings: Findings, config: RunConfig, settings: PolicyConfi
 
 
 def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, ModelSpec]) -> None:
-    """Keys that were set and change nothing; `specs` are those of the models that are here."""
+    """Report keys that are set but change nothing; `specs` has the models whose files are on this machine."""
     algorithm = config.algorithm
     if config.policy.router_balance != "none" and "policy" in specs and specs["policy"].moe is None:
         findings.ignore("policy.router_balance", "the model has no experts")
     for name, role in config.roles.items():
         section, own = findings.at(name), role.section
         if name == "prm.reference":
-            # Its section is that of the model that it is compared with.
+            # It shares the section of the model that it is compared with.
             continue
         if own.megatron is not None:
             experts, balanced = name not in specs or specs[name].moe is not None, config.policy.router_balance != "none"
@@ -300,7 +300,7 @@ def _report_ignored(findings: Findings, config: RunConfig, specs: dict[str, Mode
 
 
 def _report_profile(findings: Findings, config: RunConfig) -> None:
-    """Ranks and steps of the profiler that the run does not have."""
+    """Report ranks and steps of the profiler that the run does not have."""
     profile, steps = config.trainer.profile, config.trainer.steps
     if late := [step for step in profile.steps if steps is not None and step > steps]:
         findings.ignore("steps", f"the run has {steps} steps, and no step {late[0]}")
@@ -311,7 +311,7 @@ def _report_profile(findings: Findings, config: RunConfig) -> None:
 
 
 def _report_unsampled(findings: Findings, config: RunConfig) -> None:
-    """Keys about sampling, where responses in the data are learned from."""
+    """Report sampling keys in a run that learns from the responses in its data."""
     name, drawn, usual = config.algorithm.name, config.engine.sampling, SamplingConfig()
     if config.algorithm.group_size != AlgorithmConfig().group_size:
         findings.ignore("algorithm.group_size", f"{name} learns from the responses that stand in the data")
@@ -364,7 +364,10 @@ def _check_launch(findings: Findings, config: RunConfig) -> None:
 
 
 def _check_devices(findings: Findings, config: RunConfig) -> None:
-    """More ranks than GPUs; under torchrun the ranks of other machines count too, so only its own world size is checked."""
+    """Check that there is a GPU for each rank.
+
+    Under torchrun the ranks of other machines count too, so only torchrun's own world size is checked.
+    """
     world = config.roles.world_size
     if is_joined(config):
         launched = int(os.environ["WORLD_SIZE"])
@@ -379,10 +382,10 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
         _check_apart(findings, config)
         return
     if elsewhere(config):
-        # The launcher asks the cluster.
+        # On a Ray cluster, the launcher checks this.
         return
     gpus = visible_gpus()
-    # With launch.gpu a run of other machines is looked at.
+    # With launch.gpu set, the run is for other machines.
     wanted = on_gpus(config) and config.launch.gpu is None
     findings.require(
         not wanted or gpus >= world,
@@ -394,7 +397,7 @@ def _check_devices(findings: Findings, config: RunConfig) -> None:
 
 
 def _check_apart(findings: Findings, config: RunConfig) -> None:
-    """GPUs for the servers behind those of the ranks, where they can be counted."""
+    """Check that there are GPUs for the servers in addition to those of the ranks, where they can be counted."""
     own = config.engine.is_apart or config.reward.judge_layout is not None
     if findings.errors or not config.may_generate or not own:
         return

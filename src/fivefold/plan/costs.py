@@ -12,16 +12,17 @@ from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 
 ADAM_BYTES = 34
-"""A parameter's moments and float32 copy read and written, its gradient read; the copy read again, itself written."""
+"""Bytes that Adam moves per parameter: moments and float32 copy read and written, gradient read; then the copy read again
+and the parameter written."""
 GRADIENT_BYTES = 16
-"""A float32 gradient set to zero, read for the norm, read and written for clipping."""
+"""Bytes moved per parameter for a float32 gradient: set to zero, read for the norm, read and written for clipping."""
 ADDED_BYTES = 10
-"""A gradient of two bytes added to its float32 sum, where the product that makes it cannot add itself."""
+"""Bytes moved to add a two-byte gradient to its float32 sum, where the matrix product that makes it cannot accumulate."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """So many operations or bytes of one kind of kernel."""
+    """Number of operations or bytes for one kind of kernel."""
 
     kind: str
     size: float
@@ -33,19 +34,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A micro-batch as the formulas see it."""
+    """Size of a micro-batch, as the formulas use it."""
 
     count: float
-    """Of whole sequences, before context-parallel ranks share them."""
+    """Tokens of whole sequences, before context-parallel ranks split them."""
     attended: float
-    """Length of the sequence that a token is in, on average over tokens."""
+    """Length of the sequence that a token belongs to, averaged over tokens."""
     predicted: float = 1.0
-    """Share of tokens whose log-prob is wanted."""
+    """Share of tokens whose log-prob is computed."""
     number_bytes: int = 2
 
 
 def layer_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_experts: bool) -> tuple[list[Work], list[Work]]:
-    """Forward and backward of one layer."""
+    """Return forward and backward work for one layer."""
     local = tokens.count / layout.cp
     attention = _attention(spec, layout, tokens, local)
     norms = _traffic(spec, layout, tokens, local)
@@ -59,12 +60,15 @@ def layer_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_expe
 
 
 def unread_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> Work:
-    """The last product of a dense layer, which a layer that is made again leaves out: only the next one would read it."""
+    """Return the work of a dense layer's last product.
+
+    Recomputation skips this product, because only the next layer would read its result.
+    """
     return _product(tokens.count / layout.cp, spec.ffn / layout.tp, spec.hidden)
 
 
 def attention_flops(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> float:
-    """Products of queries, keys and values of a layer on a rank, with half of the square left out by causality."""
+    """Return FLOPs of a layer's attention products on one rank; causality leaves out half of the square."""
     width: float = spec.heads * spec.head_dim
     if spec.mla is not None:
         width = spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope + spec.mla.v_dim) / 2
@@ -75,7 +79,7 @@ def attention_flops(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> 
 
 
 def cached_numbers(spec: ModelSpec) -> float:
-    """Numbers that the keys and values of a token are in one layer."""
+    """Return how many numbers the keys and values of one token take in one layer."""
     return spec.kv_numbers_per_token / spec.layers
 
 
@@ -84,7 +88,7 @@ def _product(tokens: float, inner: float, outer: float) -> Work:
 
 
 def _twice(work: list[Work]) -> list[Work]:
-    """Backward: the product with the weights and the one with the inputs."""
+    """Return backward work: the product with the weights and the product with the inputs."""
     return [Work(one.kind, one.size, 2 * one.amount) for one in work]
 
 
@@ -112,18 +116,21 @@ def _attention(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: f
 
 
 def _traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, local: float) -> tuple[list[Work], list[Work]]:
-    """Norms and residuals; heads apart, normed and rotated: what must be read and written once."""
+    """Return memory traffic of norms, residuals and attention heads.
+
+    Heads are split, normalized and rotated. Only reads and writes that cannot be avoided count, each once.
+    """
     # Norm: read, write; backward read twice, write. Residual: read twice, write; backward the same.
     shared = local / layout.tp * spec.hidden * 2
     forward, backward = 5 * shared, 6 * shared
     rows = (spec.heads + 2 * spec.kv_heads) / layout.tp
     heads = local * rows * spec.head_dim * tokens.number_bytes
     if spec.mla is not None:
-        # In plain PyTorch, which no run of ours measured: each pass twice.
+        # Plain PyTorch: each pass is counted twice. None of our runs measured this.
         turned, heads = local * spec.heads * (spec.mla.qk_nope + spec.mla.qk_rope) / layout.tp, 0.0
         forward, backward = forward + 8 * turned, backward + 10 * turned
     if layout.cp > 1:
-        # Of the gathered keys and values each of a rank's two chunks of queries has those before it, in their order.
+        # A rank has two chunks of queries. Each chunk copies the gathered keys and values before it, in their order.
         copied = 2 * tokens.count * (1 + 0.5 / layout.cp) * cached_numbers(spec) / layout.tp
         forward, backward = forward + copied, backward + copied
     return (
@@ -150,8 +157,8 @@ def _experts(
     routed = own * part.top_k
     each = routed * layout.ep * layout.etp / part.num_experts
     grouped = [Work("grouped_gemm", each, 6 * routed * spec.hidden * part.ffn)]
-    # Copies of a token are written in the order of experts, and summed again in its own: twice read and written, each way.
-    # Those that a rank has of all others are put together by expert, and apart again, as often.
+    # Tokens are copied into expert order and summed back into token order: two reads and two writes in each direction.
+    # Tokens received from other ranks are regrouped by expert and back, as often.
     gathered = routed * layout.etp if part.num_experts > layout.ep else 0
     copied = Work("elementwise", 0, 4 * (routed + gathered) * spec.hidden * tokens.number_bytes)
     held = 3 * spec.hidden * part.ffn * part.num_experts / layout.ep / layout.etp
@@ -164,7 +171,10 @@ def _experts(
 
 
 def head_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> tuple[list[Work], list[Work]]:
-    """Forward and backward of the output layer: its products, made again in backward, and a pass over the logits."""
+    """Return forward and backward work for the output layer.
+
+    It has the matrix products, which backward recomputes, and a pass over the logits.
+    """
     rows = tokens.count * tokens.predicted / layout.cp
     if spec.value_head:
         read = Work("elementwise", 0, rows * spec.hidden * tokens.number_bytes)
@@ -172,11 +182,11 @@ def head_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> tuple[
     product = Work("gemm", min(rows, spec.hidden), 2 * rows * spec.hidden * spec.vocab / layout.tp)
     logits = rows * spec.vocab / layout.tp
     again = Work(product.kind, product.size, 3 * product.amount)
-    # float32 logits are read; in backward their gradient is written in two bytes a number.
+    # Forward reads float32 logits; backward writes their gradient in two bytes per number.
     return [product, Work("head_forward", 0, 4 * logits)], [again, Work("head_backward", 0, 6 * logits)]
 
 
 def embedding_work(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens) -> tuple[list[Work], list[Work]]:
-    """Rows of the embedding read, and their gradients added."""
+    """Return the work of reading rows of the embedding and adding their gradients."""
     size = tokens.count / layout.cp * spec.hidden * tokens.number_bytes
     return [Work("elementwise", 0, 2 * size)], [Work("elementwise", 0, 3 * size)]

@@ -1,4 +1,4 @@
-"""What the data files of a run show before it starts: the rows that training would read, as it would read them."""
+"""Checks of a run's data files before it starts: reads the rows as training would read them."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from fivefold.reward.choose import choose_rewards
 from fivefold.reward.rules import ground_truth_fault
 
 ROWS = 1000
-"""Rows of each file that are looked at; of smaller files that is all of them."""
+"""Number of rows checked in each file; smaller files are checked completely."""
 
 
 @dataclass
 class _Seen:
-    """What was found in the rows of some files."""
+    """Findings from the rows of some files."""
 
     rows: int = 0
-    """Rows that would become prompts, as far as they were looked at; of those behind all are taken to."""
+    """Number of rows that would become prompts; all rows that were not checked are counted."""
     whole: bool = True
-    """Every row was looked at."""
+    """True if every row was checked."""
     sources: Counter[str] = field(default_factory=Counter)
-    """data_source -> rows that were looked at and would become prompts."""
+    """data_source -> number of checked rows that would become prompts."""
     responses: int = 0
-    """Rows with something to learn from."""
+    """Number of rows that have something to learn from."""
     special: list[str] = field(default_factory=list)
-    """Where special tokens are in the texts of a row, and which."""
+    """Places of special tokens in the texts of rows, with the tokens."""
 
 
 def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer | None, vocab: int | None) -> None:
-    """Errors for files and rows that training or evaluation could not use; without a tokenizer texts are not encoded."""
+    """Report files and rows that training or evaluation could not use; without a tokenizer, texts are not encoded."""
     data, before = config.data, len(findings.errors)
     if not data.train:
         findings.error("data.train", "names no file")
@@ -103,7 +103,7 @@ def check_data(findings: Findings, config: RunConfig, tokenizer: LightTokenizer 
 
 
 def unused_sources(config: RunConfig, sources: Collection[str]) -> dict[str, str]:
-    """Keys about a data_source that no row of the data has -> why they change nothing."""
+    """Return keys for a data_source that no row of the data has -> why they change nothing."""
     of_truth = config.data.ground_truth_by_source
     named: dict[str, Collection[str]] = {
         "reward.by_source": config.reward.by_source,
@@ -119,7 +119,7 @@ def unused_sources(config: RunConfig, sources: Collection[str]) -> dict[str, str
 
 
 def _describe_special(places: Sequence[str], mode: str) -> str:
-    """The rows of training that hold special tokens, and what becomes of them."""
+    """Describe the training rows that contain special tokens, and how they are handled."""
     what = "open turns there; data.special_tokens: escape makes text of them" if mode == "keep" else "are escaped there"
     rows = f"{len(places)} row{'s' if len(places) > 1 else ''}"
     return f"data.train: {rows} hold{'' if len(places) > 1 else 's'} special tokens, which {what} (the first: {places[0]})"
@@ -141,7 +141,7 @@ def _check_count(findings: Findings, config: RunConfig, training: _Seen) -> None
 
 
 def _check_domains(findings: Findings, config: RunConfig, training: _Seen) -> None:
-    """Rows for each domain of the mixture, where all were looked at."""
+    """Check that the mixture has rows for each domain, if all rows were checked."""
     data = config.data
     if not data.mixture or not training.whole:
         return
@@ -156,7 +156,10 @@ def _check_domains(findings: Findings, config: RunConfig, training: _Seen) -> No
 
 
 def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) -> _Seen:
-    """The validation rows, which may lack responses or rewards where a method learns from data, but not both."""
+    """Check the validation rows.
+
+    With a method that learns from data, they may lack responses or rewards, but not both.
+    """
     must_score, files = config.eval.generate if config.algorithm.offline else True, config.data.val
     found = reader.read(files, learns=False, scored=bool(must_score), first=config.eval.max_prompts)
     known = config.may_generate and all(reader.knows_reward(source) for source in found.sources)
@@ -176,7 +179,7 @@ def _check_validation(findings: Findings, config: RunConfig, reader: _Reader) ->
 
 @dataclass
 class _Reader:
-    """Reads rows as training would; ValueErrors name file, row and column."""
+    """Reads rows as training would; a ValueError names file, row and column."""
 
     config: RunConfig
     tokenizer: LightTokenizer | None
@@ -185,8 +188,11 @@ class _Reader:
     def read(
         self, files: Sequence[str], *, learns: bool, scored: bool, first: int | None = None, kind: LearnsFrom | None = None
     ) -> _Seen:
-        """`learns`: rows must have what is learned from; `scored`: their responses will be; `kind`: what is learned from,
-        where it is not the method's."""
+        """Read and check rows of files.
+
+        `learns`: rows must have what the method learns from. `scored`: their responses will be scored. `kind`: what is
+        learned from, if it differs from the method's own.
+        """
         data, seen = self.config.data, _Seen()
         columns, kind = Columns.of(data), kind or self.config.algorithm.method.learns_from
         for name in files:
@@ -209,7 +215,7 @@ class _Reader:
         return seen
 
     def _guard(self, row: Row, seen: _Seen, where: str) -> Row:
-        """The row as `data.special_tokens` has it; `seen` counts those that hold special tokens."""
+        """Return the row after applying `data.special_tokens`; `seen` counts rows that contain special tokens."""
         data = self.config.data
         if self.tokenizer is None or not data.apply_chat_template:
             return row
@@ -232,7 +238,7 @@ class _Reader:
             seen.whole = seen.whole and not behind
 
     def _encode(self, row: Row) -> bool:
-        """Whether the prompt is short enough; raises ValueError for a text that the model could not read."""
+        """Return whether the prompt is short enough; raise ValueError for a text that the model cannot read."""
         data, tokenizer = self.config.data, self.tokenizer
         if tokenizer is None:
             return True
@@ -264,7 +270,7 @@ class _Reader:
         return len(tokens) <= most
 
     def knows_reward(self, source: str) -> bool:
-        """Whether a reward can be chosen for a data_source."""
+        """Return whether a reward can be chosen for a data_source."""
         try:
             choose_rewards(self.config.reward, source)
         except ValueError:
@@ -272,7 +278,7 @@ class _Reader:
         return True
 
     def _check_reward(self, row: Row) -> None:
-        """Raise ValueError where the rewards of the row's source cannot score it."""
+        """Raise ValueError if the rewards of the row's source cannot score it."""
         for name in choose_rewards(self.config.reward, row.source).weights:
             if fault := ground_truth_fault(name, row.ground_truth, self.config.reward.code.trusted_tests):
                 data = self.config.data

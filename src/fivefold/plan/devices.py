@@ -1,4 +1,4 @@
-"""What a rank computes on: the GPUs of this machine as far as they are known without torch, others by their name."""
+"""Devices that ranks compute on: this machine's GPUs, as far as they are known without torch, or other GPUs by name."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fivefold.config.gpus import GPUS
 
 _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 _SAME_MEMORY = 0.1
-"""Difference in memory at most of GPUs that are taken to be of one kind."""
+"""Largest relative difference in memory between GPUs that count as the same kind."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Memory that one rank may fill."""
+    """Device of one rank, and the memory that the rank may fill."""
 
     name: str
     bytes: int
 
 
 def device_of(config: RunConfig) -> Device | None:
-    """What each rank of a run has: launch.gpu, a GPU of this machine or its share of the host; None where unknown."""
+    """Return the device of each rank: launch.gpu, a GPU of this machine or a share of the host; None if unknown."""
     if config.launch.gpu is not None:
         return Device(config.launch.gpu, int(GPUS[config.launch.gpu].memory_gib * 2**30))
     if elsewhere(config):
@@ -39,25 +39,25 @@ def device_of(config: RunConfig) -> Device | None:
 
 
 def is_joined(config: RunConfig) -> bool:
-    """This process is one of ranks that torchrun or another launcher started."""
+    """Return whether torchrun or another launcher started this process as a rank."""
     return config.launch.backend == "auto" and "WORLD_SIZE" in os.environ
 
 
 def elsewhere(config: RunConfig) -> bool:
-    """The ranks run on nodes of a Ray cluster, which may be other machines than this one."""
+    """Return whether the ranks run on nodes of a Ray cluster, which may be other machines than this one."""
     return config.launch.backend == "ray" and bool(config.launch.ray.address or os.environ.get("RAY_ADDRESS"))
 
 
 def on_gpus(config: RunConfig) -> bool:
-    """The run will use GPUs."""
+    """Return whether the run will use GPUs."""
     if config.trainer.device != "auto":
         return config.trainer.device == "cuda"
     return config.launch.gpu is not None or visible_gpus() > 0
 
 
 def visible_gpus() -> int:
-    """GPUs of this machine that the run may use."""
-    # Those that a container was given; a node's driver may make the files of devices when they are used first.
+    """Return the number of this machine's GPUs that the run may use."""
+    # In a container, count the GPUs that it was given: a node's driver may create the device files at their first use.
     devices = [path for path in _DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     gpus = len(devices or list(_DRIVER.glob("*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,7 +66,7 @@ def visible_gpus() -> int:
 
 @cache
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine; None where it has none or its driver does not say."""
+    """Return the bytes of this machine's smallest GPU; None if there is no GPU or its driver does not report them."""
     try:
         return min(int(line) for line in _asked("memory.total").split()) << 20
     except ValueError:
@@ -74,14 +74,14 @@ def gpu_bytes() -> int | None:
 
 
 def gpu_kind(config: RunConfig) -> str | None:
-    """The GPU's name in the table of GPUs: launch.gpu, or that of this machine; None where it is unknown or not there."""
+    """Return the GPU's name in the table of GPUs: launch.gpu, or this machine's GPU; None if unknown or not in the table."""
     if config.launch.gpu is not None or elsewhere(config):
         return config.launch.gpu
     return local_gpu_kind()
 
 
 def local_gpu_kind() -> str | None:
-    """The name in the table of GPUs of this machine's smallest one: its model, and what is nearest in memory."""
+    """Return the table name of this machine's smallest GPU: the same model, with the nearest memory size."""
     found, size = _asked("name").lower().replace(" ", ""), gpu_bytes()
     if not found or size is None:
         return None
@@ -92,7 +92,7 @@ def local_gpu_kind() -> str | None:
 
 
 def _asked(what: str) -> str:
-    """What the driver answers, a line a GPU; nothing where there is none."""
+    """Return what the driver's tool prints, one line per GPU; empty if there is none."""
     if visible_gpus() == 0 or (tool := shutil.which("nvidia-smi")) is None:
         return ""
     query = [tool, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
@@ -103,7 +103,7 @@ def _asked(what: str) -> str:
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the container where that has less."""
+    """Return the memory of this machine in bytes, or the container's limit if it is lower."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     try:

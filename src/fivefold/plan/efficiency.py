@@ -1,6 +1,7 @@
-"""How fast each kind of kernel, link and host runs: (kind, size) -> a rate, from measured rows. No torch here.
+"""Measured speed of each kind of kernel, link and host: (kind, size) -> rate. No torch here.
 
-The rows stand in `measured.py`; a file of `fivefold plan --calibrate` has the same and replaces them kind by kind.
+The rows are in `measured.py`. A file written by `fivefold plan --calibrate` has the same form and replaces them kind by
+kind.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from fivefold.files import read_json
 Bound = Literal["arithmetic", "memory", "link", "host"]
 Unit = Literal["TFLOP/s", "GB/s", "us"]
 CALIBRATION = Path("~/.cache/fivefold/calibration.json")
-"""Where `fivefold plan --calibrate` keeps its result, and where `plan` and `check` look for one."""
+"""File where `fivefold plan --calibrate` stores its result, and where `plan` and `check` look for one."""
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "us": 1e-6}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a row of one kind means."""
+    """Meaning of the rows of one kind."""
 
     unit: Unit
-    """Of its rate; `us` is a time, the others are amounts per second."""
+    """Unit of the rate; `us` is a time, the others are amounts per second."""
     bound: Bound
-    """What of another GPU it scales with; times of the host stay as they are."""
+    """Property of a GPU with which the rate scales; host times do not scale."""
     size: str
-    """What its size counts; empty where there is one row."""
+    """Quantity that the row's size counts; empty if the kind has one row."""
     amount: str
-    """What its rate counts."""
+    """Quantity that the rate counts."""
 
 
 KINDS: dict[str, Kind] = {
@@ -75,42 +76,42 @@ _FLASH = ("attention_forward", "attention_backward")
 
 @dataclass(frozen=True)
 class Rate:
-    """One measured figure."""
+    """One measured rate."""
 
     kind: str
     size: float
-    """0 where the kind has no sizes."""
+    """Size at which the rate was measured; 0 if the kind has no sizes."""
     rate: float
-    """In the unit of its kind."""
+    """Measured rate, in the unit of its kind."""
     hardware: str
-    """A name of the table of GPUs, or cpu."""
+    """Name in the table of GPUs, or cpu."""
     source: str
-    """Where the figure comes from."""
+    """Source of the measurement."""
 
 
 class Efficiencies:
-    """Rates on one kind of GPU: those measured on it, or those of the measured one scaled by the data sheets."""
+    """Rates for one kind of GPU: measured on it, or scaled from another GPU by the data sheets."""
 
     def __init__(self, rows: Iterable[Rate], gpu: str, has_flash: bool = True) -> None:
-        """`has_flash`: flash-attn-4 is installed, which GPUs from Hopper on use."""
+        """Select rates for `gpu`; `has_flash`: flash-attn-4 is installed, which GPUs from Hopper on use."""
         self.gpu, self._rows = gpu, tuple(rows)
         self._has_flash = has_flash and flash_runs_on(gpu)
         self._tables = {kind: self._table(kind) for kind in KINDS}
 
     @cached_property
     def sources(self) -> dict[str, str]:
-        """The hardware that the rates of each kind were measured on."""
+        """Return the hardware on which the rates of each kind were measured."""
         return {kind: found[0].hardware for kind in KINDS if (found := self._of(kind))}
 
     @cached_property
     def measured_here(self) -> bool:
-        """Every kind of kernel that computes was measured on this GPU itself."""
+        """Return whether every kind of compute kernel was measured on this GPU itself."""
         used = {self.in_use(kind) for kind in KINDS if KINDS[kind].bound in ("arithmetic", "memory")}
         used -= {f"torch_{kind}" for kind in _FLASH if self._has_flash}
         return all(self.sources[kind] == self.gpu for kind in used)
 
     def in_use(self, kind: str) -> str:
-        """The kind of kernel that does this one's work here: without flash-attn-4 torch's own attention."""
+        """Return the kind of kernel that is used here for `kind`: without flash-attn-4, torch's own attention."""
         return f"torch_{kind}" if kind in _FLASH and not self._has_flash else kind
 
     def _of(self, kind: str) -> list[Rate]:
@@ -119,7 +120,7 @@ class Efficiencies:
         return own or [row for row in rows if row.hardware != "cpu"] or rows
 
     def _table(self, kind: str) -> list[tuple[float, float]]:
-        """(log of size, rate in units of 1), in order."""
+        """Return (log of size, rate in units of 1) pairs, in order of size."""
         found = []
         for row in self._of(kind):
             scale = _scale(KINDS[kind].bound, row.hardware, self.gpu) * UNITS[KINDS[kind].unit]
@@ -129,7 +130,10 @@ class Efficiencies:
         return sorted(found)
 
     def rate(self, kind: str, size: float = 0.0) -> float:
-        """FLOP/s, bytes/s or seconds; between sizes by their logarithm, beyond them that of the nearest."""
+        """Return FLOP/s, bytes/s or seconds for a size.
+
+        Between measured sizes, the rate is interpolated by their logarithm; beyond them, it is that of the nearest size.
+        """
         table = self._tables[self.in_use(kind)]
         if len(table) == 1 or size <= 1:
             return table[0][1]
@@ -143,12 +147,12 @@ class Efficiencies:
 
 
 def flash_runs_on(gpu: str) -> bool:
-    """Whether flash-attn-4 is written for it."""
+    """Return whether flash-attn-4 supports this GPU."""
     return gpu in GPUS and GPUS[gpu].capability >= FLASH_CAPABILITY
 
 
 def _scale(bound: Bound, measured: str, wanted: str) -> float:
-    """Of a rate that was measured on one GPU, on another: by what bounds it."""
+    """Return the factor from a rate measured on one GPU to another GPU, by what bounds the kernel."""
     if bound == "host" or measured == wanted or measured not in GPUS or wanted not in GPUS:
         return 1.0
     attribute = {"arithmetic": "tflops", "memory": "memory_gb_s", "link": "link_gb_s"}[bound]
@@ -156,16 +160,16 @@ def _scale(bound: Bound, measured: str, wanted: str) -> float:
 
 
 def load_rates(calibration: Path | None = None) -> tuple[Rate, ...]:
-    """The rows that came with Fivefold; those of a calibration file stand in the place of their kind and hardware.
+    """Return the rows that come with Fivefold; rows of a calibration file replace those of the same kind and hardware.
 
-    Without a name the file of this machine is taken, where there is one.
+    The default is the calibration file of this machine, if there is one.
     """
     path = CALIBRATION.expanduser() if calibration is None else calibration
     return known_rates(() if calibration is None and not path.is_file() else read_calibration(path))
 
 
 def known_rates(own: Iterable[Rate]) -> tuple[Rate, ...]:
-    """`own` rows, and those that came with Fivefold of the kinds that have none on the same hardware."""
+    """Return `own` rows, plus the rows that come with Fivefold for kinds that `own` lacks on the same hardware."""
     from fivefold.plan.measured import MEASURED
 
     own = tuple(own)
@@ -174,7 +178,7 @@ def known_rates(own: Iterable[Rate]) -> tuple[Rate, ...]:
 
 
 def read_calibration(path: Path) -> tuple[Rate, ...]:
-    """Rows of a file that `write_calibration` wrote; raises ValueError where it is another one."""
+    """Return the rows of a file written by `write_calibration`; raise ValueError for any other file."""
     found = read_json(path)
     rows = found.get("rates") if isinstance(found, dict) else None
     try:
@@ -191,6 +195,6 @@ def read_calibration(path: Path) -> tuple[Rate, ...]:
 
 
 def write_calibration(path: Path, rows: Iterable[Rate], about: str) -> None:
-    """Keep measured rows as JSON; `about` says when and on what they were measured."""
+    """Store measured rows as JSON; `about` names the date and the machine of the measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"about": about, "rates": [asdict(row) for row in rows]}, indent=1) + "\n")

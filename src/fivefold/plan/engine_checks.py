@@ -1,4 +1,4 @@
-"""What `fivefold check` knows of the engine: installed, laid out, its memory, servers that run already. No torch."""
+"""Checks of the engine for `fivefold check`: packages, layout, memory, servers that already run. No torch here."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fivefold.plan.memory import BYTES, CPU_CACHE, ENGINE_GRAPHS
 from fivefold.plan.tokenizer_files import is_hub_id
 
 CACHE_SIZES = {"vllm": "kv_cache_memory_bytes", "sglang": "max_total_tokens"}
-"""Their own arguments that say how large the cache is."""
+"""Engine -> its argument for the size of the cache."""
 
 
 def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> None:
-    """Whether what is to sample is installed, takes its arguments and can be laid out so."""
+    """Check that the engine is installed, accepts its arguments and supports its layout."""
     engine, section = config.engine, findings.at("engine")
     try:
         layout = engine.layout
@@ -47,7 +47,7 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
                 message = f"must be left out or R2, or engine.backend transformers: {lacks}"
                 findings.error("policy.router_replay", message)
             rollout = config.rollout
-            # Without either a step takes all that was given out: nothing is in flight when weights change.
+            # Without either, a step finishes all its requests: none is in flight when weights change.
             is_ahead = rollout.max_staleness is not None and (rollout.max_staleness > 0 or rollout.tail != "wait")
             goes_on = engine.is_server and is_ahead and rollout.interrupt == "continue"
             findings.at("rollout").require(
@@ -63,7 +63,7 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
             _check_layout(section, layout, spec)
             if len(section.errors) == before:
                 _check_cache(section, config, spec)
-        # Seen with 0.32: its kernel for experts on CPUs reads past the end where they are divided.
+        # Seen with vLLM 0.32: its CPU kernel for experts reads out of bounds when experts are sharded.
         section.require(
             layout.ep == 1 or on_gpus(config),
             "backend",
@@ -88,7 +88,7 @@ def check_engine(findings: Findings, config: RunConfig, spec: ModelSpec | None) 
 
 
 def check_judge(findings: Findings, config: RunConfig) -> None:
-    """Whether the judge's servers can be started; `findings` are at `reward.judge`."""
+    """Check that the judge's servers can be started; `findings` are at `reward.judge`."""
     if findings.errors or config.reward.judge_layout is None:
         return
     if config.reward.judge_layout.backend == "sglang":
@@ -103,7 +103,7 @@ def check_judge(findings: Findings, config: RunConfig) -> None:
 
 
 def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
-    """Bytes on each device for keys and values of vLLM or SGLang; None for another engine, or where GPUs are not known."""
+    """Return the bytes of vLLM's or SGLang's KV cache on each device; None for another engine, or if GPUs are unknown."""
     engine = config.engine
     if engine.layout is None:
         return None
@@ -118,7 +118,7 @@ def engine_cache(config: RunConfig, spec: ModelSpec) -> int | None:
 
 
 def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None:
-    """The cache must hold one sequence."""
+    """Check that the KV cache can hold one sequence."""
     engine, cache = config.engine, engine_cache(config, spec)
     assert engine.layout is not None
     longest = engine.max_model_len or config.max_sequence_tokens
@@ -133,14 +133,14 @@ def _check_cache(findings: Findings, config: RunConfig, spec: ModelSpec) -> None
 
 
 def token_bytes(config: RunConfig, spec: ModelSpec) -> int:
-    """Of the keys and values of a token, on each tensor-parallel rank."""
+    """Return the bytes of one token's keys and values on each tensor-parallel rank."""
     layout = config.engine.layout
     assert layout is not None
     return spec.kv_numbers_per_token * BYTES[config.engine.dtype or config.policy.dtype] // min(layout.tp, spec.kv_heads)
 
 
 def _check_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -> None:
-    """What of the model cannot be divided as engines do; key/value heads may also be copied."""
+    """Report parts of the model that engines cannot shard by this layout; key/value heads may also be copied."""
     sizes = [("attention heads", spec.heads, "t", layout.tp)]
     if spec.moe is None:
         sizes.append(("ffn size", spec.ffn, "t", layout.tp))
@@ -158,7 +158,7 @@ def _check_layout(findings: Findings, layout: ParallelLayout, spec: ModelSpec) -
 
 
 def report_engine(findings: Findings, config: RunConfig) -> None:
-    """Keys that are another engine's, or act on GPUs only."""
+    """Report keys that belong to another engine, or that act on GPUs only."""
     engine, usual, section = config.engine, EngineConfig(), findings.at("engine")
     is_cpu = not on_gpus(config)
     others = {"vllm": "it is vLLM's", "sglang": "it is SGLang's"}

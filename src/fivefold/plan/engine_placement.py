@@ -1,4 +1,4 @@
-"""Which devices hold the ranks and which the engine's own servers, as far as it is known without torch."""
+"""Devices of the ranks and devices of the engine's own servers, as far as they are known without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from fivefold.plan.devices import on_gpus, visible_gpus
 
 
 def machines_here(config: RunConfig) -> list[Machine]:
-    """Those of the run: all with as many ranks and GPUs as this one. With launch.gpu they are others, with GPUs enough."""
+    """Return the machines of the run, each with as many ranks and GPUs as this one.
+
+    With launch.gpu they are other machines, with enough GPUs.
+    """
     world = int(os.environ.get("WORLD_SIZE", config.roles.world_size))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = None
@@ -27,7 +30,7 @@ def machines_here(config: RunConfig) -> list[Machine]:
 
 
 def device_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """(devices, who is on them) of a run with servers on devices of their own; raises ValueError where GPUs are missing."""
+    """Return (devices, what runs on them) for servers with their own devices; raise ValueError if GPUs are missing."""
     machines = machines_here(config)
     places: list[tuple[str, ParallelLayout, ServerPlace]] = []
     free = machines

@@ -1,6 +1,4 @@
-"""What a step of a run takes, by part, and what it needs of memory: configuration, cluster, rates -> StepEstimate.
-
-No torch here."""
+"""Time of a step by part, and its memory: configuration, cluster, rates -> StepEstimate. No torch here."""
 
 from __future__ import annotations
 
@@ -22,30 +20,30 @@ from fivefold.plan.step_time import Batch, PassTime, forward_time, update_time
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and responses on average, which no configuration says."""
+    """Mean tokens of prompts and of responses, which are not part of the configuration."""
 
     prompt: float
     response: float
 
     @classmethod
     def of(cls, config: RunConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
-        """Those given; half of the bound for what is left out."""
+        """Return the given lengths; half of the configured maximum replaces each one that is missing."""
         return cls(prompt or config.data.max_prompt_tokens / 2, response or config.data.max_response_tokens / 2)
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Seconds and bytes of a step."""
+    """Estimated seconds and bytes of a step."""
 
     parts: dict[str, float]
     """Seconds by part, in the order of a step; they add up to the whole."""
     overlapped: dict[str, float]
-    """Seconds that pass beside those."""
+    """Seconds that overlap with `parts` and are not in them."""
     memory: Memory
     tokens: float
-    """Of prompts and responses, all samples of a step."""
+    """Tokens of prompts and responses in all samples of a step."""
     micro_batches: int
-    """Of one optimizer step."""
+    """Micro-batches of one optimizer step."""
     rollout: RolloutTime | None = field(default=None, repr=False)
 
     @property
@@ -57,14 +55,14 @@ class StepEstimate:
         return self.tokens / self.seconds
 
     def cost_per_million(self, cluster: Cluster) -> float | None:
-        """What a million tokens cost at the cluster's price."""
+        """Return the cost of a million tokens at the cluster's price."""
         if cluster.price is None:
             return None
         return cluster.price * cluster.gpus / 3600 / self.tokens_per_second * 1e6
 
     @property
     def limit(self) -> str:
-        """What takes most of the time, and why."""
+        """Describe the part that takes most of the time, and why."""
         part = max(self.parts, key=self.parts.__getitem__)
         reason = _REASONS.get(part, "")
         if part == "rollout" and self.rollout is not None:
@@ -85,12 +83,12 @@ _REASONS = {
 
 
 def training_batch(config: RunConfig, lengths: Lengths) -> Batch:
-    """What an optimizer step goes through."""
+    """Return the batch of one optimizer step."""
     return Batch.of(config.samples_per_step / config.algorithm.updates_per_step, lengths.prompt, lengths.response)
 
 
 def needs_old_logprobs(config: RunConfig) -> bool:
-    """The policy's log-probs, or its routes, before the first update are computed by a pass of their own."""
+    """Return whether a separate pass computes the policy's log-probs, or its routes, before the first update."""
     if config.policy.router_replay == "R2" and config.algorithm.updates > 1:
         return True
     chosen = config.algorithm.resolved
@@ -105,7 +103,7 @@ def needs_old_logprobs(config: RunConfig) -> bool:
 def step_estimate(
     config: RunConfig, spec: ModelSpec, cluster: Cluster, rates: Efficiencies, lengths: Lengths
 ) -> StepEstimate:
-    """A step of a run, whose policy is `spec`, on the GPUs of a cluster."""
+    """Estimate a step of a run on the GPUs of a cluster; `spec` is the policy."""
     models, roles = shard_roles(config, spec), config.roles
     batch, algorithm = training_batch(config, lengths), config.algorithm
     everything = replace(batch, tokens=batch.tokens * algorithm.updates_per_step)
@@ -125,7 +123,7 @@ def step_estimate(
     for name, role in roles.models.items():
         if role.pass_name is None or name not in models or (name == "policy" and not needs_old_logprobs(config)):
             continue
-        # A model that only computes has micro-batches too.
+        # A model that only runs forward has micro-batches too.
         model = replace(models[name], tokens_per_micro_batch=role.settings.tokens_per_micro_batch)
         seconds = forward_time(model, everything, trainer_cluster(model.layout.world_size, cluster), rates).total
         if role.reads_text:
@@ -134,7 +132,7 @@ def step_estimate(
         else:
             turn = turns.setdefault(role.first_rank, {})
             turn[role.pass_name] = turn.get(role.pass_name, 0.0) + seconds
-    # Models on ranks of their own compute at once: the step waits for the longest turn.
+    # Models on separate ranks compute at the same time: the step waits for the longest turn.
     longest = max(turns, key=lambda first: sum(turns[first].values()), default=None)
     for first, turn in turns.items():
         if first == longest:
@@ -152,7 +150,7 @@ def step_estimate(
         seconds = updates * update_time(model, part, own_cluster, rates).total
         beside = 0.0
         if role.learns is Learns.BEFORE_ADVANTAGES:
-            # The advantages wait for it, and for its pass over what it has learned from.
+            # The advantages wait for this update, and for the model's forward pass after it.
             seconds += forward_time(model, everything, own_cluster, rates).total
         elif role.first_rank:
             beside = min(seconds, learning)
@@ -168,7 +166,7 @@ def step_estimate(
         add({"weight sync": sync_time(spec, config.layout.world_size, size, rates, sleeps, onload)})
     add({"offload": _offload(config, memory, rates)})
     if (config.rollout.max_staleness or 0) > 0 and sampled is not None and config.engine.is_apart:
-        # The next step's responses are sampled while this one trains.
+        # The engine samples the next step's responses during this step's training.
         hidden = min(parts["rollout"], sum(seconds for name, seconds in parts.items() if name not in _SERIAL))
         overlapped["rollout"] = hidden
         parts["rollout"] -= hidden
@@ -183,11 +181,11 @@ def step_estimate(
 
 
 _SERIAL = ("rollout", "weight sync")
-"""What does not pass while the trainer trains."""
+"""Parts that do not overlap with training."""
 
 
 def trainer_cluster(world: int, cluster: Cluster) -> Cluster:
-    """The GPUs of so many ranks: of every node their share, where servers have the others."""
+    """Return the cluster of the trainer's ranks: an equal share of every node if servers use the other GPUs."""
     nodes = max(1, cluster.gpus // cluster.node_gpus)
     return replace(cluster, gpus=world, node_gpus=max(1, min(cluster.node_gpus, -(-world // nodes))))
 
@@ -199,7 +197,7 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
     requests = Requests(config.data.prompts_per_step * group, group, lengths.prompt, lengths.response, longest)
     cache = engine_cache(config, spec)
     size = BYTES[engine.dtype or config.policy.dtype]
-    # Servers that run already are taken to be whole on a GPU each.
+    # Servers that already run are assumed to use one GPU each.
     replicas, tp, ep = (len(engine.url) or config.layout.world_size, 1, 1)
     if layout is not None:
         replicas, tp, ep = layout.dp, layout.tp, layout.ep
@@ -217,13 +215,13 @@ def _rollout(config: RunConfig, spec: ModelSpec, rates: Efficiencies, lengths: L
 
 
 def _offload(config: RunConfig, memory: Memory, rates: Efficiencies) -> float:
-    """Seconds in which state leaves for the host and comes back; parameters come back for the sync already."""
+    """Return the seconds to offload state to the host and to load it again; the weight sync already loads the parameters."""
     moved = {"optimizer": 2 * memory.optimizer, "parameters": memory.parameters, "gradients": 0}
     return sum(moved[name] for name in config.policy.offload.parts) / rates.rate("host_copy")
 
 
 def describe_parts(times: PassTime | StepEstimate, least: float = 0.01) -> str:
-    """The parts that matter, largest first: `backward 3.1 s, forward 1.2`."""
+    """Return the parts that matter, the largest first: `backward 3.1 s, forward 1.2`."""
     whole = sum(times.parts.values())
     large = sorted(((seconds, name) for name, seconds in times.parts.items() if seconds >= least * whole), reverse=True)
     return ", ".join(f"{name} {seconds:.2f}" for seconds, name in large)

@@ -1,4 +1,4 @@
-"""Whether a run fits its device, phase by phase, and what would make it fit: configuration -> Findings."""
+"""Whether a run fits its device, phase by phase, and changes that would make it fit: configuration -> Findings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Measure = Callable[[RunConfig], Memory]
 Remedy = tuple[str, RunConfig]
 
 ACTIVATIONS_AT_LEAST = 0.7
-"""Share of the estimated activations that every run had that was measured; parameters and states are exact."""
+"""Smallest measured share of the estimated activations, over all measured runs; parameters and states are exact."""
 TIGHT = 0.95
 _MOST_RANKS = 64
-"""Times as many ranks as the layout has that are tried."""
+"""Largest multiple of the layout's ranks that is tried."""
 
 
 def check_fit(findings: Findings, config: RunConfig, measure: Measure) -> None:
-    """An error for each phase that cannot fit, with the changes that would help; a note where it is close."""
+    """Report an error for each phase that cannot fit, with changes that would help, or a note if memory is tight."""
     device = device_of(config)
     if device is None:
         return
@@ -44,7 +44,7 @@ def check_fit(findings: Findings, config: RunConfig, measure: Measure) -> None:
 
 
 def _phases(config: RunConfig, measure: Measure) -> dict[str, float]:
-    """The least that each phase needs."""
+    """Return the least memory that each phase needs, in bytes."""
     return {
         name: sum(parts.values()) - (1 - ACTIVATIONS_AT_LEAST) * parts.get("activations", 0)
         for name, parts in measure(elastic(config)).phases.items()
@@ -52,20 +52,26 @@ def _phases(config: RunConfig, measure: Measure) -> dict[str, float]:
 
 
 def elastic(config: RunConfig) -> RunConfig:
-    """The transformers engine decodes as many sequences at once as there is room for: one is the least."""
+    """Return the configuration with one sequence at a time for the transformers engine.
+
+    That engine decodes as many sequences at once as fit; one is the minimum.
+    """
     if config.engine.backend != "transformers":
         return config
     return replace(config, engine=replace(config.engine, max_num_seqs=1))
 
 
 def _advice(config: RunConfig, measure: Measure) -> str:
-    """Single changes that suffice, of layouts with up to twice the ranks; or all settings, with the fewest ranks that do."""
+    """Return single changes that suffice, with layouts of up to twice the ranks.
+
+    Otherwise return all settings together, with the fewest ranks that suffice.
+    """
 
     def needed(changed: RunConfig) -> float:
         return max(_phases(changed, measure).values())
 
     def fits(changed: RunConfig) -> bool:
-        # Of a host each rank has a share.
+        # On a host, each rank has a share of the memory.
         device = device_of(changed)
         return device is not None and needed(changed) <= device.bytes
 
@@ -75,8 +81,8 @@ def _advice(config: RunConfig, measure: Measure) -> str:
         return f"one of these makes it fit: {'; '.join(found)}"
     texts, everything = [text for text, _ in _settings(config)], config
     for text in texts:
-        # Each change is made to what the changes before it left.
-        # What one of them has from the policy is changed already.
+        # Each change is applied to the result of the changes before it. A setting that another model takes from the policy
+        # has already changed with it.
         everything = dict(_settings(everything)).get(text, everything)
     for text, changed in [("", everything), *_layouts(everything, measure)]:
         if fits(changed):
@@ -86,7 +92,7 @@ def _advice(config: RunConfig, measure: Measure) -> str:
 
 
 def _settings(config: RunConfig) -> Iterator[Remedy]:
-    """Changes of settings that keep the numbers of a run; each with its key."""
+    """Yield changes of settings that do not change the numerical results of a run, each with its key."""
     policy = config.policy
     everything = OffloadConfig(parameters=True, gradients=True, optimizer=True)
     if policy.recompute != "full" and "recompute_granularity" not in policy.megatron.transformer:
@@ -110,18 +116,18 @@ def _settings(config: RunConfig) -> Iterator[Remedy]:
 
 
 def _shares_devices(config: RunConfig) -> bool:
-    """The engine has a layout, on the policy's ranks."""
+    """Return whether the engine has a layout on the policy's ranks."""
     return config.engine.layout is not None and not config.engine.is_apart
 
 
 def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
-    """Layouts that shard the model further: with the ranks that there are, then with more."""
+    """Yield layouts that shard the model further: first with the same number of ranks, then with more."""
     own_layouts = {name: own for name, own in config.roles.own_layouts.items() if name != "prm.reference"}
     for where, own in {"policy": config.layout, **own_layouts}.items():
         for factor in (2, 4, 8):
             if own.dp % factor == 0:
                 yield from _layout(config, measure, where, own, dp=own.dp // factor, tp=own.tp * factor)
-    # An engine on the policy's ranks and other models with layouts of their own have as many.
+    # An engine on the policy's ranks and other models with their own layouts need the same number of ranks.
     if _shares_devices(config) or config.roles.own_layouts or config.roles.world_size > config.layout.world_size:
         return
     layout = config.layout
@@ -138,13 +144,13 @@ def _layouts(config: RunConfig, measure: Measure) -> Iterator[Remedy]:
 
 
 def _layout(config: RunConfig, measure: Measure, where: str, own: ParallelLayout, **sizes: Any) -> Iterator[Remedy]:
-    """The layout of one model with these sizes instead of its own."""
+    """Yield a change of one model's layout to these sizes, if the model can be sharded so."""
     try:
         layout = replace(own, **sizes)
         changed = _with_backend(config, where, str(layout))
         measure(changed)
     except ValueError:
-        # The model cannot be sharded so.
+        # This layout cannot shard the model.
         return
     yield f"{where}.backend: {layout}", changed
 

@@ -1,4 +1,4 @@
-"""What `check` says on top: whether the run fits, a step by its parts, the one change that gains most. No torch here."""
+"""Estimates that `check` adds: whether the run fits, a step's time by part, the change that gains most. No torch here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fivefold.plan.hardware import Cluster
 from fivefold.plan.search import HEADROOM
 
 WORTH = 0.03
-"""Share of a step that a change must gain to be named."""
+"""Smallest share of a step that a change must gain to be named."""
 Change = tuple[str, RunConfig]
 
 
 def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """Memory, the time of a step and what would gain most; nothing where no rates of the device are known."""
+    """Describe memory, the time of a step and the change that would gain most; empty if the device's rates are unknown."""
     kind = gpu_kind(config) if on_gpus(config) else None
     if kind is None:
         return []
@@ -33,7 +33,7 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
         has_flash = fault is None
         cluster, rates = _cluster(config, kind), Efficiencies(load_rates(), kind, has_flash)
     except ValueError as error:
-        # A run does not need to know how long it takes.
+        # A run can start without an estimate of its time.
         return [f"no time is estimated: {error}"]
     lengths = Lengths.of(config)
     estimate = step_estimate(config, spec, cluster, rates, lengths)
@@ -56,7 +56,7 @@ def describe_step(config: RunConfig, spec: ModelSpec) -> list[str]:
 def best_change(
     config: RunConfig, spec: ModelSpec, cluster: Cluster, rates: Efficiencies, lengths: Lengths, now: StepEstimate
 ) -> tuple[str, float] | None:
-    """The single change that fits and makes a step shortest, with its seconds; None where none is worth it."""
+    """Return the single change that fits and makes a step shortest, with its seconds; None if no change gains enough."""
     found: tuple[str, float] | None = None
     room = max(HEADROOM * cluster.bytes, now.memory.total)
     for text, changed in _changes(config):
@@ -66,7 +66,7 @@ def best_change(
                 continue
             estimate = step_estimate(changed, spec, cluster, rates, lengths)
         except ValueError:
-            # The model cannot be sharded so.
+            # This layout cannot shard the model.
             continue
         least = (1 - WORTH) * now.seconds if found is None else found[1]
         if estimate.memory.total <= room and estimate.seconds < least:
@@ -78,12 +78,12 @@ def _cluster(config: RunConfig, kind: str) -> Cluster:
     engine = config.engine.layout
     gpus = config.roles.world_size + (engine.world_size if engine is not None and config.engine.is_apart else 0)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
-    # Of a node that is not full nobody knows where its ranks are: as many as fill whole ones.
+    # If the last node is not full, the placement of its ranks is unknown: count full nodes.
     return Cluster(kind, -(-gpus // node) * node if gpus > node else gpus, node)
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
-    """Changes of one setting or layout that leave what is learned as it is."""
+    """Yield changes of one setting or layout that do not change what is learned."""
     policy, engine = config.policy, config.engine
     for recompute in ("none", "selective"):
         if policy.recompute == "full" or (policy.recompute == "selective" and recompute == "none"):
@@ -114,7 +114,7 @@ def _changes(config: RunConfig) -> Iterator[Change]:
 
 
 def _near(layout: ParallelLayout) -> Iterator[str]:
-    """Layouts of as many ranks: a factor of 2 moved from one dimension to another, or experts divided over twice or half."""
+    """Yield layouts with the same number of ranks: a factor of 2 moved between dimensions, or `ep` doubled or halved."""
     names = ("dp", "tp", "pp", "cp")
     changes = [
         {source: getattr(layout, source) // 2, target: getattr(layout, target) * 2}
@@ -127,5 +127,5 @@ def _near(layout: ParallelLayout) -> Iterator[str]:
         try:
             yield str(replace(layout, **sizes))
         except ValueError:
-            # Experts do not divide over what is left.
+            # Experts cannot be sharded over the remaining ranks.
             continue

@@ -1,4 +1,4 @@
-"""The GPUs that a run has and the links between them: which ranks of a layout share a node. No torch here."""
+"""GPUs of a run and the links between them: which ranks of a layout share a node. No torch here."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from fivefold.config.gpus import GPUS
 from fivefold.errors import shown
 
 NETWORK_GB_S = 50.0
-"""Of each GPU's own port to other nodes, in one direction: 400 Gbit/s."""
+"""GB/s of each GPU's own network port to other nodes, in one direction: 400 Gbit/s."""
 NETWORK_SHARE = 0.8
-"""Of it that large messages get; an assumption, no run of ours was on several nodes."""
+"""Share of that rate that large messages reach; an assumption, because none of our runs used several nodes."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs; raises ValueError where they are none."""
+    """Equal nodes with equal GPUs; raises ValueError if the numbers do not fit."""
 
     gpu: str
-    """A name of the table of GPUs."""
+    """Name in the table of GPUs."""
     gpus: int
     node_gpus: int = 8
     network_gb_s: float = NETWORK_GB_S
     price: float | None = None
-    """Of a GPU for an hour."""
+    """Price of one GPU per hour."""
 
     def __post_init__(self) -> None:
         if self.gpu not in GPUS:
@@ -36,16 +36,16 @@ class Cluster:
 
     @property
     def bytes(self) -> int:
-        """Memory of a GPU."""
+        """Return the memory of one GPU."""
         return int(GPUS[self.gpu].memory_gib * 2**30)
 
     def together(self, size: int, stride: int) -> int:
-        """Of `size` ranks, one every `stride` ranks, those that share a node."""
+        """Return how many of `size` ranks, one every `stride` ranks, share a node."""
         if size * stride <= self.node_gpus:
             return size
         return max(1, min(size, self.node_gpus // stride))
 
     @property
     def network(self) -> float:
-        """Bytes a second that a GPU sends to other nodes."""
+        """Return bytes per second from one GPU to other nodes."""
         return self.network_gb_s * 1e9 * NETWORK_SHARE

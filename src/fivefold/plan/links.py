@@ -1,4 +1,4 @@
-"""Seconds of what ranks send each other: bytes and group -> time, within a node and between nodes. No torch here."""
+"""Seconds of communication between ranks: bytes and group -> time, within a node and between nodes. No torch here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fivefold.plan.hardware import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk: so many, one every `stride` ranks."""
+    """Communication group of `size` ranks, one every `stride` ranks."""
 
     size: int
     stride: int
@@ -28,7 +28,7 @@ def context_group(layout: ParallelLayout) -> Group:
 
 
 def data_group(layout: ParallelLayout) -> Group:
-    """Replicas and the context-parallel ranks between them: who sums gradients and shards the optimizer."""
+    """Return the data-parallel and context-parallel ranks, which sum gradients and shard the optimizer."""
     return Group(layout.dp * layout.cp, layout.tp)
 
 
@@ -42,23 +42,23 @@ def expert_data_group(layout: ParallelLayout) -> Group:
 
 @dataclass(frozen=True)
 class Links:
-    """What the links of a cluster carry."""
+    """Communication times over the links of a cluster."""
 
     cluster: Cluster
     efficiencies: Efficiencies
 
     def gather(self, group: Group, size: float) -> float:
-        """An all-gather or reduce-scatter of a whole of so many bytes."""
+        """Return seconds of an all-gather or reduce-scatter of `size` bytes in total."""
         if group.size == 1 or not size:
             return 0.0
         rate, near = self.efficiencies.rate("node_link", size), self.cluster.together(group.size, group.stride)
         if near < group.size:
-            # Each of the ranks of a node has a port of its own, and the ring uses all of them.
+            # Each rank of a node has its own network port, and the ring uses all of them.
             rate = min(rate, self.cluster.network * near)
         return size * (group.size - 1) / group.size / rate
 
     def exchange(self, group: Group, size: float) -> float:
-        """An all-to-all in which each rank has so many bytes for the group."""
+        """Return seconds of an all-to-all in which each rank has `size` bytes for the group."""
         if group.size == 1 or not size:
             return 0.0
         near = self.cluster.together(group.size, group.stride)
@@ -66,7 +66,7 @@ class Links:
         return max(inside, size * (group.size - near) / group.size / self.cluster.network)
 
     def send(self, stride: int, size: float) -> float:
-        """From a rank to the one `stride` behind it."""
+        """Return seconds to send from a rank to the one `stride` ranks after it."""
         if stride >= self.cluster.node_gpus:
             return size / self.cluster.network
         return size / self.efficiencies.rate("node_exchange", size)
@@ -74,20 +74,23 @@ class Links:
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Seconds of what a layer sends in one direction of a micro-batch, by dimension, and of that what overlaps."""
+    """Seconds of a layer's communication in one direction of a micro-batch, by dimension, and the part that overlaps."""
 
     tensor: float
     context: float
     expert: float
     overlapped: float = 0.0
-    """Of `tensor`, not in it: gathers of inputs that run beside the products of backward."""
+    """Seconds of tensor-parallel input gathers that run during the products of backward; not included in `tensor`."""
 
 
 def layer_traffic(spec: ModelSpec, layout: ParallelLayout, tokens: Tokens, has_experts: bool, links: Links) -> LayerTraffic:
-    """What one layer sends in forward; backward sends as much, and gathers its inputs once more beside its products."""
+    """Return one layer's communication in forward.
+
+    Backward sends as much, and gathers its inputs once more during its products.
+    """
     local = tokens.count / layout.cp * tokens.number_bytes
     part = spec.moe
-    # With experts the second half of the layer keeps to each rank's own tokens.
+    # With experts, the second half of the layer works on each rank's own tokens only.
     halves = 1 if has_experts and part is not None and not part.shared_ffn else 2
     once = links.gather(tensor_group(layout), local * spec.hidden)
     keys = cached_numbers(spec) / layout.tp

@@ -1,4 +1,4 @@
-"""Measured rates that come with Fivefold, one row a kind of kernel and size: data for `efficiency.py`. No torch here."""
+"""Measured rates that come with Fivefold, one row per kind of kernel and size: data for `efficiency.py`. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are a checkpoint of Megatron-Core: may the model have one, and what says which model it is?"""
+"""Checks of weights in a Megatron-Core checkpoint: whether the model may load one, and which file describes the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fivefold.plan.tokenizer_files import is_hub_id
 
 
 def has_config(findings: Findings, config: RunConfig, key: str, path: str, megatron: MegatronConfig) -> bool:
-    """The config.json of the checkpoint in `path` is here, and a model can be read from it; errors and notes otherwise."""
+    """Return whether the checkpoint in `path` has a config.json to read a model from; otherwise report an error or note."""
     own, bridge = config.described_by(path), megatron.bridge_type
     if bridge != "native":
         must = f"a Hugging Face directory for bridge_type {bridge}"

@@ -1,4 +1,4 @@
-"""Which rank holds what: models and engines with their layouts -> a small table. No torch here."""
+"""Table of what each rank holds: models and engines with their layouts -> text. No torch here."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import pairwise
 from fivefold.layout import ParallelLayout
 
 _ROWS = 16
-"""Most rows of a table; of more ranks several share one."""
+"""Largest number of rows in the table; with more ranks, several share one row."""
 _SHOWN = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep", "et": "etp"}
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Something that lies on consecutive ranks by a layout."""
+    """A model or engine that its layout places on consecutive ranks."""
 
     name: str
     layout: ParallelLayout
@@ -34,7 +34,7 @@ class Placed:
         return _range(list(range(self.first_rank, self.end)))
 
     def cell(self, ranks: Sequence[int]) -> str:
-        """Its coordinates on these ranks, of the dimensions above 1: `d0-1 t0 p1`."""
+        """Return its coordinates on these ranks, for the dimensions above 1: `d0-1 t0 p1`."""
         held = [self.layout.coordinates(rank - self.first_rank) for rank in ranks if self.first_rank <= rank < self.end]
         if not held:
             return "-"
@@ -47,7 +47,9 @@ class Placed:
 
 
 def placement(everything: Sequence[Placed]) -> list[str]:
-    """A table of what each rank holds; those that lie alike share a column, and equal rows that follow each other a row.
+    """Return a table of what each rank holds.
+
+    Models with the same placement share a column, and equal consecutive rows are merged.
 
     Example: a policy `d2t2` and a reference `d4`:
 
@@ -86,7 +88,7 @@ def _lie_alike(one: Placed, other: Placed) -> bool:
 
 
 def _range(numbers: list[int]) -> str:
-    """`0-3` of 0, 1, 2, 3; `0,2` of 0 and 2."""
+    """Return `0-3` for 0, 1, 2, 3, and `0,2` for 0 and 2."""
     if len(numbers) == 1:
         return str(numbers[0])
     if numbers[-1] - numbers[0] == len(numbers) - 1:

@@ -1,4 +1,4 @@
-"""`fivefold plan`: a model and a cluster -> the fastest runs, as text, JSON and YAML. No torch here."""
+"""`fivefold plan`: a model and a cluster -> the fastest configurations, as text, JSON and YAML. No torch here."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from fivefold.plan.search import Candidate, Space
 from fivefold.plan.tokenizer_files import is_hub_id
 
 _PARTS_LEAST = 0.002
-"""Share of a step below which a part is not printed."""
+"""Smallest share of a step at which a part is printed."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Runs of one workload on one cluster, the fastest first."""
+    """Proposed runs of one workload on one cluster, the fastest first."""
 
     base: RunConfig
-    """With the model's own name; what is proposed changes it."""
+    """Run that the proposals change, with the model's own name."""
     spec: ModelSpec
     cluster: Cluster
     rates: Efficiencies
     lengths: Lengths
     candidates: list[Candidate]
     changes: dict[str, Any]
-    """Keys of the command line, which the run is to have too."""
+    """Keys from the command line, which the proposed run also gets."""
     has_file: bool
-    """The run is that of a file, into which the YAML is pasted; otherwise the YAML is the whole of it."""
+    """True if the run comes from a file, into which the YAML is pasted; otherwise the YAML is the whole file."""
 
 
 def propose(
@@ -53,13 +53,13 @@ def propose(
     changes: dict[str, Any],
     has_file: bool,
 ) -> Proposal:
-    """The fastest runs of a model and batch on a cluster; raises ValueError where none fits or the model is unknown.
+    """Return the fastest runs of a model and batch on a cluster; raise ValueError if none fits or the model is unknown.
 
-    `changes` are keys of the base that stand in no file.
+    `changes` are keys of the base run that are not in its file.
     """
     directory = model_directory(base.described_by(base.model.path))
     rates = Efficiencies(load_rates(calibration), cluster.gpu)
-    # Sizes are read where they are; other models' layouts and what set the layouts before are the search's to choose.
+    # Sizes are read from the model's files. The search chooses the layouts, so the layouts already set are removed.
     searched = replace(
         on_policy_layout(base),
         model=replace(base.model, path=str(directory)),
@@ -72,7 +72,7 @@ def propose(
 
 
 def base_run(tree: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
-    """The run that is planned: the keys of a file, if there is one, with changes."""
+    """Return the run to plan: the keys of a file, if there is one, with changes."""
     tree = _merged(tree, changes)
     if not isinstance(tree.get("model"), dict) or "path" not in tree["model"]:
         raise ValueError("name the model: --model DIRECTORY, a hub id, or a run's YAML file")
@@ -80,7 +80,7 @@ def base_run(tree: dict[str, Any], changes: dict[str, Any]) -> RunConfig:
 
 
 def gpu_or_refuse(name: str | None) -> str:
-    """The name of the GPU, or of this machine's; raises ValueError where neither is known."""
+    """Return the GPU's name, or that of this machine's GPU; raise ValueError if neither is known."""
     found = name or local_gpu_kind()
     if found is None:
         raise ValueError(f"name the GPU with --gpu, this machine has none that is known: one of {', '.join(GPUS)}")
@@ -88,7 +88,7 @@ def gpu_or_refuse(name: str | None) -> str:
 
 
 def model_directory(model: str) -> Path:
-    """Where the model's config.json is: a directory, or the hub's, of which nothing else is downloaded."""
+    """Return the directory with the model's config.json; for a hub name, only that file is downloaded."""
     if Path(model).is_dir():
         return Path(model)
     if not is_hub_id(model):
@@ -100,7 +100,7 @@ def model_directory(model: str) -> Path:
 
 
 def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
-    """The keys to paste: those that were chosen, and the whole run where there was no file."""
+    """Return the keys to paste: the chosen ones, or the whole run if there was no file."""
     base, config = proposal.base, candidate.config
     policy, engine = config.policy, config.engine
     chosen: dict[str, Any] = {
@@ -140,7 +140,7 @@ def as_tree(proposal: Proposal, candidate: Candidate) -> dict[str, Any]:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both, those `above` where a key is in both."""
+    """Merge both trees; where a key is in both, `above` wins."""
     found = dict(below)
     for key, value in above.items():
         inner = found.get(key)
@@ -149,12 +149,12 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_yaml(proposal: Proposal, candidate: Candidate) -> str:
-    """The keys to paste, as text."""
+    """Return the keys to paste, as YAML text."""
     return yaml.safe_dump(as_tree(proposal, candidate), sort_keys=False, default_flow_style=None, width=110)
 
 
 def as_json(proposal: Proposal) -> dict[str, Any]:
-    """Everything, for programs: seconds, bytes, and the keys to paste as a mapping."""
+    """Return everything as a mapping for programs: seconds, bytes, and the keys to paste."""
     rows = []
     for one in proposal.candidates:
         estimate = one.estimate
@@ -175,7 +175,7 @@ def as_json(proposal: Proposal) -> dict[str, Any]:
 
 
 def describe(proposal: Proposal) -> str:
-    """The best few runs with their times, memory and YAML."""
+    """Describe the best runs with their times, memory and YAML."""
     cluster, lengths, config, spec = proposal.cluster, proposal.lengths, proposal.base, proposal.spec
     nodes = -(-cluster.gpus // cluster.node_gpus)
     lines = [
@@ -191,7 +191,7 @@ def describe(proposal: Proposal) -> str:
 
 
 def _origin(proposal: Proposal) -> str:
-    """Where the rates come from."""
+    """Describe the source of the rates."""
     gpu, rates = proposal.cluster.gpu, proposal.rates
     attention = ', attention of flash-attn-4 (pip install "fivefold[flash]")' if flash_runs_on(gpu) else ""
     if rates.measured_here:

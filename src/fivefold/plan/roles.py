@@ -1,6 +1,4 @@
-"""The models of a run as its ranks hold them, and their memory together: configuration -> Sharded.
-
-No torch here."""
+"""Models of a run as its ranks hold them, and their total memory: configuration -> Sharded. No torch here."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from fivefold.plan.placement import Placed
 
 
 def placed(config: RunConfig) -> list[Placed]:
-    """Where each model of the run lies."""
+    """Return where each model of the run is placed."""
     return [Placed(role.label, role.layout, role.first_rank) for role in config.roles.models.values()]
 
 
 def sharded(config: RunConfig, role: Role, spec: ModelSpec) -> Sharded:
-    """A model as its layout shards it."""
+    """Return a model as its layout shards it."""
     settings, layout = role.settings, role.layout
-    # A step may have less than a micro-batch would hold.
+    # A step may have fewer tokens than fit in a micro-batch.
     most = config.max_sequence_tokens * -(-config.samples_per_step // layout.dp)
     return Sharded(
         spec,
@@ -39,7 +37,7 @@ def sharded(config: RunConfig, role: Role, spec: ModelSpec) -> Sharded:
 
 
 def shard_roles(config: RunConfig, spec: ModelSpec) -> dict[str, Sharded]:
-    """Each model whose sizes are known, by its role, as its layout shards it; `spec` is the policy's."""
+    """Return role -> model as its layout shards it, for each model whose sizes are known; `spec` is the policy's."""
     known: dict[str, Sharded] = {}
     for name, role in config.roles.models.items():
         described = config.described_by(role.path)
@@ -47,13 +45,13 @@ def shard_roles(config: RunConfig, spec: ModelSpec) -> dict[str, Sharded]:
         if not is_policy_s and Path(described).is_dir():
             known[name] = sharded(config, role, load_spec(described, role.has_value_head))
         elif not role.has_value_head:
-            # A language model that is not here is taken to be as large as the policy.
+            # A language model whose files are not here is assumed to be as large as the policy.
             known[name] = sharded(config, role, spec)
     return known
 
 
 def memory_of(config: RunConfig, spec: ModelSpec) -> Memory:
-    """Memory of the fullest rank of a run with a policy of this spec."""
+    """Return the memory of a run's fullest rank; `spec` is the policy's."""
     on_gpu, roles, models = on_gpus(config), config.roles.models, shard_roles(config, spec)
     shares = not config.engine.url and not config.engine.is_apart
     return estimate_memory(

@@ -1,7 +1,7 @@
 """Seconds of sampling and of weight sync: an engine's layout, requests, rates -> time by part. No torch here.
 
-A decoding step reads the weights that it uses and the keys and values of every sequence, and the host prepares the next one
-meanwhile: the longer of both counts.
+A decoding step on the GPU reads the weights it uses and the keys and values of every sequence. At the same time the host
+prepares the next step; the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from fivefold.models.spec import ModelSpec
 from fivefold.plan.efficiency import Efficiencies
 
 TAIL = 0.9
-"""Standard deviation of the logarithm of response lengths, where some reach the bound and most do not."""
+"""Standard deviation of the logarithm of response lengths, if some responses reach the maximum and most do not."""
 _QUANTILES = 64
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What a step samples, over all replicas of the engine."""
+    """Requests of a step, over all replicas of the engine."""
 
     count: float
     group: float
-    """Responses to one prompt, whose keys are computed once."""
+    """Responses per prompt; the prompt's keys are computed once for all of them."""
     prompt: float
     response: float
-    """Mean length."""
+    """Mean response length in tokens."""
     longest: float
 
     def lengths(self) -> list[float]:
-        """Quantiles of response lengths: all alike where the mean is the bound, otherwise a long tail below it."""
+        """Return quantiles of response lengths: all equal if the mean is near the maximum, otherwise with a long tail."""
         if self.response > 0.95 * self.longest:
             return [self.response] * _QUANTILES
         normal = NormalDist()
@@ -43,7 +43,7 @@ class Requests:
             mean = sum(min(self.longest, middle * one) for one in shape) / _QUANTILES
             low, high = (middle, high) if mean < self.response else (low, middle)
         found = [min(self.longest, low * one) for one in shape]
-        # The last of many requests is longer than the middle of the last of few quantiles.
+        # The longest of many responses is longer than the middle of the last quantile.
         if self.count > _QUANTILES:
             found[-1] = max(found[-1], min(self.longest, low * math.exp(TAIL * normal.inv_cdf(1 - 0.5 / self.count))))
         return found
@@ -58,45 +58,45 @@ class Sampler:
     ep: int
     max_num_seqs: int
     cache_bytes: float
-    """On each of its ranks."""
+    """Bytes of the KV cache on each rank of the replica."""
     number_bytes: int = 2
     is_server: bool = False
     is_eager: bool = False
-    """It launches each kernel of each step: the transformers engine."""
+    """True for the transformers engine, which launches each kernel of each step from Python."""
 
     @property
     def token_bytes(self) -> float:
-        """Keys and values of a token on a rank."""
+        """Return the bytes of one token's keys and values on a rank."""
         return self.spec.kv_numbers_per_token * self.number_bytes / min(self.tp, self.spec.kv_heads)
 
     def room(self, length: float) -> int:
-        """Sequences of this length at once."""
+        """Return how many sequences of this length fit at once."""
         return max(1, int(min(self.max_num_seqs, self.cache_bytes / (self.token_bytes * length))))
 
     @cached_property
     def _parameters(self) -> tuple[int, int, float]:
-        """(those that every token passes, routed experts, operations of a token)"""
+        """Return (parameters that every token uses, routed expert parameters, FLOPs per token)."""
         layers, head = range(self.spec.layers), self.spec.vocab * self.spec.hidden
         dense = sum(map(self.spec.shared_parameters, layers)) + head
         active = sum(map(self.spec.active_parameters, layers)) + head
         return dense, sum(map(self.spec.expert_parameters, layers)), 2.0 * active
 
     def _weights(self, sequences: float) -> float:
-        """Bytes that a rank reads for a step of so many sequences: of the experts those that some token chose."""
+        """Return the bytes of weights that a rank reads in a step: of the experts, only those that some token chose."""
         dense, experts, _ = self._parameters
         part = self.spec.moe
         used = 1.0 if part is None else 1 - (1 - part.top_k / part.num_experts) ** sequences
         return (dense + used * experts) * self.number_bytes / self.tp
 
     def arithmetic(self, tokens: float, rates: Efficiencies) -> float:
-        """Seconds of the products of so many tokens."""
+        """Return the seconds of the matrix products for so many tokens."""
         return tokens * self._parameters[2] / self.tp / rates.rate("gemm", self.spec.hidden)
 
     def step_seconds(self, sequences: float, length: float, rates: Efficiencies) -> tuple[float, float]:
-        """(host, GPU) for a token of each sequence."""
+        """Return (host, GPU) seconds of a decoding step: one token of each sequence."""
         spec = self.spec
         read = self._weights(sequences) + sequences * length * self.token_bytes
-        # Logits in float32 are written, and read by the softmax and the draw.
+        # Logits are written in float32, then read by the softmax and by sampling.
         read += 16 * sequences * spec.vocab / self.tp
         gpu = read / rates.rate("decode_memory") + self.arithmetic(sequences, rates)
         if self.tp > 1:
@@ -111,15 +111,15 @@ class Sampler:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Seconds of sampling by what bounds them."""
+    """Seconds of sampling, by what limits them."""
 
     prefill: float
     memory: float
-    """Decoding steps that the GPU's memory bounds."""
+    """Seconds of decoding steps that GPU memory limits."""
     host: float
-    """Decoding steps that the host bounds."""
+    """Seconds of decoding steps that the host limits."""
     tokens: float
-    """Sampled by one replica."""
+    """Tokens sampled by one replica."""
 
     @property
     def total(self) -> float:
@@ -127,7 +127,7 @@ class RolloutTime:
 
 
 def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Efficiencies) -> RolloutTime:
-    """Sampling all requests; each replica has as many of them, and the step waits for the longest."""
+    """Return the time to sample all requests, divided equally over replicas; the step waits for the longest response."""
     own, lengths = requests.count / replicas, requests.lengths()
     mean = sum(lengths) / len(lengths)
     prompts = own / requests.group
@@ -139,7 +139,7 @@ def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Eff
         host, gpu = sampler.step_seconds(sequences, length, rates)
         spent["host" if host > gpu else "memory"] += count * max(host, gpu)
 
-    # While requests wait, as many as there is room for are decoded; then the last ones end one after another.
+    # While requests are queued, the engine is full; then the last requests finish one after another.
     steps((own - at_once) * mean / at_once, at_once, requests.prompt + mean / 2)
     before = 0.0
     for place, length in enumerate(lengths):
@@ -155,7 +155,10 @@ def rollout_time(sampler: Sampler, requests: Requests, replicas: int, rates: Eff
 def sync_time(
     spec: ModelSpec, policy_ranks: int, number_bytes: int, rates: Efficiencies, sleeps: bool, onload: float
 ) -> float:
-    """Seconds from a policy whose parameters lie on the host, `onload` bytes of a rank, to an engine that can sample."""
+    """Return the seconds of a weight sync.
+
+    It starts with the parameters on the host, `onload` bytes per rank, and ends with an engine that can sample.
+    """
     size = spec.parameters * number_bytes
     stream = size / rates.rate("node_link", size) if policy_ranks > 1 else size / rates.rate("decode_memory")
     return stream + onload / rates.rate("host_copy") + (rates.rate("wake") if sleeps else 0.0)

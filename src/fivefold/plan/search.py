@@ -1,10 +1,10 @@
-"""Layouts and settings of a run that fit a cluster, the fastest first: model, cluster, workload -> Candidates.
+"""Search for layouts and settings of a run that fit a cluster, the fastest first: model, cluster, workload -> Candidates.
 
 No torch here.
 
-What cannot be sharded is left out by the rules of the layouts themselves, what does not fit by the estimate of memory. First
-the trainer alone is looked at with even stages; the fastest layouts then get other stage cuts and virtual stages, and the
-fastest of those each engine.
+The rules of the layouts exclude models that cannot be sharded; the memory estimate excludes runs that do not fit. The search
+first times the trainer alone with even stages. The fastest layouts then get other stage splits and virtual stages, and the
+fastest of those are combined with each engine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from fivefold.plan.stage_cuts import even_split, stage_cuts
 from fivefold.plan.step_time import update_time
 
 HEADROOM = 0.92
-"""Share of a GPU's memory that a run may fill by the estimate, which is within 8 % of what was measured."""
+"""Share of a GPU's memory that a run may fill by the estimate, which is within 8 % of measured memory."""
 _BUDGETS = (4096, 8192, 16384, 32768, 65536)
 _FRACTIONS = tuple(share / 100 for share in range(90, 15, -5))
 _EVEN, _CUT, _WHOLE = 24, 6, 8
-"""Layouts that each round passes on."""
+"""Number of layouts that each round passes on."""
 _MOST_GPUS = 64
-"""Times as many as there are, that are tried where a model does not fit."""
+"""Largest multiple of the given GPUs that is tried if a model does not fit."""
 _RESERVES = (0.0, 0.25, 0.5, 0.75)
-"""Tried one after another: critic, reference and reward model lie on the policy's ranks, and often by its layout."""
+"""Shares of memory reserved for critic, reference and reward model, tried in order.
+
+These models use the policy's ranks, and often its layout.
+"""
 _OFFLOADS = (
     OffloadConfig(),
     OffloadConfig(gradients=True, optimizer=True),
@@ -46,7 +49,7 @@ _OFFLOADS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that fits, with what it takes."""
+    """A run that fits, with its estimate."""
 
     config: RunConfig
     estimate: StepEstimate
@@ -54,7 +57,7 @@ class Candidate:
 
 @dataclass
 class _Smallest:
-    """What the smallest of those needs that do not fit."""
+    """Smallest memory need among the runs that do not fit."""
 
     bytes: float = float("inf")
 
@@ -64,32 +67,32 @@ class _Smallest:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched, and for what."""
+    """Inputs of the search."""
 
     spec: ModelSpec
     base: RunConfig
-    """What is not searched: method, batch, lengths, other models. Its launch.gpu is the cluster's."""
+    """Run with all that is not searched: method, batch, lengths, other models. Its launch.gpu is the cluster's."""
     cluster: Cluster
     rates: Efficiencies
     lengths: Lengths
     reserve: float = 0.0
-    """Share of `room` that is left to other models while the policy's layouts are looked for."""
+    """Share of `room` that is reserved for other models during the search for the policy's layouts."""
     _smallest: _Smallest = field(default_factory=_Smallest)
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that a run may fill."""
+        """Return the bytes of a GPU that a run may fill."""
         return HEADROOM * self.cluster.bytes
 
     def search(self, count: int = 3) -> list[Candidate]:
-        """The fastest `count` runs of different layouts; raises ValueError where none fits."""
+        """Return the fastest `count` runs with different layouts; raise ValueError if none fits."""
         found = self._found()
         if not found:
             raise ValueError(self._too_large())
         chosen: dict[tuple[str, str], Candidate] = {}
         for one in sorted(found, key=lambda one: one.estimate.seconds):
             where = (one.config.policy.backend, one.config.engine.placement)
-            # Of one layout the fastest engine only.
+            # Keep only the fastest engine for each layout.
             if len(chosen) < count and where not in chosen and not validate(one.config).errors:
                 chosen[where] = one
         if not chosen:
@@ -109,7 +112,7 @@ class Space:
         return []
 
     def _divisions(self) -> Iterator[tuple[int, int]]:
-        """GPUs of the trainer and of an engine apart: all of them and none, or a share of each node."""
+        """Yield (trainer GPUs, GPUs of a separate engine): all and none, or a share of each node."""
         gpus, each = self.cluster.gpus, min(self.cluster.gpus, self.cluster.node_gpus)
         yield gpus, 0
         if self.base.algorithm.offline or self.base.engine.url:
@@ -121,7 +124,7 @@ class Space:
     # --- the trainer -------------------------------------------------------------------------------------------------
 
     def _trained(self, world: int) -> list[Sharded]:
-        """The fastest models of so many ranks."""
+        """Return the fastest sharded models on `world` ranks."""
         mtp = self.spec.mtp_layers if self.base.policy.mtp.train else 0
         even = _fastest(
             _EVEN,
@@ -138,7 +141,7 @@ class Space:
         return [model for _, model in _fastest(_WHOLE, [*even, *cut])]
 
     def layouts(self, world: int) -> Iterator[tuple[ParallelLayout, PipelineSplit]]:
-        """Every layout of so many ranks that the model fits, with its stages as even as they can be."""
+        """Yield every layout of `world` ranks that can shard the model, with stages as even as possible."""
         spec, part = self.spec, self.spec.moe
         samples = self.base.samples_per_step // self.base.algorithm.updates_per_step
         for pp in _divisors(world, spec.layers):
@@ -157,7 +160,7 @@ class Space:
                             yield layout, split
 
     def _best(self, model: Sharded) -> tuple[float, Sharded] | None:
-        """The fastest recomputation and micro-batch of a layout that fit while the policy learns."""
+        """Return the layout's fastest recomputation and micro-batch size that fit during training of the policy."""
         found: tuple[float, Sharded] | None = None
         longest = self.base.max_sequence_tokens * self.base.algorithm.samples_per_comparison
         if not _can_shard(self.spec, model.layout, model.stages) or not self._holds(model):
@@ -175,12 +178,12 @@ class Space:
                     break
                 before = seconds
             if found is not None and found[1].tokens_per_micro_batch > longest:
-                # What is made again costs more than micro-batches that are larger still could gain.
+                # More recomputation costs more than even larger micro-batches could gain.
                 break
         return found
 
     def _holds(self, model: Sharded) -> bool:
-        """Whether the model fits while it learns, alone."""
+        """Return whether the model alone fits during training."""
         need = max(
             held.parameters + held.gradients + held.optimizer + held.activations
             for held in model.held(BYTES[self.base.policy.dtype])
@@ -196,7 +199,7 @@ class Space:
     # --- the engine --------------------------------------------------------------------------------------------------
 
     def _with_engines(self, model: Sharded, engine_gpus: int) -> Iterator[Candidate]:
-        """The model with each engine beside it, as far as they fit together."""
+        """Yield the model with each engine, if both fit together."""
         base, layout = self.base, model.layout
         options = {name: value for name, value in vars(model.stages).items() if value != getattr(PipelineSplit(), name)}
         pipeline = {
@@ -227,12 +230,12 @@ class Space:
                 yield from self._fitting(self._filled(replace(made, engine=engine)))
 
     def _widest(self, engine_gpus: int) -> int:
-        """GPUs of a node that an engine may have."""
+        """Return how many GPUs of a node an engine may have."""
         nodes = max(1, self.cluster.gpus // self.cluster.node_gpus)
         return engine_gpus // nodes if engine_gpus else min(self.cluster.gpus, self.cluster.node_gpus)
 
     def _filled(self, config: RunConfig) -> RunConfig | None:
-        """The largest share of the memory for the engine that is left by what stays there while it samples."""
+        """Return the run with the largest engine memory share that fits next to what stays on the device during sampling."""
         apart = config.engine.is_apart
         stays = {} if apart else memory_of(config, self.spec).sampling
         resident = sum(size for name, size in stays.items() if name not in ("engine", "cache"))
@@ -256,7 +259,7 @@ class Space:
             self._smallest.saw(estimate.memory.total)
 
     def _too_large(self) -> str:
-        """By how much, and how many GPUs would do."""
+        """Describe how much memory is missing, and how many GPUs would be enough."""
         need, cluster = self._smallest.bytes, self.cluster
         told = (
             f"{self.spec.parameters / 1e9:,.1f} billion parameters do not fit {cluster.gpus} x {cluster.gpu} on any layout"
@@ -278,7 +281,7 @@ class Space:
 
 
 def _fastest(count: int, timed: Iterable[tuple[float, Sharded] | None]) -> list[tuple[float, Sharded]]:
-    """By time, each layout once."""
+    """Return the fastest `count`, each layout once."""
     best: dict[ParallelLayout, tuple[float, Sharded]] = {}
     for one in timed:
         if one is not None and (one[1].layout not in best or one[0] < best[one[1].layout][0]):
@@ -287,7 +290,7 @@ def _fastest(count: int, timed: Iterable[tuple[float, Sharded] | None]) -> list[
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Those up to `most`."""
+    """Return the divisors of `number` up to `most`."""
     return [one for one in range(1, min(number, most) + 1) if number % one == 0]
 
 
@@ -300,6 +303,6 @@ def _can_shard(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit | N
 
 
 def _engine_can_shard(spec: ModelSpec, tp: int) -> bool:
-    """Heads, feed-forward and experts divide; key/value heads divide or are copied."""
+    """Return whether heads, feed-forward and experts are divisible; key/value heads may be divided or copied."""
     ffn = spec.ffn if spec.moe is None else spec.moe.ffn
     return spec.heads % tp == 0 and ffn % tp == 0 and (spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0)

@@ -1,4 +1,4 @@
-"""Ways to cut layers into pipeline stages that are worth a look: layers, layout -> PipelineSplits. No torch here."""
+"""Ways to split layers into pipeline stages that are worth timing: layers, layout -> PipelineSplits. No torch here."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fivefold.layout import ParallelLayout, PipelineSplit
 
 _VIRTUAL = (1, 2, 3, 4, 6, 8)
 _LIGHTER = 4
-"""Layers that the last stage may have less than the first: the vocabulary is there."""
+"""Largest number of layers that the last stage may have fewer than the first, because it also has the vocabulary."""
 
 
 def even_split(layers: int, pp: int) -> PipelineSplit | None:
-    """Stages as even as they can be, where the first and the last one differ if they must; None where there is no way."""
+    """Return stages as even as possible, with a different first and last stage if needed; None if there is no such split."""
     if layers % pp == 0:
         return PipelineSplit()
     return next(iter(_uneven(layers, pp, lighter=1)), None)
 
 
 def stage_cuts(layers: int, layout: ParallelLayout) -> list[PipelineSplit]:
-    """Even stages and those with fewer layers in the last one, with each number of virtual stages that divides them."""
+    """Return even stages and stages with fewer layers at the end, with each number of virtual stages that divides them."""
     if layout.pp == 1:
         return []
     splits = [PipelineSplit()] if layers % layout.pp == 0 else []
@@ -42,7 +42,10 @@ def _virtual(split: PipelineSplit, virtual: int) -> PipelineSplit:
 
 
 def _uneven(layers: int, pp: int, lighter: int) -> Iterator[PipelineSplit]:
-    """Equal stages in the middle; the first as many or a few less, the last as many as the first or a few less."""
+    """Yield splits with equal middle stages; the first has as many layers or a few less.
+
+    The last stage has as many layers as the first, or a few less.
+    """
     if pp == 1:
         return
     middles = (-(-layers // pp), -(-layers // pp) + 1) if pp > 2 else (0,)

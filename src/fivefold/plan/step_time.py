@@ -1,8 +1,8 @@
-"""Seconds of an update by part: a model as its layout shards it, its tokens, a cluster -> UpdateTime. No torch here.
+"""Seconds of an update by part: a model as its layout shards it, its tokens, a cluster -> PassTime. No torch here.
 
-Micro-batches go through the stages one behind the other (1F1B); what the slowest stage does counts for all of them, and
-the others' share of the first and the last one is the bubble. The host launches kernels ahead of the GPU: where that takes
-longer than they do, the GPU waits.
+Micro-batches pass through the stages one after the other (1F1B). The slowest stage sets the time of all of them; the time of
+the other stages for the first and the last micro-batch is the bubble. The host launches kernels ahead of the GPU; the GPU
+waits if launching takes longer than computing.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from fivefold.plan.links import Links, data_group, expert_data_group, layer_traf
 from fivefold.plan.memory import RankParameters, Sharded
 
 DATA_IMBALANCE = 1.02
-"""Tokens of the fullest replica over the mean, as samples are dealt by length (benchmarks/results/balance.md)."""
+"""Tokens of the fullest replica over the mean, with samples dealt by length (benchmarks/results/balance.md)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one pass goes through, over all replicas."""
+    """Contents of one pass, over all replicas."""
 
     tokens: float
     mean_length: float
     attended: float
-    """Mean length over tokens: longer sequences have more of them."""
+    """Mean sequence length over tokens: longer sequences have more of them."""
     predicted: float
     """Share of tokens that are in a response."""
 
     @classmethod
     def of(cls, samples: float, prompt: float, response: float, spread: float = 1 / 12) -> Batch:
-        """Samples of these mean lengths; `spread`: variance of the length over the square of its mean."""
+        """Return samples with these mean lengths; `spread`: variance of the length over the square of its mean."""
         mean = prompt + response
         return cls(samples * mean, mean, mean * (1 + spread), response / mean)
 
     def micro_batches(self, layout: ParallelLayout, budget: int, virtual: int, imbalance: float) -> tuple[int, float]:
-        """How many a replica has, and the tokens of each."""
+        """Return the micro-batches of a replica, and the tokens of each."""
         own = self.tokens / layout.dp * (imbalance if layout.dp > 1 else 1.0)
         count = max(1, math.ceil(own / max(budget, self.mean_length)))
         if virtual > 1:
@@ -65,7 +65,7 @@ class PassTime:
 
     parts: dict[str, float]
     overlapped: dict[str, float] = field(default_factory=dict)
-    """Seconds that run beside others and are not in `parts`."""
+    """Seconds that overlap with `parts` and are not in them."""
     micro_batches: int = 0
     micro_batch_tokens: float = 0.0
 
@@ -76,7 +76,7 @@ class PassTime:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A pipeline stage's seconds for one micro-batch, by part."""
+    """Seconds of one pipeline stage for one micro-batch, by part."""
 
     parts: dict[str, float]
     overlapped: float
@@ -89,7 +89,7 @@ class _Stage:
 def update_time(
     model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies, imbalance: float = DATA_IMBALANCE
 ) -> PassTime:
-    """Forward, backward and optimizer step over a batch."""
+    """Return the time of forward, backward and optimizer step over a batch."""
     passes = _passes(model, batch, cluster, rates, imbalance, trains=True)
     return PassTime(
         {**passes.parts, **optimizer_time(model, Links(cluster, rates))},
@@ -102,7 +102,7 @@ def update_time(
 def forward_time(
     model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies, imbalance: float = DATA_IMBALANCE
 ) -> PassTime:
-    """Log-probs or values of a batch."""
+    """Return the time to compute log-probs or values of a batch."""
     return _passes(model, batch, cluster, rates, imbalance, trains=False)
 
 
@@ -114,14 +114,14 @@ def _passes(model: Sharded, batch: Batch, cluster: Cluster, rates: Efficiencies,
     stages = _stages(model, tokens, links, trains)
     slowest = max(stages, key=lambda stage: stage.total)
     parts = {name: seconds * count for name, seconds in slowest.parts.items()}
-    # The first micro-batch reaches the last stage, and the last one's gradient the first: once through all the others.
+    # The first micro-batch passes through all other stages, and the last gradient passes back: once in total.
     parts["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / virtual
     return PassTime(parts, {"tensor parallel": slowest.overlapped * count}, count, each)
 
 
 @lru_cache(maxsize=4096)
 def _counts(layers: int, layout: ParallelLayout, split: PipelineSplit, experts: tuple[bool, ...]) -> list[tuple[int, int]]:
-    """(dense layers, layers with experts) of each stage."""
+    """Return (dense layers, layers with experts) of each stage."""
     found = []
     for chunks in split.split_layers(layers, layout):
         own = [layer for chunk in chunks for layer in chunk]
@@ -131,7 +131,7 @@ def _counts(layers: int, layout: ParallelLayout, split: PipelineSplit, experts: 
 
 
 def stage_layers(spec: ModelSpec, layout: ParallelLayout, split: PipelineSplit) -> list[tuple[int, int]]:
-    """(dense layers, layers with experts) of each stage."""
+    """Return (dense layers, layers with experts) of each stage."""
     return _counts(spec.layers, layout, split, spec.moe.layers if spec.moe is not None else ())
 
 
@@ -147,7 +147,7 @@ def _stages(model: Sharded, tokens: Tokens, links: Links, trains: bool) -> list[
         for has_experts in (False, True)
         if any(pair[has_experts] for pair in counts)
     }
-    # Adjacent stages are a whole stage's ranks apart; what is sent waits for nobody, forward and backward once a chunk.
+    # Adjacent stages are one stage's ranks apart. A send takes only its transfer time, once per chunk and direction.
     hidden = tokens.count / layout.cp / layout.tp * spec.hidden * tokens.number_bytes
     chunks = model.stages.virtual_stages(layout)
     sent = (2 if trains else 1) * chunks * links.send(layout.world_size // layout.pp, hidden) if layout.pp > 1 else 0.0
@@ -180,7 +180,7 @@ _PARTS = ("forward", "backward", "recomputation", "tensor parallel", "context pa
 
 
 _FROZEN = {"gemm": 0.5, "grouped_gemm": 0.5, "gradients": 0.0}
-"""What is left of a layer's backward by kind of work where its weights have no gradients."""
+"""Kind of work -> share of a layer's backward that remains when its weights have no gradients."""
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,12 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     if trains:
         ways = tensor_ways = 2.0
         backward = _seconds(back, rates)
-        # Gathers beside products cost what the products do not cover.
+        # Gathers during products cost only the time that the products do not cover.
         overlapped = min(traffic.overlapped, backward)
         if model.recompute == "full":
             again, ways, tensor_ways = forward, 3.0, 3.0
             if not has_experts:
-                # Nor does it scatter what it leaves out: one of four gathers and scatters.
+                # The skipped product also skips its scatter: one of four gathers and scatters.
                 again, tensor_ways = again - unread_work(spec, layout, tokens).seconds(rates), 2.75
         elif model.recompute == "selective":
             again = attention_flops(spec, layout, tokens) / rates.rate("attention_forward", tokens.attended)
@@ -223,20 +223,20 @@ def _layer(model: Sharded, tokens: Tokens, links: Links, trains: bool, has_exper
     host += rates.rate("tensor_host") if layout.tp > 1 else 0.0
     host += rates.rate("context_host") if layout.cp > 1 else 0.0
     if has_experts:
-        # Counts of tokens come to the host before experts are launched: it cannot run ahead of the GPU.
+        # Token counts are copied to the host before experts are launched, so the host cannot run ahead of the GPU.
         parts["expert parallel"] += rates.rate("expert_host") * ways / 2
         host += rates.rate("expert_host")
-    # Forward alone is about a third of it, made once more a third on top.
+    # Forward alone takes about a third of this host time; full recomputation adds another third.
     return _Layer(parts, overlapped, host * (ways + 1 if trains else 1) / 3)
 
 
 def optimizer_time(model: Sharded, links: Links) -> dict[str, float]:
-    """Gradients summed over replicas, the shard of the optimizer on each rank, parameters gathered again."""
+    """Return the time to sum gradients over replicas, update each rank's shard, and gather the parameters."""
     layout, rates = model.layout, links.efficiencies
     fullest = max(model.trained, key=lambda own: own.total)
     own = RankParameters(fullest.dense // (layout.dp * layout.cp), fullest.experts // layout.edp)
     seconds = own.total * ADAM_BYTES / rates.rate("adam") + fullest.total * GRADIENT_BYTES / rates.rate("gradients")
-    # Gradients in float32, parameters in bfloat16.
+    # Gradients are float32, parameters bfloat16.
     sent = sum(
         links.gather(group, size * 4) + links.gather(group, size * 2)
         for group, size in ((data_group(layout), fullest.dense), (expert_data_group(layout), fullest.experts))

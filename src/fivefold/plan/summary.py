@@ -18,7 +18,7 @@ _MOST_ROWS = 12
 
 
 def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dropped: int, validation: int) -> str:
-    """The summary of a run over so many prompts, of which `dropped` more were too long, and validation prompts."""
+    """Return the summary of a run over `prompts` prompts; `dropped` more were too long, `validation` is for evaluation."""
     layout, algorithm, data = config.layout, config.algorithm, config.data
     group = algorithm.samples_per_prompt
     samples = config.samples_per_step
@@ -62,14 +62,14 @@ def describe(config: RunConfig, spec: ModelSpec, *, steps: int, prompts: int, dr
 
 
 def _describe_placement(config: RunConfig) -> list[str]:
-    """Other models' layouts, and who holds what of which."""
+    """Describe other models' layouts, and which ranks hold which models."""
     where = placed(config)
     others = [one.describe() for one in where[1:] if not one.layout.is_same(config.layout)]
     return [f"         {line}" for line in [*others, *placement(where)]]
 
 
 def _describe_checkpoints(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """Megatron-Core's own settings of moments are not looked at."""
+    """Describe when checkpoints are saved and their size, ignoring Megatron-Core's own settings for moments."""
     trainer, gib = config.trainer, checkpoint_bytes(spec, config.policy.dtype, config.policy.lora.spec) / 2**30
     share = f"{gib / config.layout.world_size:.2f} GiB by each rank"
     if not trainer.save_every:
@@ -126,7 +126,7 @@ def _describe_ahead(config: RunConfig) -> list[str]:
 
 
 def _describe_others(config: RunConfig) -> list[str]:
-    """A line on each model besides the policy that learns or scores."""
+    """Describe each model besides the policy that learns or scores, one line each."""
     lines, roles = [], config.roles
     for name, role in roles.further_learners.items():
         warmup = (
@@ -148,12 +148,12 @@ def _describe_others(config: RunConfig) -> list[str]:
 
 
 def _compared(role: Role) -> str:
-    """What messages call the weights that a model is compared with."""
+    """Return the name that messages use for the weights that a model is compared with."""
     return "the policy" if role.served_by == "policy" else role.path
 
 
 def _describe_adapters(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """How many parameters are trained, and what else becomes of adapters."""
+    """Describe the adapters: trained parameters, initial weights, the reference, and how the engine gets them."""
     lora = config.policy.lora.spec
     if lora is None:
         return []

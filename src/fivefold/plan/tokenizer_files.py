@@ -1,4 +1,4 @@
-"""What the files of a tokenizer show before a run: can they be read, do responses end, does the model know every token?"""
+"""Checks of a tokenizer's files before a run: they can be read, responses can end, and the model has every token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fivefold.models.spec import ModelSpec
 
 
 def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | None) -> LightTokenizer | None:
-    """Errors about the policy's tokenizer; the tokenizer where it is here and can be read without transformers."""
+    """Report errors of the policy's tokenizer; return it if its files are here and can be read without transformers."""
     key = next((f"model.{name}" for name in ("tokenizer", "config") if getattr(config.model, name)), "model.path")
     given = config.tokenizer
     directory = Path(given)
@@ -30,7 +30,7 @@ def check_tokenizer(findings: Findings, config: RunConfig, spec: ModelSpec | Non
 
 
 def check_tokenizer_files(findings: Findings, key: str, directory: Path, spec: ModelSpec | None) -> LightTokenizer | None:
-    """Errors about the tokenizer in a directory; the tokenizer where it can be read without transformers."""
+    """Report errors of the tokenizer in a directory; return it if it can be read without transformers."""
     if not (directory / "tokenizer.json").is_file():
         if not any((directory / name).is_file() for name in OTHER_FILES):
             findings.error(key, f": no tokenizer in {directory}; name one in model.tokenizer")
@@ -51,7 +51,7 @@ def check_tokenizer_files(findings: Findings, key: str, directory: Path, spec: M
 
 
 def is_hub_id(path: str) -> bool:
-    """It may be the name of a repository: owner/name."""
+    """Return whether the path may name a hub repository: owner/name."""
     return not path.startswith((".", "/", "~")) and path.count("/") == 1 and all(path.split("/"))
 
 

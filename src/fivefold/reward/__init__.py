@@ -1,1 +1,1 @@
-"""Rewards: rules on texts, run in processes of their own. No torch in those processes."""
+"""Rewards: rules on texts, run in separate processes. No torch in those processes."""

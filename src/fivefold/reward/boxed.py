@@ -1,4 +1,4 @@
-"""The answer that a response puts into a box."""
+"""Boxed answers of responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BRACES = re.compile(r"\\boxed\{|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} whose braces close, or None."""
+    r"""Return the content of the last \boxed{...} whose braces close, or None."""
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
     for brace in _BRACES.finditer(text):

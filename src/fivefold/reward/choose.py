@@ -1,4 +1,4 @@
-"""data_source -> its rewards, and which of them decides whether a response is correct."""
+"""data_source -> its rewards, and the reward that decides whether a response is correct."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from fivefold.user_code import is_user_code
 
 @dataclass(frozen=True)
 class ChosenRewards:
-    """The rewards of one data_source."""
+    """Rewards of one data_source."""
 
     weights: dict[str, float]
-    """Reward name -> weight; empty where a reward model is all there is."""
+    """Reward name -> weight; empty if a reward model is the only reward."""
     accuracy: str | None
-    """The one that decides whether a response is correct, if there is any."""
+    """Reward that decides whether a response is correct, if there is one."""
 
 
 def choose_rewards(config: RewardConfig, source: str) -> ChosenRewards:
-    """The rewards of a data_source: its own, the common ones, or the built-in one that fits.
+    """Return the rewards of a data_source: its own, else the common ones, else the built-in one that fits.
 
-    With a reward model none is chosen by itself: it may be all the reward there is.
+    With a reward model, no built-in reward is chosen automatically: the model may be the only reward.
     """
     weights = config.by_source.get(source) or config.functions
     if not weights and config.model.path is None:
@@ -57,13 +57,13 @@ def choose_rewards(config: RewardConfig, source: str) -> ChosenRewards:
 
 
 def _default_accuracy(names: Iterable[str]) -> str | None:
-    """The first by name of the rewards that take a ground truth, or of all where none does: YAML's order does not matter."""
+    """Return the first reward by name that takes a ground truth, or the first of all; the order in YAML does not matter."""
     ordered = sorted(names)
     return next((name for name in ordered if takes_ground_truth(name)), ordered[0] if ordered else None)
 
 
 def _check_accuracy(config: RewardConfig) -> None:
-    """Raise ValueError where `accuracy` is none of the functions that any data_source uses."""
+    """Raise ValueError if `accuracy` is not a function that some data_source uses."""
     named = {*config.functions, *(name for own in config.by_source.values() for name in own)}
     if not config.functions and config.model.path is None:
         named |= set(SOURCES_OF[config.chosen_as].values())
@@ -76,7 +76,7 @@ def _check_accuracy(config: RewardConfig) -> None:
 
 
 def _check_judge(findings: Findings, judge: JudgeConfig, is_rewarding: bool) -> None:
-    """`is_rewarding`: the reward `judge` is asked for; else functions ask alone."""
+    """Check the judge's settings; `is_rewarding`: the reward `judge` is used, otherwise only functions send it requests."""
     message = "must name the judge's servers, as http://host:8000/v1, or judge.backend those that the run is to start"
     findings.require(bool(judge.url) or judge.backend is not None, "url", message)
     findings.require(not judge.url or judge.backend is None, "url", "and judge.backend are two places: keep one")
@@ -114,12 +114,15 @@ def _check_judge(findings: Findings, judge: JudgeConfig, is_rewarding: bool) -> 
 
 
 def offered_to(config: RewardConfig) -> tuple[str, ...]:
-    """The parameters that a reward function of the user's may have in this run."""
+    """Return the parameters that a user's reward function may have in this run."""
     return (*OFFERED, *OFFERED_BY_JUDGE) if config.judge.functions_ask else OFFERED
 
 
 def check_rewards(findings: Findings, config: RewardConfig) -> None:
-    """Errors for functions that cannot be found; data_sources that choose by themselves are looked at when data are read."""
+    """Report functions that cannot be found.
+
+    A data_source that chooses its own reward is checked when the data are read.
+    """
     sections = {"functions": config.functions} | {f"by_source.{source}": own for source, own in config.by_source.items()}
     for key, weights in sections.items():
         for name in weights:

@@ -1,4 +1,4 @@
-"""A limit on the CPU time of a call in this process: of the machine's load it does not depend."""
+"""CPU-time limit for a call in this process, independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class TooLongError(BaseException):
-    """Raised in a call that takes too long. No Exception, so that no library takes it for one of its own."""
+    """Raised in a call that takes too long. It is not an Exception, so that no library catches it as its own."""
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """The result of a call; raises TooLongError once it has taken so many seconds of this process's CPU time."""
+    """Return the result of a call; raise TooLongError once it has used so many seconds of this process's CPU time."""
     is_over = False
 
     def end(number: int, frame: object) -> None:
@@ -24,13 +24,13 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     before = signal.signal(signal.SIGPROF, end)
     try:
         try:
-            # Again and again, as a library may catch everything.
+            # The timer repeats, because a library may catch everything.
             signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 4)
             return function()
         finally:
             is_over = True
     finally:
-        # The signal may have come between the call and the line above.
+        # The signal may arrive between the call and the line above.
         is_over = True
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)

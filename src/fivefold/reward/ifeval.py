@@ -1,4 +1,4 @@
-"""Instructions that a program can verify: a response and the instructions of its prompt -> whether it follows them.
+"""Instructions that a program can verify: a response and its prompt's instructions -> whether it follows them.
 
 IFEval's 25 instructions (Zhou et al., 2311.07911, table 1, with the names and arguments of its data) and the 25 functions of
 the RLVR-IFEval set (Tülu 3, 2411.15124) that other trainers read. Each is a function of the text and its own arguments.
@@ -17,35 +17,35 @@ from fivefold.reward.texts import after_thinking
 
 Verifier = Callable[..., bool]
 FORMS = 'JSON of {"instruction_id_list": [...], "kwargs": [...]} or {"func_name": ..., ...}'
-"""What a ground truth of `ifeval` is."""
+"""Form of a ground truth of `ifeval`."""
 _DETECTOR = "py3langid"
 _WORD = re.compile(r"\w+")
 _JOINED = re.compile(r"\w+(?:['’-]\w+)*")
 _SENTENCE = re.compile(r"""(?:(?<![.!?])[.!?]++|…)["'”’)\]]*+(?=\s|$)""")
 _ABBREVIATION = re.compile(r"\b(?:(?i:mr|mrs|ms|dr|prof|jr|sr|vs|e\.g|i\.e|cf)|[A-Z])\.$")
-"""A point behind which the sentence goes on: titles, usual abbreviations, initials."""
+"""Period that does not end a sentence: titles, usual abbreviations, initials."""
 _FENCE = "```"
 
 
 def ifeval(response: str, ground_truth: str) -> float:
-    """1 when the response, behind the last </think>, follows every instruction, 0 otherwise."""
+    """Return 1 if the response after the last </think> follows every instruction, 0 otherwise."""
     return float(all(_followed(response, ground_truth)))
 
 
 def ifeval_fraction(response: str, ground_truth: str) -> float:
-    """The share of the instructions that the response follows."""
+    """Return the share of the instructions that the response follows."""
     followed = _followed(response, ground_truth)
     return sum(followed) / len(followed)
 
 
 def _followed(response: str, ground_truth: str) -> list[bool]:
     text = after_thinking(response)
-    # An empty response follows nothing, not even to use no comma.
+    # An empty response follows no instruction, not even one that forbids commas.
     return [bool(text.strip()) and verify(text, **given) for verify, given in read_instructions(ground_truth)]
 
 
 def read_instructions(ground_truth: str) -> list[tuple[Verifier, dict[str, Any]]]:
-    """(verifier, its arguments) of each instruction of a ground truth; raises ValueError for one that cannot be verified."""
+    """Return (verifier, its arguments) for each instruction of a ground truth; raise ValueError for one it cannot verify."""
     try:
         found = json.loads(ground_truth)
         found = found[0] if isinstance(found, list) and len(found) == 1 else found
@@ -61,7 +61,7 @@ def read_instructions(ground_truth: str) -> list[tuple[Verifier, dict[str, Any]]
 
 
 def instructions_fault(ground_truth: str) -> str | None:
-    """What must hold of a truth of ifeval, where it does not."""
+    """Return the requirement that a ground truth of `ifeval` violates, or None."""
     try:
         read_instructions(ground_truth)
     except ValueError as error:
@@ -70,7 +70,7 @@ def instructions_fault(ground_truth: str) -> str | None:
 
 
 def load_detector() -> None:
-    """Load the language detector's model, where it is installed."""
+    """Load the language detector's model, if it is installed."""
     if import_fault(_DETECTOR) is None:
         in_language("a text", "en")
 
@@ -91,7 +91,7 @@ def _verifier(name: str, given: dict[str, Any], known: dict[str, Verifier]) -> t
 
 
 def _compare(count: int, relation: str, wanted: int, tolerance: int = 0) -> bool:
-    """`relation` is "at least", "less than", "at most" or "around"; raises ValueError for another one."""
+    """Compare a count; `relation` is "at least", "less than", "at most" or "around", any other raises ValueError."""
     if relation == "around":
         return abs(count - wanted) <= tolerance
     compared = {"at least": count >= wanted, "less than": count < wanted, "at most": count <= wanted}
@@ -108,7 +108,7 @@ def has_keywords(text: str, keywords: Sequence[str]) -> bool:
 
 
 def in_language(text: str, language: str) -> bool:
-    """By the most likely language of the whole text (ISO 639-1)."""
+    """Return whether the most likely language of the whole text is `language` (ISO 639-1)."""
     import py3langid
 
     return bool(py3langid.classify(text)[0] == language.lower().partition("-")[0])
@@ -119,8 +119,10 @@ def no_comma(text: str) -> bool:
 
 
 def sentences(text: str) -> int:
-    """Ends of sentences: . ! ? or … before white space or the end, but for initials and usual abbreviations; and what is
-    left behind the last one."""
+    """Count sentences by their ends: . ! ? or … before white space or the end.
+
+    Initials and usual abbreviations do not end a sentence. Text left after the last end counts as one sentence.
+    """
     text, count, begin = text.strip(), 0, 0
     for mark in _SENTENCE.finditer(text):
         if mark.end() < len(text) and _ABBREVIATION.search(text[max(0, mark.end() - 8) : mark.end()]):
@@ -149,7 +151,7 @@ def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
 
 
 def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs between `***`; only the first and the last one may be empty, and are then none."""
+    """Check the number of paragraphs between `***`; only the first and the last may be empty, and do not count then."""
     parts = [part.strip() for part in text.split("***")]
     if not parts[0]:
         parts = parts[1:]
@@ -175,7 +177,7 @@ def _number_placeholders(text: str, num_placeholders: int) -> bool:
 
 
 def _placeholders(text: str) -> int:
-    """Pieces of a line from a `[` to the next `]`; linear in the text, which the pattern for it is not."""
+    """Count pieces of a line from a `[` to the next `]`, in linear time; a regular expression would take longer."""
     count = 0
     for line in text.split("\n"):
         begin = line.find("[")
@@ -190,7 +192,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _number_bullet_lists(text: str, num_bullets: int) -> bool:
-    """Lines that begin with one `*` or a `-`."""
+    """Check the number of lines that begin with one `*` or a `-`."""
     return sum(bool(re.match(r"\s*(?:\*[^*]|-)", line)) for line in text.split("\n")) == num_bullets
 
 
@@ -199,18 +201,18 @@ def _constrained_response(text: str) -> bool:
 
 
 def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """Parts of a line between single or double asterisks that are not empty."""
+    """Check the number of non-empty parts of a line between single or double asterisks."""
     found = [*re.findall(r"\*([^\n*]*)\*", text), *re.findall(r"\*\*([^\n*]*)\*\*", text)]
     return sum(bool(part.strip()) for part in found) >= num_highlights
 
 
 def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """Sections that begin with the splitter and a number."""
+    """Check the number of sections that begin with the splitter and a number."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
 
 
 def _json_format(text: str) -> bool:
-    """The whole text is JSON, perhaps in a block of it."""
+    """Check that the whole text is JSON, or a block of JSON."""
     try:
         json.loads(_unfenced(text.strip()))
     except (ValueError, RecursionError):
@@ -219,7 +221,7 @@ def _json_format(text: str) -> bool:
 
 
 def _unfenced(text: str) -> str:
-    """The content of a block of JSON, or the text itself."""
+    """Return the content of a JSON block, or the text itself."""
     if text.startswith(_FENCE):
         text = text.removeprefix(_FENCE)
         text = text[4:] if text[:4].lower() == "json" else text
@@ -227,19 +229,19 @@ def _unfenced(text: str) -> str:
 
 
 def _title(text: str) -> bool:
-    """A line has something between its first `<<` and its last `>>`."""
+    """Check that a line has text between its first `<<` and its last `>>`."""
     spans = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))
     return any(begin >= 0 and line[begin : max(begin, end)].strip("<> \t") for line, begin, end in spans)
 
 
 def _has_title(text: str) -> bool:
-    """A line has a `>>` after its first `<<`."""
+    """Check that a line has a `>>` after its first `<<`."""
     spans = ((line, line.find("<<")) for line in text.split("\n"))
     return any(begin >= 0 and line.find(">>", begin + 2) >= 0 for line, begin in spans)
 
 
 def _two_responses(text: str) -> bool:
-    """Two different parts between `******`; only the first and the last part may be empty."""
+    """Check for two different parts between `******`; only the first and the last part may be empty."""
     parts = [part.strip() for part in text.split("******")]
     if not all(parts[1:-1]):
         return False
@@ -291,7 +293,7 @@ INSTRUCTIONS: dict[str, Verifier] = {
     "change_case:english_lowercase": lambda text: text.islower(),
     "punctuation:no_comma": no_comma,
 }
-"""IFEval's, by their id."""
+"""IFEval's instructions, by id."""
 
 
 # --- RLVR-IFEval -----------------------------------------------------------------------------------------------------
@@ -361,4 +363,4 @@ FUNCTIONS: dict[str, Verifier] = {
     "validate_quotation": _quotation,
     "validate_no_commas": no_comma,
 }
-"""Those of the RLVR-IFEval set, by their name."""
+"""Functions of the RLVR-IFEval set, by name."""

@@ -1,7 +1,7 @@
-"""A model that judges responses, over OpenAI's HTTP API: asked as responses finish, many at once.
+"""A model that judges responses over OpenAI's HTTP API, with many concurrent requests as responses finish.
 
-The calls run in one thread of the rank with an event loop of its own. Nothing of a call is logged but why it failed, and
-that without the key.
+The calls run in one thread of the rank with its own event loop. Of a call, only the reason for a failure is logged, without
+the key.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from fivefold.types import Prompt
 
 JUDGE = "judge"
-"""Its name among rewards."""
+"""Name of the judge among rewards."""
 PLACEHOLDERS = ("prompt", "response", "ground_truth")
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 _YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 _PAUSE = 0.5
-"""Seconds before the second attempt; before each further one twice as long."""
+"""Seconds before the second attempt; each further pause is twice as long."""
 _LONGEST_VERDICT = 20_000
-"""Characters from its end."""
+"""Number of characters of a verdict that are read, from its end."""
 _BUSY = (408, 409, 425, 429)
-"""HTTP states besides those from 500 on that another attempt may find changed."""
+"""HTTP status codes below 500 that may be retried."""
 
 
 class JudgeError(Exception):
-    """Why there is no verdict."""
+    """Raised with the reason why there is no verdict."""
 
 
 class Judge:
-    """Asks for verdicts; made once in a rank."""
+    """Requests verdicts from judge servers; each rank creates one."""
 
     def __init__(self, config: JudgeConfig, environment: Mapping[str, str] = os.environ) -> None:
         self._config = config
@@ -57,15 +57,15 @@ class Judge:
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=config.timeout_seconds)
 
     def submit(self, work: Coroutine[Any, Any, str | None]) -> Future[str | None]:
-        """Run a coroutine in the judge's thread; cancelling what this gives ends it, and what it asks."""
+        """Run a coroutine in the judge's thread; cancelling the future ends the coroutine and its requests."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def settle(self) -> None:
-        """Return when nothing of what was cancelled runs any more."""
+        """Return once no cancelled coroutine runs any more."""
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
 
     async def value(self, prompt: Prompt, response: str) -> float:
-        """The verdict on a response, as a number; raises JudgeError."""
+        """Return the verdict on a response as a number; raise JudgeError if there is none."""
         messages = [{"role": "user", "content": self._question(prompt, response)}]
         async with self._at_once:
             try:
@@ -94,7 +94,7 @@ class Judge:
     def _question(self, prompt: Prompt, response: str) -> str:
         asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
         texts = {"prompt": asked[-1] if asked else prompt.text, "response": response, "ground_truth": prompt.ground_truth}
-        # A response that closes its turn and opens another one would give the judge its verdict.
+        # A response that closes its turn and opens another one could give the judge a verdict.
         return _PLACEHOLDER.sub(lambda found: escape(texts[found[1]], USUAL), self._config.prompt)
 
     async def _ask(self, messages: list[dict[str, str]]) -> str:
@@ -119,7 +119,7 @@ class Judge:
         raise JudgeError(self._plain(f"no verdict: {reason}"))
 
     def _plain(self, text: str) -> str:
-        """Without the key, which a server may repeat."""
+        """Return the text without the API key, which a server may repeat."""
         return text.replace(self._key, "***") if self._key else text
 
 
@@ -134,7 +134,7 @@ def _text_of(answer: httpx.Response, server: str) -> str:
 
 
 def read_verdict(config: JudgeConfig, text: str) -> float:
-    """The number that a verdict says; raises JudgeError where it says none."""
+    """Return the number in a verdict; raise JudgeError if it has none."""
     said = after_thinking(text)[-_LONGEST_VERDICT:]
     if config.verdict == "yes_no":
         found = _YES_NO.search(said)

@@ -1,4 +1,4 @@
-"""Everything that makes rewards: functions in processes of their own, then a reward model."""
+"""All sources of rewards: functions in separate processes, then a reward model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fivefold.reward.pool import Scoring
 from fivefold.types import Group, Prompt, Sample
 
 _SECONDS = 0.5
-"""Between two looks whether the run is to end."""
+"""Seconds between two checks whether the run is to end."""
 
 
 class Scorer(Protocol):
@@ -23,14 +23,14 @@ class Scorer(Protocol):
         ...
 
     def wait(self, scoring: Sequence[Scoring]) -> str | None:
-        """Until each of these samples has its reward or has failed; the first error."""
+        """Wait until each of these samples has its reward or has failed; return the first error."""
         ...
 
     def close(self) -> None: ...
 
 
 class Closing(Protocol):
-    """What is started and ended."""
+    """A component that was started and must be closed."""
 
     def close(self) -> None: ...
 
@@ -39,13 +39,13 @@ class RewardModel(Protocol):
     """Adds a model's score to the rewards; called on all ranks of a replica, each with its own groups."""
 
     def score(self, groups: list[Group]) -> str | None:
-        """Why the first sample failed that did."""
+        """Add the scores of these groups; return the error of the first sample that failed."""
         ...
 
 
 @dataclass(frozen=True)
 class RewardManager:
-    """Scores the groups of a rank, and ends the run where too many rewards fail."""
+    """Scores the groups of a rank, and ends the run if too many rewards fail."""
 
     pool: Scorer
     ranks: Ranks
@@ -54,15 +54,17 @@ class RewardManager:
     """Largest share of samples, over all ranks, whose reward may fail."""
     log: Callable[[str], None] = print
     servers: Sequence[Closing] = ()
-    """Of a judge, that end with the run."""
+    """Servers of a judge, which are closed with the run."""
 
     def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
-        """Begin to score a sample while others are still being sampled."""
+        """Begin to score a sample while the engine still samples others."""
         return self.pool.submit(prompt, sample)
 
     def finish(self, groups: list[Group], scoring: Sequence[Scoring]) -> None:
-        """Wait for the rewards of this rank's groups and add a reward model's; raises RuntimeError on all ranks where too
-        many fail. Collective."""
+        """Wait for the rewards of this rank's groups and add those of a reward model.
+
+        Raises RuntimeError on all ranks if too many rewards fail. Collective.
+        """
         error = self._wait(scoring)
         if self.reward_model is not None:
             found = self.reward_model.score(groups)
@@ -70,10 +72,10 @@ class RewardManager:
         self._check_failures(groups, error)
 
     def _wait(self, scoring: Sequence[Scoring]) -> str | None:
-        """Until the rewards are there, or the run is to end; the first error."""
+        """Wait until the rewards are there, or until the run is to end; return the first error."""
         thread = ThreadPoolExecutor(1)
         done = thread.submit(self.pool.wait, scoring)
-        # The thread is not waited for: where the run is to end, a function may take its time.
+        # Do not wait for the thread: if the run is to end, a function may still run for some time.
         thread.shutdown(wait=False)
         while not wait([done], timeout=_SECONDS).done:
             if self.ranks.heartbeat.check():

@@ -1,4 +1,4 @@
-"""Rewards of answers that are numbers or formulas: which answer a response states -> whether it equals the truth."""
+"""Rewards for answers that are numbers or formulas: the answer of a response -> whether it equals the truth."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fivefold.reward.boxed import last_boxed
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _AFTER_HASHES = re.compile(r"####\s*\$?\s*([-\d,.]*)")
 _SPACING = re.compile(r"\\[,!;: ]|[\\$]|(?<=,)\s+(?=\d{3})|(?<=\d)\s+(?=\d{3}(?!\d))")
-"""Signs that say nothing within a number: a dollar, thin spaces, spaces between thousands."""
+"""Signs without meaning inside a number: a dollar, thin spaces, spaces between thousands."""
 
 
 def _number(text: str) -> Decimal | None:
-    """The number that all of a text is, None where it is none: commas stand between thousands only."""
+    """Return the number if the whole text is one, otherwise None; commas may stand between thousands only."""
     plain = _SPACING.sub("", text.strip()).strip().rstrip(".,")
     return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) and any(map(str.isdigit, plain)) else None
 
 
 def gsm8k_answer(response: str) -> Decimal | None:
-    r"""The number after the last `####` that something follows, otherwise in the last \boxed{}; None where that is none."""
+    r"""Return the number after the last `####` that text follows, or in the last \boxed{}; None if there is no number."""
     stated = [text for text in _AFTER_HASHES.findall(response) if any(map(str.isdigit, text))]
     if stated:
         return _number(stated[-1])
@@ -31,7 +31,7 @@ def gsm8k_answer(response: str) -> Decimal | None:
 
 
 def gsm8k(response: str, ground_truth: str) -> float:
-    """1 when the stated number equals the truth as a number, 0 otherwise."""
+    """Return 1 if the stated number equals the truth as a number, 0 otherwise."""
     answer, truth = gsm8k_answer(response), _number(ground_truth)
     return float(answer is not None and answer == truth)
 
@@ -41,10 +41,10 @@ def gsm8k_fault(ground_truth: str) -> str | None:
 
 
 def math(response: str, ground_truth: str) -> float:
-    r"""1 when the answer is mathematically the truth's equal (math-verify); the last \boxed{} is read where there is one.
+    r"""Return 1 if the answer equals the truth mathematically (math-verify); the last \boxed{} is read if there is one.
 
-    An answer that cannot be written out (thousands of digits, powers of powers) is right only where it is written as the
-    truth is. Of a box that states several sides, such as `x = 2 + 3 = 5`, every side without a letter must equal the truth.
+    An answer that cannot be computed (thousands of digits, powers of powers) is right only if it is written like the truth.
+    If a box states several sides, such as `x = 2 + 3 = 5`, every side without a letter must equal the truth.
     """
     boxed = last_boxed(response)
     answer = response[-_LONGEST_ANSWER:] if boxed is None else boxed
@@ -58,7 +58,7 @@ def math(response: str, ground_truth: str) -> float:
 
 
 def math_any(response: str, ground_truth: str) -> float:
-    r"""1 when `math` is, for one of the solutions in a JSON list of texts; of one with a \boxed{} its content counts."""
+    r"""Return 1 if `math` is 1 for a solution in a JSON list of texts; for a text with a \boxed{}, its content counts."""
     solutions = json.loads(ground_truth)
     return float(any(math(response, last_boxed(text) or text) for text in solutions))
 
@@ -77,14 +77,14 @@ def math_any_fault(ground_truth: str) -> str | None:
 
 
 def load_math() -> None:
-    """Import and prepare math-verify, which takes longer than any answer may."""
+    """Import and prepare math-verify, which takes longer than the time limit of an answer."""
     _verify("\\boxed{\\frac{1}{2}}", "0.5")
 
 
 def _verify(answer: str, ground_truth: str, **rounding: Any) -> float:
     from math_verify import parse, verify
 
-    # Its own time limits are those of real time, which a busy machine changes.
+    # math-verify's own time limits use real time, which depends on the machine's load.
     truth = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     return float(verify(truth, parse(answer, parsing_timeout=None), timeout_seconds=None, **rounding))
 
@@ -92,13 +92,13 @@ def _verify(answer: str, ground_truth: str, **rounding: Any) -> float:
 _RELATION = re.compile(r"(?<![<>!:\\])=+|\\(?:to|[rR]ightarrow|[lL]ongrightarrow|implies|equiv|approx)(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _GLUED = re.compile(r"%\d[\d.,]*\\?%[\s.$)\]}]*$")
-"""Two percentages without anything between them, at the end."""
+"""Two percentages at the end with nothing between them."""
 _LOOP = 3
-"""Equal words at the end of a text that are no answer."""
+"""Number of equal words at the end of a text that show a loop instead of an answer."""
 
 
 def _sides_agree(boxed: str, ground_truth: str) -> bool:
-    """Whether every side that is a number equals the truth, to two decimals: math-verify compares the last side only."""
+    """Return whether every side that is a number equals the truth, to two decimals; math-verify compares only the last."""
     sides = _RELATION.split(boxed)
     if len(sides) == 1 or _RELATION.search(ground_truth):
         return True
@@ -107,13 +107,13 @@ def _sides_agree(boxed: str, ground_truth: str) -> bool:
 
 
 def _repeats(text: str) -> bool:
-    """Whether a text ends in the same word again and again: a loop, and no answer."""
+    """Return whether a text ends in one word repeated: a loop, not an answer."""
     words = text.split()[-_LOOP:]
     return len(words) == _LOOP and len(set(words)) == 1
 
 
 _LONGEST_ANSWER = 1000
-"""Characters; without a box the answer is looked for in so many at the end."""
+"""Largest number of characters of an answer; without a box, the answer is searched in so many at the end."""
 _LARGEST_EXPONENT = 10_000
 _LARGEST_FACTORIAL = 2000
 _LARGE_NUMBER = re.compile(r"\d{1000}|\d[eE]\+?\d{5}|binom\s*\{?\s*\d{5}")
@@ -122,10 +122,10 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+|\d+|\*\*|\S")
 
 
 def is_large(latex: str) -> bool:
-    """Whether numbers in an answer may be too large to be computed, judged by how they are written; linear in the text.
+    """Return whether numbers in an answer may be too large to compute, judged by their text, in linear time.
 
-    An exponent is at most 10,000, as are the products within it and the exponents together that follow a number or a
-    bracket; a number's power or factorial in an exponent is large unless it is as plain as 3^2.
+    An exponent is at most 10,000. So are the products within it, and the product of the exponents that follow a number or a
+    bracket. A power or factorial of a number in an exponent is large, unless it is as small as 3^2.
     """
     if len(latex) > _LONGEST_ANSWER or _LARGE_NUMBER.search(latex):
         return True
@@ -154,7 +154,7 @@ def is_large(latex: str) -> bool:
             if (raised or in_exponent) and (raised == "tower" or max(value, together, product) > _LARGEST_EXPONENT):
                 return True
         elif token in "+-" and opened and opened[-1]:
-            # A new term of the exponent itself; within further brackets it may be multiplied.
+            # A new term of the exponent itself; inside further brackets it may be multiplied.
             product = 1
         elif token == "!" and (
             (previous.isdigit() and int(previous) > _LARGEST_FACTORIAL)
@@ -171,5 +171,5 @@ def is_large(latex: str) -> bool:
 
 
 def format(response: str, ground_truth: str) -> float:
-    r"""1 when the response states an answer where it is looked for: one `####` with a number, or a \boxed{}."""
+    r"""Return 1 if the response states an answer where it is expected: one `####` with a number, or a \boxed{}."""
     return float(gsm8k_answer(response) is not None or bool((last_boxed(response) or "").strip()))

@@ -1,5 +1,7 @@
-"""JSON objects over a socket, one a line, with time limits. Both ends of a reward process use it; nothing but the standard
-library here."""
+"""JSON objects over a socket, one per line, with time limits.
+
+Both ends of a reward process use this module, which imports only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,32 @@ import time
 from typing import Any
 
 LONGEST = 64 << 20
-"""Bytes of one message: more than any response or test, less than what would fill a machine."""
+"""Largest number of bytes of one message: more than any response or test, less than what would fill a machine."""
 
 
 class Messages:
-    """One end of a socket pair. Time limits are the socket's, which has none on the number of its file."""
+    """One end of a socket pair. Time limits are set on the socket object; its file number has none."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._received = bytearray()
 
     def send(self, message: dict[str, Any], seconds: float = math.inf) -> None:
-        """Raises TimeoutError where the other end does not take it, OSError where it is gone."""
+        """Send a message; raise TimeoutError if the other end does not take it, OSError if it is gone."""
         self._socket.settimeout(None if seconds == math.inf else seconds)
         self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
 
     def receive(self, seconds: float = math.inf) -> dict[str, Any] | None:
-        """The next message, None where the other end is gone; raises TimeoutError, and ValueError for what is none."""
+        """Return the next message, or None if the other end is gone.
+
+        Raises TimeoutError, and ValueError for an invalid message.
+        """
         deadline, searched = time.monotonic() + seconds, 0
         while (end := self._received.find(b"\n", searched)) < 0:
             searched = len(self._received)
             if len(self._received) > LONGEST:
                 raise ValueError(f"a message has at most {LONGEST} bytes")
-            # A limit of 0 would mean not to wait at all.
+            # A limit of 0 would mean no waiting at all.
             self._socket.settimeout(None if seconds == math.inf else max(deadline - time.monotonic(), 1e-3))
             try:
                 piece = self._socket.recv(1 << 16)

@@ -34,78 +34,78 @@ if TYPE_CHECKING:
 
 
 _START_SECONDS = 300.0
-"""Until a process has imported what its functions import: minutes where a cluster's file system is cold."""
+"""Seconds for a process to import what its functions need: minutes if a cluster's file system is cold."""
 _END_SECONDS = 5.0
-"""Until a process that has closed its files is gone."""
+"""Seconds for a process to exit after it has closed its files."""
 _PATIENCE = 0.1
-"""Seconds that a sample waits for a process that is busy, before another one is started."""
+"""Seconds that a sample waits for a busy process before another process is started."""
 _KILLED = "ended by SIGKILL"
 _MOST_WORKERS = 32
 _QUICK_SECONDS, _LONG_SECONDS = 0.1, 1.0
-"""CPU time that a built-in function may take for a response, at first and once no other sample waits."""
+"""CPU seconds of a built-in function per response: at first, and once no other sample waits."""
 _SLOW_SHARE = 0.1
-"""Of `reward.wait_seconds`: what each process may spend in a step on responses that took too long at first."""
+"""Share of `reward.wait_seconds` that each process may spend per step on responses that took too long at first."""
 _Values = dict[str, float] | str
-"""Function -> its value, or why one has none."""
+"""Function -> its value, or the reason why one has no value."""
 Scoring = Future[str | None]
-"""Of a sample: why it failed, once that is known."""
+"""Future of a sample's error: None if it was scored."""
 KEPT_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
     "CONDA_PREFIX", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE",
 )  # fmt: skip
-"""What reward processes have of the trainer's environment, besides `reward.environment`: nothing that could be a secret."""
+"""Variables of the trainer's environment that reward processes get besides `reward.environment`: none could be a secret."""
 
 
 def cores_of_rank() -> int:
-    """The cores that this process may use, shared with the other ranks of the machine."""
+    """Return the number of cores for this process, shared with the machine's other ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def clean_environment(passed: Iterable[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a reward process: `passed` are the names that it may have besides the usual ones."""
+    """Return the environment of a reward process; `passed` are the variables that it gets besides the usual ones."""
     return {name: environment[name] for name in (*KEPT_VARIABLES, *passed) if name in environment}
 
 
 class RewardPool:
-    """Scores samples; a function that hangs, raises or dies costs its sample the reward and leaves its error behind.
+    """Scores samples; a function that hangs, raises or dies costs its sample the reward and leaves an error message.
 
-    A sample whose scoring is done has a finite reward, or has failed: there is nothing in between. A response that takes a
-    built-in function too long has 0 from it (`reward_timed_out`): it is tried for a short time, and for a longer one once
-    no other sample waits, as long as the time lasts that a step has for such responses.
+    A scored sample has a finite reward or has failed. A response that takes a built-in function too long gets 0 from it
+    (`reward_timed_out`). The function first gets a short time. It gets a longer one once no other sample waits, as long as
+    the step's time for such responses lasts.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._chosen: dict[str, ChosenRewards] = {}
         self._names: set[str] = set()
-        """Functions that every process loads before it is asked."""
+        """Names of functions that every process loads before its first request."""
         count = config.workers or min(max(2, cores_of_rank()), _MOST_WORKERS)
         self._workers = [_Worker(config) for _ in range(count)]
-        # The last one used comes first: the others are started only where they are needed.
+        # The process used last is taken first; the others are started only when needed.
         *others, first = self._workers
         self._idle: LifoQueue[_Worker] = LifoQueue()
         self._idle.put(first)
         self._asleep = deque(others)
-        """Those that were not started yet."""
+        """Processes that were not started yet."""
         self._threads, self._starting = ThreadPoolExecutor(count), ThreadPoolExecutor(count)
         self._lock = threading.Lock()
         self._fresh, self._slow = deque[_Job](), deque[_Job]()
-        """Samples that were not tried yet, and those that took too long at first."""
+        """Samples that were not tried yet, and samples that took too long at first."""
         self._slow_budget = _SLOW_SHARE * config.wait_seconds * count
         self._slow_seconds = self._slow_budget
-        """Of the processes' time: what the step has left for them."""
+        """Seconds of process time that remain for slow samples in this step."""
         self._judge: Judge | None = None
         self._tokenizer, self._turns = str(config.judge.model), itertools.count()
         self._is_closed = False
 
     def ask_judges_at(self, urls: Sequence[str], directory: Path) -> None:
-        """Before the first sample: where the judge's servers are, and its files."""
+        """Set the judge's servers and the directory of its files; call this before the first sample."""
         self._config = replace(self._config, judge=replace(self._config.judge, url=list(urls)))
         self._tokenizer = str(directory)
 
     def weights(self, source: str) -> dict[str, float]:
-        """Reward name -> weight for rows of this data_source; raises ValueError when none is known."""
+        """Return reward name -> weight for rows of this data_source; raise ValueError if none is known."""
         return self._rewards(source).weights
 
     def _rewards(self, source: str) -> ChosenRewards:
@@ -115,10 +115,10 @@ class RewardPool:
         return self._chosen[source]
 
     def start(self, trials: Sequence[tuple[Prompt, Sample]]) -> str | None:
-        """Load the functions of all sources named so far and call each once, on these samples, in every process that starts.
+        """Load the functions of all data_sources seen so far and call each once on these samples.
 
-        What a function imports and prepares is then not on a sample's time. Gives the first error of a call; raises
-        ValueError where a function cannot be loaded or does not answer.
+        Every process that starts does so. Imports and preparation then do not count toward a sample's time. Returns the
+        first error of a call; raises ValueError if a function cannot be loaded or does not answer.
         """
         requests = [
             _request(name, self._offered(*trial), _LONG_SECONDS)
@@ -129,11 +129,11 @@ class RewardPool:
             worker.names, worker.trials = sorted(self._names), requests
         judged = [trial for trial in trials if JUDGE in self.weights(trial[0].source)]
         if judged and (error := self.submit(*judged[0]).result()) is not None:
-            # Nothing that is wrong here is the response's: it is the ground truth.
+            # An error here is not the response's fault: the trial response is the ground truth.
             raise ValueError(f"reward.judge: {error}")
         if not requests:
             return None
-        # The others are started where they are needed, and do the same before their first sample.
+        # Other processes start when needed, and do the same before their first sample.
         first = self._workers[-1]
         try:
             first.start()
@@ -142,8 +142,7 @@ class RewardPool:
         return first.trial_error
 
     def submit(self, prompt: Prompt, sample: Sample) -> Scoring:
-        """Set reward, reward_parts, correct and reward_failed of a sample, in the time until that is done."""
-        # It has failed until it is scored.
+        """Begin to set reward, reward_parts, correct and reward_failed of a sample; until then it counts as failed."""
         _fail(sample)
         chosen = self._rewards(prompt.source)
         if JUDGE not in chosen.weights:
@@ -153,15 +152,17 @@ class RewardPool:
         return self._judge.submit(self._score_with(self._judge, prompt, sample))
 
     def wait(self, scoring: Sequence[Scoring]) -> str | None:
-        """Until all of these are done, or those that were not begun within `reward.wait_seconds` have failed; the first of
-        their errors."""
+        """Wait until all of these are done, or until those not begun within `reward.wait_seconds` have failed.
+
+        Returns the first error among them.
+        """
         late = wait(scoring, self._config.wait_seconds).not_done
         given_up = {each for each in late if each.cancel()}
         if given_up and self._judge is not None:
             self._judge.settle()
         if late:
             self._slow_seconds = 0.0
-        # What has begun ends within its own time.
+        # Calls that have begun end within their own time limit.
         wait(late - given_up)
         self._slow_seconds = self._slow_budget
         waited = f"no reward within {self._config.wait_seconds:g} s after the last response (reward.wait_seconds)"
@@ -169,7 +170,7 @@ class RewardPool:
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
-        """End the processes, and what is still being scored with them."""
+        """End the processes, and fail the samples that are still being scored."""
         self._is_closed = True
         if self._judge is not None:
             self._judge.close()
@@ -184,7 +185,7 @@ class RewardPool:
             job.end("the run has ended")
 
     async def _score_with(self, judge: Judge, prompt: Prompt, sample: Sample) -> str | None:
-        """Why it failed, of a sample with a judge's verdict; in the judge's thread."""
+        """Score a sample with a judge's verdict, in the judge's thread; return its error."""
         chosen = self._rewards(prompt.source)
         try:
             parts: dict[str, float] = {JUDGE: await judge.value(prompt, sample.text)}
@@ -203,8 +204,8 @@ class RewardPool:
         return error
 
     def _begin(self, prompt: Prompt, sample: Sample, finish: Callable[[_Values], Any]) -> Future[Any]:
-        """Ask the functions of a sample's rewards; the future has what `finish` makes of their values, or of the error."""
-        # Built-in functions first, those that run programs last: what a user's function takes is not on their time.
+        """Queue the functions of a sample's rewards; the future holds the result of `finish` for their values or error."""
+        # Built-in functions first, those that run programs last: a user's function does not use up their time.
         names = _functions(self._rewards(prompt.source))
         names.sort(key=lambda name: (name not in BUILT_IN, runs_programs(name)))
         job = _Job(sample, self._offered(prompt, sample), names, finish)
@@ -214,7 +215,7 @@ class RewardPool:
         return job.future
 
     def _work(self) -> None:
-        """Take one job: of those that took too long at first only where there is no other."""
+        """Process one job; jobs that took too long at first come only if there is no other."""
         with self._lock:
             job = self._fresh.popleft() if self._fresh else self._slow.popleft() if self._slow else None
         if job is None or not (job.is_slow or job.future.set_running_or_notify_cancel()):
@@ -222,7 +223,7 @@ class RewardPool:
         try:
             outcome = self._values(job)
         except Exception:
-            # Whatever goes wrong here (no files or memory for a process) is this sample's failure, and counted as such.
+            # Any error here (no files or memory for a process) is this sample's failure, and counted as such.
             outcome = traceback.format_exc()
         if outcome is not None:
             job.end(outcome)
@@ -231,11 +232,11 @@ class RewardPool:
             job.is_slow = True
             self._slow.append(job)
         with contextlib.suppress(RuntimeError):
-            # Where the run has ended, `close` settles it.
+            # If the run has ended, `close` settles the job.
             self._threads.submit(self._work)
 
     def _values(self, job: _Job) -> _Values | None:
-        """The values of a job's functions, or why one has none; None where it is to be tried again after the others."""
+        """Return the values of a job's functions, or an error; None if the job is to be tried again after the others."""
         if self._is_closed:
             return "the run has ended"
         if not job.names:
@@ -252,7 +253,7 @@ class RewardPool:
                 if end is not None:
                     seconds = max(end - time.monotonic(), 1e-3)
                 elif not is_built_in:
-                    # Those of the user's share the sample's time.
+                    # A user's functions share the sample's time.
                     end = time.monotonic() + seconds
                 answer = worker.ask(_request(name, job.offered, limit), seconds)
                 is_late = is_built_in and _is_late(answer)
@@ -273,23 +274,25 @@ class RewardPool:
         return job.values
 
     def _free(self) -> _Worker:
-        """The process that is free first. Where none is for a while another one is started, which nobody waits for: that
-        takes longer than most rewards."""
+        """Return the process that becomes free first.
+
+        If none is free for a while, another one is started in the background; starting takes longer than most rewards.
+        """
         with contextlib.suppress(Empty):
             return self._idle.get(timeout=_PATIENCE)
         with contextlib.suppress(IndexError, RuntimeError):
-            # None is left to be started, or the run has ended.
+            # No process is left to start, or the run has ended.
             self._starting.submit(self._wake, self._asleep.pop())
         return self._idle.get()
 
     def _wake(self, worker: _Worker) -> None:
-        # Whoever asks it next is told what is wrong.
+        # The next request to this process gets the error.
         with contextlib.suppress(Exception):
             worker.start()
         self._idle.put(worker)
 
     def _offered(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
-        """The values of `rules.OFFERED`, and of `OFFERED_BY_JUDGE` where functions ask a judge."""
+        """Return the values of `rules.OFFERED`, and of `OFFERED_BY_JUDGE` if functions use a judge."""
         offered = {
             **dict.fromkeys(("response", "completion", "solution_str"), sample.text),
             "ground_truth": prompt.ground_truth,
@@ -305,20 +308,20 @@ class RewardPool:
 
 @dataclass
 class _Job:
-    """A sample whose functions are asked."""
+    """A sample whose functions are being called."""
 
     sample: Sample
     offered: dict[str, Any]
     names: list[str]
-    """Functions that have no value yet, in their order."""
+    """Names of functions that have no value yet, in their order."""
     finish: Callable[[_Values], Any]
     future: Future[Any] = field(default_factory=Future)
     values: dict[str, float] = field(default_factory=dict)
     is_slow: bool = False
-    """A built-in function took too long at first."""
+    """True if a built-in function took too long at first."""
 
     def count_as_late(self, *names: str) -> None:
-        """Give these functions 0: the response took them too long."""
+        """Give these functions the value 0, because the response took them too long."""
         self.values |= dict.fromkeys(names, 0.0)
         self.names = [name for name in self.names if name not in names]
         self.sample.reward_timed_out = self.sample.reward_timed_out or bool(names)
@@ -341,12 +344,12 @@ def _request(name: str, offered: dict[str, Any], seconds: float) -> dict[str, An
 
 
 def _functions(chosen: ChosenRewards) -> list[str]:
-    """Those of the rewards that are functions."""
+    """Return the rewards that are functions."""
     return [name for name in chosen.weights if name != JUDGE]
 
 
 def _finish(sample: Sample, chosen: ChosenRewards, parts: _Values) -> str | None:
-    """Set the reward of a sample from its parts; why there is none."""
+    """Set the reward of a sample from its parts; return an error if there is none."""
     if isinstance(parts, str):
         return parts
     if chosen.accuracy is None:
@@ -371,32 +374,32 @@ def _is_late(answer: dict[str, Any]) -> bool:
 
 
 def _error_of(answer: dict[str, Any]) -> str | None:
-    """Why an answer has no value."""
+    """Return why an answer has no value, or None."""
     if isinstance(answer.get("value"), (int, float)):
         return None
     return str(answer.get("error") or f"the reward process gave no value: {answer}")
 
 
 class _NoAnswerError(Exception):
-    """Why a reward process gave none."""
+    """Raised with the reason why a reward process gave no answer."""
 
     def __init__(self, reason: str, was_killed: bool = False, is_late: bool = False) -> None:
         super().__init__(reason)
         self.is_late = is_late
-        """The time was over."""
+        """True if the time limit was exceeded."""
         self.was_killed = was_killed
-        """From outside: by the kernel for lack of memory, or by somebody."""
+        """True if the process was killed from outside, for example by the kernel for lack of memory."""
 
 
 class _Worker:
-    """One reward process, started when first asked and again after it was killed."""
+    """One reward process, started at the first request and again after it was killed."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self.names: list[str] = []
-        """Functions that it loads when it starts."""
+        """Names of the functions that it loads when it starts."""
         self.trials: list[dict[str, Any]] = []
-        """Requests that it answers when it starts, so that nothing is imported on a sample's time."""
+        """Requests that it answers when it starts, so that no import counts toward a sample's time."""
         self.trial_error: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._messages: Messages | None = None
@@ -404,13 +407,13 @@ class _Worker:
         self._starts, self._is_over = threading.Lock(), False
 
     def end(self) -> None:
-        """Kill the process for good: whoever was about to start it is told that the run has ended."""
+        """Kill the process permanently: a thread that is about to start it gets the error that the run has ended."""
         with self._starts:
             self._is_over = True
         self.kill()
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The worker's answer, or {"error": ...} when it gave none in time; a process that was killed is asked once more."""
+        """Return the worker's answer, or {"error": ...} without one in time; after a kill the request is sent once more."""
         try:
             return self._ask(request, seconds)
         except _NoAnswerError as error:
@@ -426,7 +429,7 @@ class _Worker:
         return self._exchange({**request, "id": next(self._numbers)}, seconds, "no reward")
 
     def start(self) -> None:
-        """Start the process unless it is there; raises _NoAnswerError where a function cannot be loaded."""
+        """Start the process unless it runs; raise _NoAnswerError if a function cannot be loaded."""
         if self._process is not None and not _has_ended(self._process):
             return
         self.kill()
@@ -443,7 +446,7 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # What a function starts is in its group, and is ended with it.
+                # Processes started by a function are in the same group, and are killed with it.
                 start_new_session=True,
             )
         settings = {"id": 0, "rewards": self.names, "memory_mb": self._config.memory_mb}
@@ -457,7 +460,10 @@ class _Worker:
         self.trial_error = next((error for error in errors if error is not None), None)
 
     def _exchange(self, request: dict[str, Any], seconds: float, missing: str) -> dict[str, Any]:
-        """Any trouble ends the process: what it says later would be taken for the answer to another request."""
+        """Send a request and return its answer.
+
+        Any error kills the process: a late answer would be taken for the answer to another request.
+        """
         assert self._messages is not None
         is_gone = is_late = False
         try:
@@ -474,7 +480,7 @@ class _Worker:
         raise _NoAnswerError(f"the reward process {ended}" if is_gone else reason, ended == _KILLED, is_late)
 
     def kill(self, patience: float = 0.0) -> str:
-        """End the process with what it started, and say how it ended; it has so many seconds to end by itself."""
+        """Kill the process and its children, and return how it ended; it has `patience` seconds to exit by itself."""
         process, messages = self._process, self._messages
         self._process = self._messages = None
         if messages is not None:
@@ -482,7 +488,7 @@ class _Worker:
         if process is None:
             return "was not there"
         ended = _has_ended(process, patience)
-        # Its group lives on in what it started, also where it has ended itself.
+        # Its children keep its process group alive, even after it has exited.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
@@ -492,7 +498,7 @@ class _Worker:
 
 
 def _has_ended(process: subprocess.Popen[bytes], patience: float = 0.0) -> bool:
-    """Whether it has ended, or does so within some seconds; its number stays its own until it is waited for."""
+    """Return whether the process ends within `patience` seconds; its process id stays reserved until it is waited for."""
     deadline = time.monotonic() + patience
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= deadline:

@@ -1,5 +1,7 @@
-"""One reward process: a request in, an answer out. Started by a RewardPool; imports neither torch nor our other parts, but
-transformers where functions ask a judge by themselves."""
+"""One reward process: a request in, an answer out. A RewardPool starts it.
+
+It imports neither torch nor other parts of Fivefold, but transformers if functions call a judge themselves.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,19 @@ from fivefold.reward.messages import Messages
 from fivefold.reward.rules import RewardFunction, call, resolve
 
 _LONGEST_ERROR = 4000
-"""Characters of a traceback, from its end."""
+"""Number of characters of a traceback that are kept, from its end."""
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Take the settings, load the functions and say so; then answer requests until the other end is gone.
+    """Read the settings, load the functions and confirm; then answer requests until the other end is gone.
 
-    The settings are `{"memory_mb": ..., "rewards": [name, ...], "offered": [parameter, ...],
-    "code": limits}`, a request is `{"id": ..., "reward": name,
-    "sample": {...}, "cpu_seconds": limit or null}`. Its answer is `{"id": ..., "value": number}`, with null for a call that
-    took too long, or `{"id": ..., "error": traceback}`.
+    The settings are `{"memory_mb": ..., "rewards": [name, ...], "offered": [parameter, ...], "code": limits}`. A request is
+    `{"id": ..., "reward": name, "sample": {...}, "cpu_seconds": limit or null}`. Its answer is `{"id": ..., "value":
+    number}`, with null for a call that took too long, or `{"id": ..., "error": traceback}`.
     """
     messages = Messages(socket.socket(fileno=int(sys.argv[1])))
-    # A copy that a function forks must not keep the line open when this process ends.
+    # A copy that a function forks must not keep the socket open when this process ends.
     os.register_at_fork(after_in_child=messages.close)
     _end_with_parent()
     settings = messages.receive()
@@ -76,16 +77,16 @@ def _answer(work: Any, request: dict[str, Any]) -> dict[str, Any]:
     try:
         answer["value"] = work(request)
     except BaseException:
-        # SystemExit and MemoryError of a user's function cost this sample its reward, like any other fault.
+        # SystemExit and MemoryError of a user's function cost this sample its reward, like any other error.
         answer["error"] = traceback.format_exc()[-_LONGEST_ERROR:]
     if os.getpid() != own:
-        # The function forked, and this is the copy: the requests are the first one's to answer.
+        # This is a copy that the function forked; the original process answers the requests.
         os._exit(0)
     return answer
 
 
 def _end_with_parent() -> None:
-    """If the trainer is killed while a function hangs here, the kernel ends this process."""
+    """Let the kernel end this process if the trainer is killed while a function hangs here."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A reward model: whole responses -> scores, by a value head at the last token."""
+"""Reward model: whole responses -> scores, by a value head at the last token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fivefold.types import MODEL_PART, Group, Prompt, Sample, TokenBatch
 
 
 class ModelReward:
-    """Adds a sequence classifier's score to rewards; `encode` gives the tokens that it reads."""
+    """Adds a sequence classifier's score to rewards; `encode` returns the tokens that the classifier reads."""
 
     def __init__(
         self, model: Model, ranks: Ranks, encode: Callable[[Prompt, Sample], list[int]], weight: float, max_tokens: int
@@ -21,8 +21,10 @@ class ModelReward:
         self._model, self._ranks, self._encode, self._weight, self._max_tokens = model, ranks, encode, weight, max_tokens
 
     def score(self, groups: list[Group]) -> str | None:
-        """Add the scores of this rank's groups, and say why the first failed that did: its text is longer than the model's
-        positions, or its score is not finite. Collective."""
+        """Add the scores of this rank's groups, and return the error of the first sample that failed. Collective.
+
+        A sample fails if its text is longer than the model's positions, or if its score is not finite.
+        """
         samples = [(group.prompt, sample) for group in groups for sample in group.samples]
         texts = [self._encode(prompt, sample) for prompt, sample in samples]
         readable = [i for i, tokens in enumerate(texts) if len(tokens) <= self._max_tokens]
@@ -43,13 +45,13 @@ class ModelReward:
         return first_error
 
     def _scores(self, texts: list[list[int]]) -> list[float]:
-        """The value at the end of each text; the ranks of a replica compute those of all of them together."""
+        """Return the value at the end of each text; the ranks of a replica compute all their texts together."""
         own_tokens = torch.tensor([token for text in texts for token in text], dtype=torch.long)
         own_lengths = torch.tensor([len(text) for text in texts], dtype=torch.long)
         tokens_T = torch.cat(self._ranks.all_gather_within_replica(own_tokens))
         lengths = self._ranks.all_gather_within_replica(own_lengths)
         lengths_N = torch.cat(lengths)
-        # Without response tokens the value at the end of each text is the only one that is wanted.
+        # Without response tokens, only the value at the end of each text is computed.
         batch = TokenBatch(tokens_T, torch.zeros(len(tokens_T), dtype=torch.bool), [int(length) for length in lengths_N])
         values_T = self._model.forward(batch)
         self._model.offload()

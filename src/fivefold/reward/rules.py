@@ -1,4 +1,4 @@
-"""The table of built-in rewards, and how any reward is found by its name and called."""
+"""Table of built-in rewards, and how any reward is found by its name and called."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ class BuiltIn:
     """One built-in reward: a row of `BUILT_IN`, which is all that the project stores about it."""
 
     function: RewardFunction | None
-    """Scores a response; None where a model does."""
+    """Function that scores a response; None if a model does."""
     needs_truth: bool
-    """It compares with the ground truth, so it can be the accuracy."""
+    """True if the reward compares with the ground truth, so that it can be the accuracy."""
     fault_of_truth: Callable[..., str | None] | None
-    """What must hold of a row's ground truth for a right response to earn the reward, where it does not hold. Of those
-    that run programs it takes `reward.code.trusted_tests` as well."""
+    """Function that returns the requirement that a row's ground truth violates: no right response could then earn the
+    reward.
+
+    For rewards that run programs, it also takes `reward.code.trusted_tests`.
+    """
     about: str
-    """What it gives, as docs/rewards.md says it."""
+    """Description of the reward's value, printed in docs/rewards.md."""
     sources: tuple[str, ...] = ()
-    """Values of `data_source` that choose it by themselves: those of `fivefold data`, and verl's names of the same sets."""
+    """Values of `data_source` that choose the reward: those of `fivefold data`, and verl's names of the same sets."""
     prepare: Callable[[], None] | None = None
-    """Import and start what it needs, once per process, before the time of a response counts."""
+    """Function that imports and starts what the reward needs, once per process, before the time of a response counts."""
     runs_programs: bool = False
-    """It runs what a response wrote, in the sandbox, which has limits of its own."""
+    """True if the reward runs a response's program in the sandbox, which has its own limits."""
 
 
 _MATH = ("math", "deepscaler", "aime", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
@@ -147,35 +150,35 @@ BUILT_IN: dict[str, BuiltIn] = {
 }  # fmt: skip
 
 SOURCES = {source: name for name, row in BUILT_IN.items() for source in row.sources}
-"""Built-in reward of each data_source that chooses one by itself."""
+"""data_source -> the built-in reward that it chooses."""
 SOURCES_OF = {"fivefold": SOURCES, "verl": SOURCES | verl.SOURCES, "siirl": SOURCES | verl.OF_SIIRL}
-"""System -> built-in reward of each data_source, as that system chooses it, or ours where it chooses none; a name that ends
-with * stands for all that begin so."""
+"""System -> built-in reward of each data_source, as that system chooses it, or as Fivefold does if it chooses none. A name
+that ends with * stands for all that begin so."""
 OFFERED = ("response", "completion", "solution_str", "ground_truth", "prompt", "data_source", "extra_info")
 """Parameters that a reward function may have; the first three are the text of the response."""
 OFFERED_BY_JUDGE = ("reward_router_address", "reward_model_tokenizer")
-"""Those that it may have besides, with `reward.judge.functions_ask`."""
+"""Further parameters that a reward function may have with `reward.judge.functions_ask`."""
 
 
 def runs_programs(name: str) -> bool:
-    """Whether a reward of this name runs programs in the sandbox."""
+    """Return whether a reward of this name runs programs in the sandbox."""
     return name in BUILT_IN and BUILT_IN[name].runs_programs
 
 
 def is_judged(name: str) -> bool:
-    """Whether a model gives the reward, and no function."""
+    """Return whether a model gives the reward instead of a function."""
     return name in BUILT_IN and BUILT_IN[name].function is None
 
 
 def reward_of(source: str, system: str) -> str | None:
-    """The built-in reward that a system chooses for a data_source; None where there is none."""
+    """Return the built-in reward that a system chooses for a data_source, or None."""
     chosen = SOURCES_OF[system]
     begins = (name for form, name in chosen.items() if form.endswith("*") and source.startswith(form[:-1]))
     return chosen.get(source) or next(begins, None)
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a reward name that `resolve` would not find; runs none of the user's code."""
+    """Raise ValueError for a reward name that `resolve` would not find, without running the user's code."""
     if name in BUILT_IN:
         return
     if not is_user_code(name):
@@ -189,7 +192,7 @@ def check_name(name: str) -> None:
 
 
 def check_parameters(name: str, offered: tuple[str, ...] = OFFERED) -> None:
-    """Raise ValueError for a function of the user's with a parameter that no value is offered for; runs none of it."""
+    """Raise ValueError for a user's function with a parameter that has no value, without running it."""
     if name not in BUILT_IN and (parameters := parameters_of(name)) is not None:
         _check(name, parameters, offered)
 
@@ -214,7 +217,7 @@ def _check(name: str, parameters: Parameters, offered: tuple[str, ...]) -> None:
 
 
 def takes_ground_truth(name: str) -> bool:
-    """Whether a reward compares with the ground truth: of the user's functions those with a parameter of that name."""
+    """Return whether a reward compares with the ground truth; a user's function does if it has a parameter of that name."""
     if name in BUILT_IN:
         return BUILT_IN[name].needs_truth
     parameters = parameters_of(name)
@@ -222,7 +225,7 @@ def takes_ground_truth(name: str) -> bool:
 
 
 def ground_truth_fault(name: str, ground_truth: str, trusted_tests: bool = False) -> str | None:
-    """What must hold of a row's ground truth for a reward of this name, where it does not; the user's own take any."""
+    """Return the requirement of a reward that a row's ground truth violates, or None; a user's reward accepts any."""
     row = BUILT_IN.get(name)
     if row is None or row.fault_of_truth is None:
         return None
@@ -231,8 +234,10 @@ def ground_truth_fault(name: str, ground_truth: str, trusted_tests: bool = False
 
 
 def resolve(name: str, offered: tuple[str, ...] = OFFERED) -> RewardFunction:
-    """The reward function of a name, or of `path/to/file.py:function`, ready to be called; raises RuntimeError where `code`
-    runs no program, ValueError for a function with parameters that are not offered."""
+    """Return the reward function of a name, or of `path/to/file.py:function`, ready to be called.
+
+    Raises RuntimeError if `code` cannot run programs, ValueError for a function with parameters that have no value.
+    """
     check_name(name)
     if name not in BUILT_IN:
         function: RewardFunction = load_user_code(name)
@@ -247,8 +252,10 @@ def resolve(name: str, offered: tuple[str, ...] = OFFERED) -> RewardFunction:
 
 
 def call(function: RewardFunction, offered: dict[str, Any]) -> float:
-    """Call a reward function with those of the offered values that it names; it may be asynchronous, and return a number or
-    {"score": number}."""
+    """Call a reward function with the values that its parameters name.
+
+    The function may be asynchronous, and may return a number or {"score": number}.
+    """
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         chosen = offered

@@ -1,4 +1,4 @@
-"""Rewards of responses whose parts stand in tags: reasoning in <think>, the answer in <answer>."""
+"""Rewards for responses with tagged parts: reasoning in <think>, the answer in <answer>."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ARITHMETIC = re.compile(r"[\d+\-*/().\s]+")
 _BOTH = re.compile(r"</think>\s*<answer>")
 _END = re.compile(r"</answer>\s*$", re.MULTILINE)
 _LONGEST = 1000
-"""Characters of an equation."""
+"""Largest number of characters of an equation."""
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -23,7 +23,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def think_answer(response: str, ground_truth: str) -> float:
-    """1 when <think>...</think> and then <answer>...</answer> at the end of a line stand in the response, -1 otherwise.
+    """Return 1 if <think>...</think> and then <answer>...</answer> at the end of a line are in the response, -1 otherwise.
 
     DeepSeek-R1's form (2501.12948 table 1).
     """
@@ -33,15 +33,16 @@ def think_answer(response: str, ground_truth: str) -> float:
 
 
 def think(response: str, ground_truth: str) -> float:
-    """0 when one <think> and after it one </think> stand in the response, -1 otherwise."""
+    """Return 0 if the response has one <think> and one </think> after it, -1 otherwise."""
     is_formed = response.count("<think>") == 1 == response.count("</think>")
     return 0.0 if is_formed and response.find("<think>") < response.find("</think>") else -1.0
 
 
 def countdown(response: str, ground_truth: str) -> float:
-    """1 for an equation with every number of the truth once that has its target, 0.1 for another one, 0 for none.
+    """Return 1 for an equation that uses every number of the truth once and has its target.
 
-    TinyZero's task: the last <answer> of the last line; the truth is JSON, `{"target": 98, "numbers": [44, 19, 35]}`.
+    Return 0.1 for another equation, 0 for none. TinyZero's task: the last <answer> of the last line; the truth is JSON,
+    `{"target": 98, "numbers": [44, 19, 35]}`.
     """
     truth = json.loads(ground_truth)
     answer = _last_answer(response.rpartition("\n")[2])
@@ -56,7 +57,7 @@ def countdown(response: str, ground_truth: str) -> float:
 
 
 def _last_answer(line: str) -> str | None:
-    """What stands last between <answer> and the next </answer>; linear in the text, which the pattern for it is not."""
+    """Return the text between the last <answer> and the next </answer>, in linear time, unlike a regular expression."""
     answer, begin = None, line.find("<answer>")
     while begin >= 0 and (end := line.find("</answer>", begin)) >= 0:
         answer, begin = line[begin + len("<answer>") : end], line.find("<answer>", end)
@@ -64,7 +65,7 @@ def _last_answer(line: str) -> str | None:
 
 
 def _value(equation: str) -> Fraction | None:
-    """The exact value of sums, products and quotients; None for what is none, powers included."""
+    """Return the exact value of sums, products and quotients; None for any other text, powers included."""
     try:
         return _of(ast.parse(equation, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
@@ -82,7 +83,7 @@ def _of(node: ast.expr) -> Fraction:
 
 
 def countdown_fault(ground_truth: str) -> str | None:
-    """What must hold of a truth of countdown, where it does not."""
+    """Return the requirement that a ground truth of countdown violates, or None."""
     try:
         truth = json.loads(ground_truth)
         if isinstance(truth["target"], (int, float)) and all(isinstance(number, int) for number in truth["numbers"]):

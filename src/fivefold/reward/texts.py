@@ -1,4 +1,4 @@
-"""Rewards of how a text is written: the letter of a choice, n-grams that come again."""
+"""Rewards on how a text is written: the letter of a choice, repeated n-grams."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SOFT = {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, Fal
 
 
 def after_thinking(response: str) -> str:
-    """What stands behind the last </think>; everything where there is none."""
+    """Return the text after the last </think>, or all of it if there is none."""
     return response.rpartition("</think>")[2].lstrip("\n")
 
 
 def _choice(response: str) -> tuple[str, bool]:
-    r"""(the letter that is chosen, whether it stands in a box).
+    r"""Return (the chosen letter, whether it is in a box).
 
-    It is the first capital in the last \boxed{}; without a box behind the last "answer is", or of the whole text.
+    It is the first capital in the last \boxed{}; without a box, the first after the last "answer is", or of the whole text.
     """
     text = after_thinking(response)
     boxed = last_boxed(text)
@@ -34,26 +34,24 @@ def _choice(response: str) -> tuple[str, bool]:
 
 
 def choice_fault(ground_truth: str) -> str | None:
-    """What must hold of the truth of a multiple choice, where it does not."""
+    """Return the requirement that the truth of a multiple choice violates, or None."""
     return None if ground_truth[:1].isupper() else "must begin with the capital letter of the right choice"
 
 
 def multiple_choice(response: str, ground_truth: str) -> float:
-    """1 when the letter that is chosen is the truth's first one, 0 otherwise."""
+    """Return 1 if the chosen letter is the first letter of the truth, 0 otherwise."""
     return float(_choice(response)[0] == ground_truth[:1])
 
 
 def multiple_choice_soft(response: str, ground_truth: str) -> float:
-    r"""1 and -1 for right and wrong letters, halved where a right one is not in a \boxed{} and where a wrong one is.
-
-    A wrong letter without a box has -1, one in a box -0.5; a right one has 0.5 and 1 (ROLL's `soft`).
-    """
+    r"""Return 1 for a right letter in a \boxed{}, 0.5 for one without; -0.5 for a wrong letter in a box, -1 without (ROLL's
+    `soft`)."""
     letter, is_boxed = _choice(response)
     return _SOFT[letter == ground_truth[:1], is_boxed]
 
 
 def repetition(response: str) -> float:
-    """The share of the response's 3-grams of words, in lower case, that occurred in it before (2502.03373, its penalty)."""
+    """Return the share of the response's 3-grams of lower-case words that occurred in it before (penalty of 2502.03373)."""
     words = response.lower().split()
     grams = list(zip(*(words[begin:] for begin in range(_WORDS)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,6 +1,6 @@
-"""verl's rule-based rewards by its own definitions: what `default_compute_score` gives to a response, by data_source.
+"""verl's rule-based rewards by its own definitions: results of `default_compute_score`, by data_source.
 
-Read in verl 0.4.1 to 0.9.1 (verl/utils/reward_score), and tested against answers worked out by hand.
+Taken from verl 0.4.1 to 0.9.1 (verl/utils/reward_score), and tested against answers computed by hand.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import re
 
 _GSM8K = re.compile(r"#### (-?[0-9.,]+)")
 _TAIL = 300
-"""Characters at the end of a response that are looked at."""
+"""Number of characters at the end of a response that are searched."""
 
 
 def verl_gsm8k(response: str, ground_truth: str) -> float:
-    """1 when the number after the last `#### ` is written as the truth is, once its commas are taken out; else 0."""
+    """Return 1 if the number after the last `#### `, without commas, is written like the truth, else 0."""
     stated = _GSM8K.findall(response[-_TAIL:])
     return float(bool(stated) and stated[-1].replace(",", "") == ground_truth)
 
 
 def verl_gsm8k_first(response: str, ground_truth: str) -> float:
-    """`verl_gsm8k` by the first `#### ` of the whole response, as siiRL and verl 0.1 to 0.4 have it."""
+    """Return the `verl_gsm8k` reward for the first `#### ` of the whole response, as in siiRL and verl 0.1 to 0.4."""
     stated = _GSM8K.search(response)
     return float(stated is not None and stated[1].replace(",", "") == ground_truth)
 
@@ -35,19 +35,20 @@ _UNIT = "\\text{ "
 
 
 def verl_math(response: str, ground_truth: str) -> float:
-    r"""1 when the last \boxed{} is the truth after both are brought into one form, as text (Hendrycks et al.); else 0."""
+    r"""Return 1 if the last \boxed{} equals the truth as text, after both are brought into one form (Hendrycks et al.), else
+    0."""
     answer = _last_box(response)
     if answer is None:
         return 0.0
     try:
         return float(_math_form(answer) == _math_form(ground_truth))
     except (ValueError, IndexError):
-        # A form that cannot be made, as of a \frac at the end: verl compares what was written then.
+        # A form may be impossible, for example for a \frac at the end: verl then compares the original texts.
         return float(answer == ground_truth)
 
 
 def _last_box(text: str) -> str | None:
-    r"""What the last \boxed{...} holds; of `\boxed ` with a space after it all up to the next $."""
+    r"""Return the content of the last \boxed{...}; for `\boxed ` with a space after it, all up to the next $."""
     if "\\boxed " in text:
         return text.rpartition("\\boxed ")[2].partition("$")[0]
     start = text.rfind("\\boxed")
@@ -55,7 +56,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    r"""What the \boxed{ at `start` holds; None where it does not close."""
+    r"""Return the content of the \boxed{ at `start`; None if it does not close."""
     depth = 0
     for place in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
@@ -65,7 +66,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _math_form(text: str) -> str:
-    """One way to write an answer of MATH; raises ValueError or IndexError where a command is cut short."""
+    """Return an answer of MATH in one form; raise ValueError or IndexError if a command is incomplete."""
     text = _replaced(text, _MATH_TEXT)
     if _UNIT in text:
         text, unit = text.split(_UNIT)
@@ -84,7 +85,7 @@ def _math_form(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""`\frac12` and `\frac1{2}` as `\frac{1}{2}`."""
+    r"""Return the text with `\frac12` and `\frac1{2}` as `\frac{1}{2}`."""
     begin, *rest = text.split("\\frac")
     found = [begin]
     for part in rest:
@@ -99,7 +100,7 @@ def _fractions(text: str) -> str:
 
 
 def _slash(text: str) -> str:
-    r"""`3/4` of two whole numbers as `\frac{3}{4}`."""
+    r"""Return the text with `3/4` of two whole numbers as `\frac{3}{4}`."""
     whole = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text)
     return f"\\frac{{{whole[1]}}}{{{whole[2]}}}" if whole else text
 
@@ -130,12 +131,12 @@ _BOX_TAIL = 100
 
 
 def verl_math_dapo(response: str, ground_truth: str) -> float:
-    """1 when what follows the last `Answer:` is the truth in Minerva's normal form (2206.14858, appendix D.1), else -1."""
+    """Return 1 if the text after the last `Answer:` is the truth in Minerva's form (2206.14858, appendix D.1), else -1."""
     return _signed(_states_answer(response, ground_truth))
 
 
 def verl_math_dapo_boxed(response: str, ground_truth: str) -> float:
-    r"""`verl_math_dapo`, as verl 0.9.1 has it: without any `Answer:` the last \boxed{} counts, written as the truth is."""
+    r"""Return `verl_math_dapo` as in verl 0.9.1: without an `Answer:`, a last \boxed{} counts if written like the truth."""
     stated = _states_answer(response, ground_truth)
     tail = response[-_BOX_TAIL:]
     if stated is None and (start := tail.rfind("\\boxed{")) >= 0:
@@ -144,7 +145,7 @@ def verl_math_dapo_boxed(response: str, ground_truth: str) -> float:
 
 
 def _states_answer(response: str, ground_truth: str) -> bool | None:
-    """The response's answer is the truth; None where it states none."""
+    """Return whether the response's answer is the truth; None if it states none."""
     stated = _ANSWER.findall(response[-_TAIL:])
     return _minerva_form(stated[-1]) == _minerva_form(ground_truth) if stated else None
 
@@ -171,7 +172,7 @@ SOURCES: dict[str, str] = {
     "openai/gsm8k": "verl_gsm8k",
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "verl_math"),
     **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime*"), "verl_math_dapo"),
-    # PRIME's grader and its programs: ours in their place.
+    # PRIME's grader and its programs: ours replace them.
     **dict.fromkeys((f"numina_{name}" for name in (
         "aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")), "math"),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code_fraction"),
@@ -184,15 +185,15 @@ OF_SIIRL: dict[str, str] = {name: reward for name, reward in SOURCES.items() if 
     "math_dapo": "verl_math_dapo",
     **dict.fromkeys(("agentica-org/DeepScaleR-Preview-Dataset", "AIME2024", "AIME2025", "AIME24", "AIME25"), "verl_math"),
 }
-"""The same as siiRL chooses (siirl/utils/reward_score/__init__.py)."""
+"""data_source -> the reward that siiRL chooses for it (siirl/utils/reward_score/__init__.py)."""
 
 
 def gsm8k_fault(ground_truth: str) -> str | None:
-    """What must hold of the ground truth of the gsm8k rewards, where it does not."""
+    """Return the requirement that a ground truth of the gsm8k rewards violates, or None."""
     is_earned = verl_gsm8k(f"#### {ground_truth}", ground_truth)
     return None if is_earned else "must be a number without commas, as texts are compared,"
 
 
 def text_fault(ground_truth: str) -> str | None:
-    """What must hold of the ground truth of the rewards for mathematics, where it does not."""
+    """Return the requirement that a ground truth of the mathematics rewards violates, or None."""
     return None if ground_truth.strip() else "must not be empty"

@@ -1,1 +1,1 @@
-"""Experiment trackers: each gets what the run writes to its own files, in a process next to the run, through its library."""
+"""Experiment trackers: a process next to the run passes the run's files to each tracker through its library."""

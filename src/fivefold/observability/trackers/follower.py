@@ -1,9 +1,9 @@
-"""A process next to a run that reads what it writes and hands it to one tracker.
+"""Process next to a run that reads the run's files and passes their rows to one tracker.
 
-Its words: RUN NAME LAST SECONDS, as `Follower` and `main` take them.
+Its arguments are RUN NAME LAST SECONDS, as `Follower` and `main` take them.
 
-Its input is a pipe from rank 0. A line says how the run ended; the end of the pipe without one says that it was killed. The
-run's files are the queue, so nothing is lost while a tracker is away, and the run waits for nothing.
+Its input is a pipe from rank 0. A line reports how the run ended; if the pipe closes without a line, the run was killed. The
+run's files are the queue, so nothing is lost while a tracker is not reachable, and the run never waits.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ from fivefold.observability.trackers.state import State, without_secrets
 from fivefold.observability.trackers.tracker import TrackedRun, Tracker, make_tracker
 
 _LOOK = 0.3
-"""Seconds between two looks at the files."""
+"""Seconds between two reads of the files."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two attempts with a tracker that fails."""
+"""Shortest and longest seconds between two attempts, while a tracker fails."""
 _TRIES = 3
-"""For a table: its texts may be what a tracker cannot take."""
+"""Attempts for a table, because the tracker may refuse its texts."""
 _COLUMNS = ("kind", "source", "prompt", "response", "ground_truth", "reward", "response_tokens", "finished")
 
 
 class Follower:
-    """Reads the rows of a run and gives them to a tracker in their order."""
+    """Reads the rows of a run and passes them to a tracker in their order."""
 
     def __init__(self, run_dir: Path, name: str, last: int) -> None:
-        """`last`: the last step whose metrics stood in the file when the run was resumed; what a tracker has of later ones
-        is of steps that are done anew. -1: it is another run than the one before, if there was one."""
+        """Create the follower of one tracker.
+
+        `last` is the last step in the metrics file when the run was resumed; the tracker's later steps will be repeated.
+        With -1, this is a different run from the one before, if there was one.
+        """
         config = yaml.safe_load((run_dir / "run.yaml").read_text(encoding="utf-8"))
         self._settings = config["tracking"]
         self._run_dir, self._name, self._config = run_dir, name, config
@@ -56,7 +59,7 @@ class Follower:
         self._tables: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self._tries = 0
         self._given: deque[tuple[float, int]] = deque()
-        """(moment, step) of what was given and is not safe yet."""
+        """(time, step) pairs that were passed to the tracker and are not safely stored yet."""
         self._tracker: Tracker | None = None
         self.state = State.read(run_dir, name) if last >= 0 else State()
         self._read()
@@ -66,7 +69,7 @@ class Follower:
             self._tables.pop(self._rows.popleft()["step"], None)
 
     def follow(self, ended: threading.Event, tell: Callable[[str], None]) -> None:
-        """Give everything to the tracker until the run has ended and nothing is left. Whoever calls bounds the time."""
+        """Pass everything to the tracker until the run has ended and no row is left; the caller limits the time."""
         pause = _LOOK
         while True:
             was_last = ended.is_set()
@@ -128,7 +131,7 @@ class Follower:
             tell(state.url)
 
     def _read(self) -> None:
-        # In this order: samples of a step are written before its metrics.
+        # In this order, because samples of a step are written before its metrics.
         rows, _ = self._metrics.new()
         samples, _ = self._samples.new()
         every = self._settings["samples_every"]
@@ -184,17 +187,17 @@ class Follower:
 
 
 def main() -> None:
-    """Follow a run as its own process; see the module."""
+    """Follow a run as a separate process; see the module."""
     run_dir, name, last, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     if os.fork():
-        # What the run's ranks start is killed with them; this has to outlive them by a moment, to send what is left.
+        # Processes that the run's ranks start are killed with them. This one must outlive them to send what is left.
         os._exit(0)
     os.setsid()
     says = os.fdopen(os.dup(1), "w", buffering=1)
     pipe = os.fdopen(os.dup(0), "r")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
-        # Libraries ask nobody and print nothing here.
+        # Libraries cannot read input or print here.
         os.dup2(nothing, number)
 
     def tell(text: str) -> None:
@@ -210,13 +213,13 @@ def main() -> None:
         time.sleep(seconds)
         _end(scratch)
 
-    # What a library leaves there goes with this process; it is imported below.
+    # Temporary files of a library are removed with this process; the library is imported below.
     scratch = scratch_directory()
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     (run_dir / "trackers").mkdir(exist_ok=True)
     threading.Thread(target=wait, daemon=True).start()
     with (run_dir / "trackers" / f".{name}.lock").open("w") as lock:
-        # The follower of a run that was killed may still be at it.
+        # The follower of a killed run may still hold the lock.
         fcntl.flock(lock, fcntl.LOCK_EX)
         follower = Follower(run_dir, name, last)
         follower.follow(ended, tell)
@@ -228,7 +231,7 @@ def main() -> None:
 
 
 def _end(scratch: Path) -> None:
-    """End this process and what a library has started, whatever they are doing, and remove its temporary files."""
+    """End this process and every process that a library has started, and remove its temporary files."""
     kill(descendants(psutil.Process()))
     shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)

@@ -18,7 +18,7 @@ class MlflowTracker:
     settles = 0.0
 
     def start(self, run: TrackedRun) -> tuple[str, str | None]:
-        # Its client tries a request for minutes before it says that the server is away; we try again ourselves.
+        # MLflow's client retries for minutes before it reports that the server is not reachable; we retry ourselves.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         self._client = mlflow.MlflowClient()
         if run.is_resumed:
@@ -47,7 +47,7 @@ class MlflowTracker:
 
 
 def _name(name: str) -> str:
-    """MLflow's names are made of few characters and look like paths."""
+    """Return a name with the characters that MLflow allows, written like a path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", name.replace("@", "_at_"), flags=re.ASCII)).lstrip("/.")
 
 

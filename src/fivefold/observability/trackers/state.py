@@ -1,4 +1,4 @@
-"""RUN/trackers/NAME.json: which tracked run a run has, and how much of it the tracker has got."""
+"""RUN/trackers/NAME.json: which tracked run belongs to a run, and how much of it the tracker has received."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _LOGIN = re.compile(r"://[^/\s@]+@")
 @dataclass
 class State:
     id: str = ""
-    """Of the tracked run."""
+    """Id of the tracked run."""
     url: str | None = None
     sent: int = -1
-    """Last step that the tracker has for good."""
+    """Last step that the tracker has stored permanently."""
     given: int = -1
-    """Last step that its library has taken."""
+    """Last step that the tracker's library has accepted."""
     lost_tables: int = 0
-    """Steps whose samples it refused."""
+    """Number of steps whose samples the tracker refused."""
     error: str | None = None
-    """Why it takes nothing at the moment."""
+    """Error because of which the tracker accepts nothing at the moment."""
     has_finished: bool = False
 
     @classmethod
     def read(cls, run_dir: Path, name: str) -> State:
-        """As it was left; new where there is none, or none that can be read."""
+        """Return the stored state, or a new one if there is none or it is not readable."""
         try:
             found = json.loads(_path(run_dir, name).read_text(encoding="utf-8"))
             return cls(**{key: found[key] for key in asdict(cls()) if key in found})
@@ -48,7 +48,7 @@ def _path(run_dir: Path, name: str) -> Path:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A message without keys that stand in the environment, and without logins in addresses."""
+    """Return a message without the values of secret environment variables and without logins in addresses."""
     for name, value in environment.items():
         if _SECRET.search(name) and len(value) >= 6:
             text = text.replace(value, "***")

@@ -26,12 +26,12 @@ class SwanlabTracker:
             config=run.config,
             log_dir=str(directory),
             mode="offline" if run.offline else None,
-            # Where it is started a second time after it failed.
+            # This applies to a second start after a failure.
             reinit=True,
         )
         if self._run.mode == "online":
             return run.id, self._run.url
-        # Its file is written when it is closed.
+        # SwanLab writes its file when the run is closed.
         self.settles = math.inf
         return run.id, None
 

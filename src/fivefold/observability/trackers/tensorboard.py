@@ -1,4 +1,4 @@
-"""TensorBoard: event files under RUN/tensorboard. Of a step that a resumed run repeats TensorBoard hides what was before."""
+"""TensorBoard: event files under RUN/tensorboard. If a resumed run repeats a step, TensorBoard hides the earlier point."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TensorboardTracker:
 
 
 def _row(columns: list[str], row: list[Any]) -> list[str]:
-    """Markdown, in which indented lines stand as they are."""
+    """Return a row as Markdown, in which indented lines are shown verbatim."""
     lines = []
     for name, value in zip(columns, row, strict=True):
         text = "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""What a tracker is: the surface of a library, as narrow as a run needs it."""
+"""Interface of a tracker: the few calls of a library that a run needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run before its first step."""
+    """Description of a run that a tracker gets before the first step."""
 
     run_dir: Path
     id: str
-    """The same when the run is resumed. 16 digits and letters, chosen here; MLflow chooses its own."""
+    """Id of the tracked run, the same after a resume: 16 hexadecimal digits chosen here; MLflow chooses its own."""
     is_resumed: bool
     first_step: int
-    """Of what follows."""
+    """First step that will be logged."""
     project: str
     name: str
     group: str | None
@@ -28,36 +28,36 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One tracked run; every call may raise or never return, which the run outlives."""
+    """One tracked run; any call may raise or never return without stopping the run."""
 
     settles: float
-    """Seconds after which what was logged is safe where this process is killed; infinity: when it has finished."""
+    """Seconds after which logged data is safe if this process is killed; infinity: only after `finish`."""
 
     def start(self, run: TrackedRun) -> tuple[str, str | None]:
-        """Begin the tracked run, or continue it; its id, and where it can be seen."""
+        """Start the tracked run or continue it; return its id and its URL, if it has one."""
         ...
 
     def log(self, step: int, wall: float, metrics: dict[str, float]) -> None:
-        """Metrics of a step, at a time.time()."""
+        """Log the metrics of a step; `wall` is a time by time.time()."""
         ...
 
     def samples(self, step: int, wall: float, columns: list[str], rows: list[list[Any]]) -> None:
-        """A few samples of a step as a table."""
+        """Log some samples of a step as a table."""
         ...
 
     def finish(self, is_good: bool) -> None:
-        """Send what is left; not `is_good`: the run failed or was ended."""
+        """Send what is left; `is_good` is False if the run failed or was ended."""
         ...
 
 
 def make_tracker(name: str) -> Tracker:
-    """The tracker of a name in `trainer.loggers`; its library is imported here and nowhere else."""
+    """Return the tracker for a name in `trainer.loggers`; its library is imported only here."""
     made: Tracker = import_module(f"fivefold.observability.trackers.{name}").make()
     return made
 
 
 def flat(config: dict[str, Any], start: str = "") -> dict[str, Any]:
-    """A nested configuration by full keys, for libraries that have no nesting."""
+    """Return a nested configuration by full keys, for libraries without nesting."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{start}.{name}" if start else str(name)

@@ -1,4 +1,4 @@
-"""The trackers of a run, seen from rank 0: started, heard, and waited for no longer than is allowed."""
+"""Trackers of a run on rank 0: starts them, prints their messages, and waits for them for a limited time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from fivefold.observability.growing import GrowingRows
 from fivefold.observability.trackers.state import State
 
 _SPARE = 2.0
-"""Seconds between the end that a follower sets itself and the one that it is given."""
+"""Seconds between the end that a follower sets for itself and the time at which it is killed."""
 
 
 class Trackers:
-    """A process for each tracker of a run; none of them can hold it up."""
+    """One process for each tracker of a run; none of them can delay the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], seconds: float, say: Callable[[str], None]) -> None:
-        """`seconds`: how long the end of the run may wait for all of them. A run without metrics gets tracked runs of
-        its own, any other continues those that it has."""
+        """Start the trackers; `seconds` limits how long the end of the run waits for all of them.
+
+        A run without metrics gets new tracked runs; any other run continues its own.
+        """
         self._run_dir, self._seconds, self._say = run_dir, seconds, say
         rows, _ = GrowingRows(run_dir / "metrics.jsonl").new()
         words = [str(rows[-1]["step"] if rows else -1), str(seconds)]
@@ -43,7 +45,7 @@ class Trackers:
                 say(f"{name}: cannot be started: {error}; `fivefold track {run_dir}` sends the run later")
 
     def close(self, is_finished: bool) -> None:
-        """Say that the run has ended, wait, and say what did not arrive."""
+        """Report that the run has ended, wait, and print what was not sent."""
         for follower in self._followers.values():
             follower.end("finished" if is_finished else "failed")
         deadline = time.monotonic() + self._seconds + _SPARE
@@ -64,12 +66,12 @@ class Trackers:
 
 
 class _Follower:
-    """One process, by its pipes."""
+    """One follower process and its pipes."""
 
     def __init__(self, name: str, run_dir: Path, words: list[str], say: Callable[[str], None]) -> None:
         self._name, self._say, self._pid = name, say, 0
         module = "fivefold.observability.trackers.follower"
-        # Of torch's launchers it must know nothing: libraries take their variables for their own processes.
+        # The process must not see the variables of torch's launchers: libraries would read them as their own.
         kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(run_dir), name, *words],
@@ -79,7 +81,7 @@ class _Follower:
         self._listener.start()
 
     def _listen(self) -> None:
-        """What the process says, until it has ended."""
+        """Print what the process writes, until it has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if self._pid:
@@ -96,7 +98,7 @@ class _Follower:
             self._process.stdin.close()
 
     def join(self, seconds: float) -> None:
-        """Wait until it has ended, and end it where that takes too long."""
+        """Wait until the process has ended, and kill it if that takes too long."""
         self._listener.join(seconds)
         if self._listener.is_alive() and self._pid:
             with contextlib.suppress(psutil.Error):
@@ -106,8 +108,10 @@ class _Follower:
 
 
 def send_again(run_dir: Path, names: Sequence[str] | None, seconds: float, say: Callable[[str], None]) -> None:
-    """Send what trackers, or those that the run names, have not got of a run that has ended; raises ValueError where it has
-    none."""
+    """Send the steps of an ended run that its trackers have not received.
+
+    `names` replaces the run's own trackers; raises ValueError if there are none.
+    """
     if not (run_dir / "run.yaml").is_file():
         raise ValueError(f"{run_dir} must be the directory of a run: it has no run.yaml")
     if names is None:

@@ -1,4 +1,4 @@
-"""Trackio: a database of this machine, or the Space or server that its variables name. Steps repeated are appended."""
+"""Trackio: a database of this machine, or the Space or server that its variables name. Repeated steps are appended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TrackioTracker:
     settles = 10.0
 
     def start(self, run: TrackedRun) -> tuple[str, str | None]:
-        # It knows runs by their name: another run may have the same.
+        # Trackio identifies runs by name, and another run may have the same name.
         self._run = trackio.init(
             project=run.project,
             name=f"{run.name}-{run.id[:6]}",

@@ -1,4 +1,4 @@
-"""Weights & Biases. A step that a resumed run repeats is appended: charts are drawn over `step`, the later value behind."""
+"""Weights & Biases. A step that a resumed run repeats is appended: charts use `step` as axis and show both values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class WandbTracker:
             config=run.config,
             dir=run.run_dir,
             mode="offline" if run.offline else None,
-            # Nobody answers questions here, and what this process prints is not the run's.
+            # No user can answer questions here, and the output of this process is not the run's.
             settings=wandb.Settings(console="off", silent=True),
         )
         if self._run.settings.mode == "offline":
-            # Its file is written when it is closed.
+            # wandb writes its file when the run is closed.
             self.settles = math.inf
         self._run.define_metric("*", step_metric="step")
         return run.id, self._run.url

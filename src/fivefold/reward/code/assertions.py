@@ -1,4 +1,4 @@
-"""Assertion tests, as text -> what they call of a program, or why a program could cheat them."""
+"""Assertion tests, as text -> the program's names that they use, or why a program could cheat them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 from fivefold.reward.code.program import GIVEN
 
 _LIBRARY = "solution"
-"""The module that tests import a program as."""
+"""Module name under which tests import the program."""
 
 
 @dataclass(frozen=True)
 class Assertions:
-    """Tests that run next to a program."""
+    """Assertion tests that run in a process next to the program's."""
 
     text: str
-    """Without their imports of the program."""
+    """Text of the tests, without their imports of the program."""
     names: dict[str, str]
     """Local name -> name in the program; empty for the program itself."""
     fault: str | None
-    """Why they cannot be run apart from the program, if they cannot."""
+    """Reason why they cannot be run in a separate process, or None."""
 
 
 def read_assertions(text: str) -> Assertions:
-    """The tests of a text; raises ValueError for what is no Python."""
+    """Return the tests of a text; raise ValueError if it is not Python."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"assert_code must be Python: {error}") from error
     imports = _Imports()
     tree = imports.visit(tree)
-    # A name of the usual imports is the program's only where there is no other that tests could be about.
+    # A name that the usual imports also define belongs to the program only if the tests use no other name of the program.
     names = _free(tree, hidden=_GIVEN_NAMES) | imports.names or _free(tree)
     return Assertions(ast.unparse(tree), names, _fault(tree, names))
 
 
 class _Imports(ast.NodeTransformer):
-    """Takes the imports of the program out."""
+    """Removes the imports of the program."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
@@ -56,13 +56,13 @@ class _Imports(ast.NodeTransformer):
 
 
 def _free(tree: ast.AST, hidden: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Names that are read and that neither the text nor Python defines: the program's."""
+    """Return names that are read but defined neither by the text nor by Python: they belong to the program."""
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     return {name: name for name in sorted(read - _bound(tree) - hidden - set(dir(builtins)) - {"__name__", "__file__"})}
 
 
 def _bound(tree: ast.AST) -> set[str]:
-    """Names that a text gives a value, anywhere."""
+    """Return names that are assigned anywhere in a text."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -89,7 +89,7 @@ _KINDS = ("isinstance", "issubclass", "type", "id")
 
 
 def _fault(tree: ast.AST, names: dict[str, str]) -> str | None:
-    """Why tests need more of a program than plain values, as far as their text shows it."""
+    """Return why tests need more from a program than plain values, as far as their text shows."""
     if not names:
         return "they call nothing of the program"
     functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -127,7 +127,7 @@ def _fault(tree: ast.AST, names: dict[str, str]) -> str | None:
 
 
 def _is_class(node: ast.expr, names: dict[str, str]) -> bool:
-    """Whether an expression is an object of a class of the program, by the usual spelling of classes, or an attribute."""
+    """Return whether an expression is an object of a program's class, judged by capitalized names, or an attribute."""
     if isinstance(node, ast.Call):
         node = node.func
         return isinstance(node, ast.Name) and node.id in names and node.id[:1].isupper()

@@ -1,4 +1,4 @@
-"""Ground truths of the public code sets -> tests; responses -> programs; what a program gave -> whether it is right."""
+"""Ground truths of the public code sets -> tests; responses -> programs; outputs of programs -> whether they are right."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ FORMS = (
     'JSON of {"inputs": [...], "outputs": [...]}, [{"input": ..., "output": ...}, ...], '
     '[{"stdin": ..., "expected_stdout": ...}, ...] or [{"assert_code": ...}, ...]'
 )
-"""What a ground truth of `code` is."""
+"""Form of a ground truth of `code`."""
 _TOLERANCE = 1e-6
-"""Relative and absolute, of numbers that are written with a point or an exponent."""
+"""Relative and absolute tolerance for numbers written with a point or an exponent."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test."""
+    """One test of a program."""
 
     given: str
-    """Its standard input, or a function's arguments as a JSON list."""
+    """Standard input, or a function's arguments as a JSON list."""
     expected: Any
-    """What it should write (a text), or what the function should return."""
+    """Text that the program should write, or value that the function should return."""
     tests: Assertions | None = None
-    """Assertions, which call the program and pass where they run to their end; nothing is then given or expected."""
+    """Assertions that call the program and pass if they run to their end; `given` and `expected` are then unused."""
     trusted: str = ""
-    """The same tests as one program, for those that only the program's own process can run."""
+    """The same tests as one program, for tests that only the program's own process can run."""
 
     def program(self, text: str, end: str) -> str:
-        """The program of a response with trusted tests after it, which write `end` where they hold."""
+        """Return the program of a response with trusted tests after it; they write `end` if they hold."""
         return text if self.tests is None else f"{GIVEN}{text}\n\n{self.trusted}\nprint({end!r})\n"
 
 
@@ -46,11 +46,13 @@ class Cases:
 
     cases: list[Case]
     function: str | None
-    """Name of the function that is called, or of the method of Solution; None where a program reads and writes."""
+    """Name of the function to call, or of the method of Solution; None if the program reads and writes."""
 
     def is_right(self, case: Case, output: str, end: str) -> bool:
-        """Whether what a program wrote, or a function's result as JSON, is what the test expects; of trusted tests whether
-        they came to their end."""
+        """Return whether a program's output, or a function's result as JSON, is what the test expects.
+
+        For trusted tests: whether they ran to their end.
+        """
         if case.tests is not None:
             return output.rstrip().endswith(end)
         if self.function is None:
@@ -59,18 +61,18 @@ class Cases:
             found = json.loads(output)
         except (ValueError, RecursionError):
             return False
-        # APPS wraps a result into a list.
+        # APPS wraps a result in a list.
         unwrapped = case.expected[0] if isinstance(case.expected, list) and len(case.expected) == 1 else case.expected
         return same_value(found, case.expected) or same_value(found, unwrapped)
 
 
 def read_cases(ground_truth: str) -> Cases:
-    """The tests of a ground truth; raises ValueError where there are none.
+    """Return the tests of a ground truth; raise ValueError if there are none.
 
-    JSON of `{"inputs": [...], "outputs": [...], "fn_name": name or absent}` (APPS, TACO, PRIME's Eurus-2-RL-data, verl's
-    forms of LiveCodeBench), of `[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]` with `fn_name` or
-    `metadata: {"func_name": name}` (LiveCodeBench), or of `[{"assert_code": Python}]`, assertions and functions `test_...`
-    that are called (KodCode, as ROLL keeps it).
+    A ground truth is JSON. APPS, TACO, PRIME's Eurus-2-RL-data and verl's forms of LiveCodeBench have `{"inputs": [...],
+    "outputs": [...], "fn_name": name or absent}`. LiveCodeBench has `[{"input": ..., "output": ..., "testtype": "stdin" or
+    "functional"}]`, with `fn_name` or `metadata: {"func_name": name}`. KodCode, as ROLL stores it, has `[{"assert_code":
+    Python}]`: assertions, and functions `test_...` that are called.
     """
     must = f"the ground truth of `code` is {FORMS}"
     try:
@@ -94,7 +96,7 @@ def read_cases(ground_truth: str) -> Cases:
 
 
 def cases_fault(ground_truth: str, trusted_tests: bool = False) -> str | None:
-    """What must hold of a truth of code, where it does not."""
+    """Return the requirement that a ground truth of `code` violates, or None."""
     try:
         cases = read_cases(ground_truth).cases
     except ValueError:
@@ -115,7 +117,7 @@ _FROM_SOLUTION = re.compile(r"^from solution import .*$", re.MULTILINE)
 
 
 def _check_case(row: dict[str, Any]) -> Case:
-    """Assertions, whose functions `test_...` are called in their order; raises ValueError for what is no Python."""
+    """Return assertions whose functions `test_...` are called in their order; raise ValueError if they are not Python."""
     text = _FROM_SOLUTION.sub("", row["assert_code"])
     if "{response}" in text:
         raise ValueError("checks of the text of a response are not supported: assert_code runs behind its program")
@@ -130,12 +132,12 @@ def _text_case(given: Any, expected: Any) -> Case:
 
 
 def _text(value: Any) -> str:
-    """A text, or its lines."""
+    """Return a text, or lines joined into one."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _call_case(given: Any, expected: Any) -> Case:
-    """Arguments as a list, or as JSON with one on each line; a result as it is, or as JSON."""
+    """Parse arguments from a list or from JSON with one per line, and a result from a value or JSON."""
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
         expected = json.loads(expected) if isinstance(expected, str) else expected
@@ -145,7 +147,7 @@ def _call_case(given: Any, expected: Any) -> Case:
 
 
 def program_of(response: str) -> str:
-    """The last block of Python in a response (```python, ```py or ```), or all of it where there is none."""
+    """Return the last Python block of a response (```python, ```py or ```), or all of it if there is none."""
     blocks: list[tuple[str, str]] = []
     language: str | None = None
     lines: list[str] = []
@@ -166,7 +168,7 @@ def program_of(response: str) -> str:
 
 
 def same_text(found: str, expected: str) -> bool:
-    """Equal line by line, without spaces at their ends and empty lines at the end; or word by word as numbers."""
+    """Compare texts line by line, ignoring trailing spaces and trailing empty lines, or word by word as numbers."""
     ours, theirs = ([line.rstrip() for line in text.strip().split("\n")] for text in (found, expected))
     if ours == theirs:
         return True
@@ -180,7 +182,7 @@ def _same_words(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 
 
 def _same_number(found: str, expected: str) -> bool:
-    """Within a tolerance where the expected number has a point or an exponent; whole numbers are equal as texts."""
+    """Compare within the tolerance if the expected number has a point or an exponent; compare whole numbers as texts."""
     if not any(mark in expected for mark in ".eE"):
         return False
     try:
@@ -194,7 +196,7 @@ def _close(found: float, expected: float) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Equal as JSON; numbers within a tolerance where one has a point."""
+    """Compare JSON values; numbers within a tolerance if one has a point."""
     if isinstance(expected, list):
         return isinstance(found, list) and len(found) == len(expected) and all(map(same_value, found, expected))
     if isinstance(expected, dict):

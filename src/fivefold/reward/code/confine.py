@@ -1,7 +1,7 @@
-"""What the Linux kernel gives an unprivileged process to lock itself up with: Landlock, seccomp, namespaces, limits.
+"""Sandboxing that the Linux kernel offers an unprivileged process: Landlock, seccomp, namespaces, limits.
 
 Sources: landlock(7), landlock_restrict_self(2), seccomp(2), Documentation/userspace-api/landlock.rst, the syscall tables of
-x86_64 and arm64. Everything goes through ctypes: there is nothing to compile.
+x86_64 and arm64. All calls go through ctypes, so nothing is compiled.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> its column below, and its AUDIT_ARCH."""
 _CALLS: dict[str, tuple[int | None, int | None]] = {
-    # files that are open
+    # open files
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "pread64": (17, 67),
     "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
     "pipe": (22, None), "pipe2": (293, 59), "ftruncate": (77, 46), "fadvise64": (221, 223), "close_range": (436, 436),
-    # files by name, as far as Landlock opens them
+    # files by name, as far as Landlock allows
     "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
     "statx": (332, 291), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "getdents64": (217, 61),
     "getcwd": (79, 17),
@@ -40,23 +40,23 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "gettimeofday": (96, 169), "time": (201, None), "poll": (7, None), "ppoll": (271, 73), "select": (23, None),
     "pselect6": (270, 72), "setitimer": (38, 103), "getitimer": (36, 102), "alarm": (37, None),
-    # its own signals, its end
+    # its own signals and exit
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
     "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
-    # who and where it is
+    # its identity and environment
     "getpid": (39, 172), "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
     "getegid": (108, 177), "uname": (63, 160), "sysinfo": (99, 179), "getrandom": (318, 278), "getrusage": (98, 165),
     "times": (100, 153), "getrlimit": (97, 163), "umask": (95, 166),
 }  # fmt: skip
-"""Everything that a program may ask the kernel for, as it is; what is not here fails with EPERM."""
+"""System calls that a program may make without checks of their arguments; calls that are not here fail with EPERM."""
 _CLONE, _CLONE3, _PRLIMIT, _FCNTL = (56, 220), (435, 435), (302, 261), (72, 25)
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
-"""Copies and flags of a file; no owner who gets signals, no locks."""
+"""Allowed fcntl commands: duplicating a file and its flags; no signal owner, no locks."""
 _CLONE_THREAD = 0x00010000
 _OPENS: dict[tuple[int | None, int | None], int] = {(2, None): 1, (257, 56): 2}
-"""The calls open and openat, and which of their arguments is the flags."""
+"""Calls open and openat -> position of their flags argument."""
 _O_TMPFILE = 0o20000000
-"""Makes a file without a name, which the look at a program's directory would not count."""
+"""Flag that creates an unnamed file, which the check of a program's directory would not count."""
 _EPERM, _ENOSYS = 1, 38
 
 # --- seccomp -------------------------------------------------------------------------------------------------------------
@@ -73,8 +73,10 @@ def _instruction(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The program that the kernel runs at each call: `_CALLS`, threads but no processes, files with names only, limits that
-    are read only."""
+    """Return the BPF program that the kernel runs at each call.
+
+    It allows `_CALLS`, threads but no processes, files with names only, and reading limits.
+    """
     column, arch = _MACHINES[machine]
     load, equal, end = _LOAD, _EQUAL, _RETURN
     program = [
@@ -85,11 +87,11 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
     ]
 
     def when(number: int, body: Sequence[bytes]) -> None:
-        """A call whose arguments decide: `body` ends in a return."""
+        """Return a rule for a call whose arguments decide; `body` ends in a return."""
         program.append(_instruction(equal, number, 0, len(body)))
         program.extend(body)
 
-    # glibc falls back to clone, whose flags can be read here: those of clone3 are behind a pointer.
+    # glibc falls back to clone, whose flags are readable here; the flags of clone3 are in memory that a pointer names.
     when(_CLONE3[column], [_instruction(end, _ERRNO | _ENOSYS)])
     when(
         _CLONE[column],
@@ -147,18 +149,19 @@ def _install(bpf: bytes) -> None:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ_FILE, _READ_DIR, _WRITE_FILE, _MAKE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 8, 1 << 14
 _FILE_RIGHTS = (13, 14, 15, 15, 16)
-"""Number of rights on files that versions 1 to 5 of Landlock know; later ones have no more."""
+"""Number of file rights in versions 1 to 5 of Landlock; later versions add none."""
 
 
 def landlock_version() -> int:
-    """0 where the kernel has none."""
+    """Return the kernel's Landlock version; 0 without Landlock."""
     return max(0, int(_LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
 def landlock_ruleset(readable: Iterable[str], writable: str) -> int:
-    """The file of a ruleset: what is below `readable` can be read, in `writable` files can be made, nothing else is open.
+    """Return the file of a ruleset: reading below `readable`, creating files in `writable`, and nothing else.
 
-    From version 4 on no TCP, from version 6 on no abstract Unix sockets and no signals to the outside.
+    From Landlock version 4 on, TCP is blocked too; from version 6 on, also abstract Unix sockets and signals to other
+    processes.
     """
     version = landlock_version()
     handled = (1 << _FILE_RIGHTS[min(version, 5) - 1]) - 1
@@ -184,12 +187,12 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 # --- namespaces, capabilities --------------------------------------------------------------------------------------------
 
 _NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000 | 0x04000000
-"""Of users (so that the others need no privilege), of networks, of System V's shared memory, of host names."""
+"""Namespaces for users (so that the others need no privilege), networks, System V shared memory and host names."""
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
 def leave_networks() -> bool:
-    """Move this process into namespaces without a network and without shared memory, where the system allows it."""
+    """Move this process into namespaces without network and shared memory, if the system allows it."""
     return int(_LIBC.unshare(_NAMESPACES)) == 0
 
 
@@ -214,7 +217,7 @@ def _prctl(option: int, *arguments: int) -> None:
 
 
 def missing() -> str | None:
-    """Why programs cannot be locked up here, if they cannot: without Landlock and seccomp nothing is run."""
+    """Return why programs cannot be confined here, or None; without Landlock and seccomp no program runs."""
     if platform.system() != "Linux" or platform.machine() not in _MACHINES:
         return f"it needs Linux on {' or '.join(_MACHINES)}: this is {platform.system()} on {platform.machine()}"
     if not landlock_version():
@@ -225,7 +228,7 @@ def missing() -> str | None:
 
 
 def layers() -> str:
-    """What locks programs up here, in words."""
+    """Describe the confinement that is available here."""
     child = os.fork()
     if not child:
         os._exit(not leave_networks())
@@ -235,15 +238,18 @@ def layers() -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """The kernel ends this process when its parent ends."""
+    """Let the kernel end this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def confinement(ruleset: int, limits: dict[int, int]) -> Callable[[], None]:
-    """What a forked process calls to lock itself up for ever: limits, no capabilities, files by `ruleset`, calls by the
-    filter. Raises OSError where any of it fails."""
+    """Return a function that a forked process calls to confine itself permanently.
+
+    It sets limits, drops capabilities, restricts files by `ruleset` and filters system calls. It raises OSError if a part
+    fails.
+    """
     bpf = seccomp_filter()
 
     def confine() -> None:

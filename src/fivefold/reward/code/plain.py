@@ -1,4 +1,4 @@
-"""Plain values <-> JSON, with their types: what passes between a program and the tests that call it."""
+"""Plain values <-> JSON with their types: the format between a program and the tests that call it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 }
 _LARGE = 1 << 63
 Keep = Callable[[Any], Any]
-"""Encodes what is not plain, or raises TypeError."""
+"""Function that encodes a value that is not plain, or raises TypeError."""
 
 
 def refuse(value: Any) -> Any:
-    """The `Keep` of an encoder that takes plain values only."""
+    """Raise TypeError: the `Keep` of an encoder for plain values only."""
     raise TypeError(f"not a plain value: {type(value).__name__}")
 
 
 def dumps(value: Any, keep: Keep = refuse) -> str:
-    """A value as JSON; objects of subclasses become those of the plain class, arrays lists."""
+    """Return a value as JSON; objects of subclasses become those of the plain class, arrays lists."""
     return json.dumps(_encoded(value, keep))
 
 
 def loads(text: str, given: Callable[[int], Any] = refuse) -> Any:
-    """The value of a JSON text; `given` makes the stand-in for a kept object. Raises ValueError for what is no such text."""
+    """Return the value of a JSON text; `given` returns the stand-in of a kept object. Raise ValueError for any other
+    text."""
     try:
         return _decoded(json.loads(text), given)
     except (TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as error:

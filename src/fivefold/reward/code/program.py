@@ -1,4 +1,4 @@
-"""One program, in the process that was forked for it: its files in place, itself locked up, then it runs."""
+"""One program in the process forked for it: opens its files, confines itself and runs the program."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _USUAL = (
     "functools", "heapq", "itertools", "json", "math", "numbers", "operator", "queue", "random", "re", "statistics",
     "string", "struct", "textwrap", "time", "typing", "unicodedata",
 )  # fmt: skip
-"""Modules that programs import: here already, so that it costs them nothing."""
+"""Modules that programs import often; they are imported before the fork to save time."""
 GIVEN = (
     "import bisect, collections, copy, functools, heapq, itertools, math, random, re, string, sys\n"
     "from bisect import *\nfrom collections import *\nfrom functools import *\nfrom heapq import *\n"
     "from itertools import *\nfrom math import gcd, inf, sqrt, ceil, floor\nfrom typing import *\n"
 )
-"""What the sets with functions take for granted."""
+"""Names that code sets with functions assume to exist."""
 
 
 def warm() -> None:
-    """Import what programs import."""
+    """Import the modules that programs import."""
     for name in _USUAL:
         importlib.import_module(name)
 
@@ -39,17 +39,17 @@ def warm() -> None:
 def run(files: list[int], request: dict[str, Any], lock: Callable[[], None], begun: int) -> None:
     """Run the program in the first of `files` with the next two as its input and output, and end this process.
 
-    A byte goes into the file `begun` when everything is locked up, before the program can do anything.
-    With a `function` the input is the JSON list of its arguments, and its result goes into the last of the files as JSON.
-    `serves`: the program's functions are called by tests in another process, over the second and the last of the files.
-    `names`: the text is such tests, and has these names of the program.
+    This writes a byte into the file `begun` once the process is confined, before the program runs. With a `function`, the
+    input is the JSON list of its arguments, and its result is written to the last of the files as JSON. `serves`: tests in
+    another process call the program's functions, over the second and the last of the files. `names`: the text is such tests,
+    which use these names of the program.
     """
     function, serves, names = request.get("function"), request.get("serves", False), request.get("names")
     source, given, output, result = files
     text = _read(source)
     arguments = _read(given) if function is not None else ""
     nothing = os.open(os.devnull, os.O_WRONLY)
-    # Copies with high numbers first: a file may have the number that another one is to get.
+    # Copy to high numbers first: a file may already have a number that another file needs.
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in (given, output, nothing, result)]
     for number, copy in enumerate(copies):
         os.dup2(copy, number)
@@ -64,7 +64,7 @@ def run(files: list[int], request: dict[str, Any], lock: Callable[[], None], beg
     code = 0
     try:
         if serves or names is not None:
-            # The line between the two is no input of either.
+            # The pipe between the two processes is not an input of either.
             sys.stdin = io.StringIO()
             space: dict[str, Any] = {"__name__": "solution" if serves else "tests"}
             exec(GIVEN, space)  # noqa: S102
@@ -94,7 +94,7 @@ def run(files: list[int], request: dict[str, Any], lock: Callable[[], None], beg
 
 
 def _call(text: str, function: str, arguments: list[Any]) -> Any:
-    """The result of a function, or of a method of the class Solution, of the program."""
+    """Return the result of a function of the program, or of a method of its class Solution."""
     space: dict[str, Any] = {"__name__": "program"}
     exec(GIVEN, space)  # noqa: S102
     exec(compile(text, "<program>", "exec"), space)  # noqa: S102
@@ -104,7 +104,7 @@ def _call(text: str, function: str, arguments: list[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no type for and a test may compare."""
+    """Return a value that JSON can hold, for types that tests may compare."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return sorted(value) if isinstance(value, (set, frozenset)) else list(value)

@@ -1,7 +1,7 @@
-"""Assertions and the program that they test, in two processes: the tests call, and only plain values come back.
+"""Assertions and the program they test, in two processes: the tests call the program, and only plain values return.
 
-The program's process gets arguments, and neither the tests nor what they expect; so nothing in it can be a verdict. What the
-program returns is data: an object of a class of its own stays there, and stands for itself in no comparison.
+The program's process receives arguments, never the tests or what they expect, so nothing in it can be a verdict. What the
+program returns is data. An object of its own class stays there, and tests cannot compare it with other values.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from fivefold.reward.code import small_pytest
 from fivefold.reward.code.plain import dumps, loads, refuse
 
 NOT_TESTABLE = 3
-"""Exit code of tests that hand a program something that is not plain."""
+"""Exit code of tests that pass the program a value that is not plain."""
 _REQUESTS, _ANSWERS = 0, 3
-"""Files of a program; the tests write into 3 and read from 0 as well."""
+"""File numbers of a program; the tests write to 3 and read from 0."""
 _PIECE = 100
-"""Items of an iterator that come at once."""
+"""Number of items of an iterator per transfer."""
 _LARGEST_MESSAGE = 16 << 20
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__call__", "__str__", "__repr__", "__int__",
             "__float__", "__next__")  # fmt: skip
-"""What tests may do with an object that stays with the program. Nothing that would be a verdict: no comparison, no truth."""
+"""Operations of tests on an object that stays with the program. None is a verdict: no comparison, no truth value."""
 
 
 class NotTestableError(BaseException):
-    """The tests need more of a program than plain values."""
+    """Raised if the tests need more from a program than plain values."""
 
 
 class NoAnswerError(BaseException):
-    """The program has ended, or written what is no answer. No Exception, so that no test can expect it."""
+    """Raised if the program has ended or its answer is invalid. It is not an Exception, so that no test can expect it."""
 
 
 # --- in the program's process ---------------------------------------------------------------------------------------------
 
 
 def serve(space: dict[str, Any]) -> None:
-    """Answer the calls of the tests with what the program's names in `space` give, until the tests end."""
+    """Answer calls of the tests with the program's names in `space`, until the tests end."""
     requests = os.fdopen(os.dup(_REQUESTS), encoding="utf-8")
     answers = open(_ANSWERS, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process is
     kept: list[Any] = []
@@ -90,7 +90,7 @@ def _done(space: dict[str, Any], what: str, target: Any, arguments: list[Any], n
 
 
 class _Line:
-    """The tests' end."""
+    """Connection of the tests to the program."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(_REQUESTS), "rb")
@@ -98,7 +98,7 @@ class _Line:
         self._objects: dict[int, _Object] = {}
 
     def ask(self, what: str, target: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
-        """What the program gives; raises what it raises, as the nearest exception of Python's own."""
+        """Return the program's value; raise the program's exception as the nearest built-in exception."""
         try:
             request = dumps((what, target, list(arguments), named or {}), _place_of)
         except TypeError as error:
@@ -125,7 +125,7 @@ class _Line:
 
 
 class _Object:
-    """An object that stays with the program."""
+    """Stand-in for an object that stays with the program."""
 
     def __init__(self, line: _Line, place: int) -> None:
         object.__setattr__(self, "_line", line)
@@ -171,7 +171,7 @@ def _place_of(value: Any) -> Any:
 
 
 def _update(given: Any, left: Any) -> None:
-    """What a program has changed of an argument in place."""
+    """Apply the changes that a program made to an argument in place."""
     if type(given) is list and type(left) is list:
         given[:] = left
     elif type(given) in (dict, set) and type(left) is type(given):
@@ -180,7 +180,7 @@ def _update(given: Any, left: Any) -> None:
 
 
 def _exception(names: Any, text: Any) -> Exception:
-    """The exception of Python's own that the program's is; its own names are in `names`."""
+    """Return the nearest built-in exception for the program's exception, whose classes are `names`."""
     known = (getattr(builtins, str(name), None) for name in names)
     kind = next((each for each in known if isinstance(each, type) and issubclass(each, Exception)), Exception)
     try:
@@ -192,7 +192,7 @@ def _exception(names: Any, text: Any) -> Exception:
 
 
 class _Name:
-    """A function or class of the program."""
+    """Stand-in for a function or class of the program."""
 
     def __init__(self, line: _Line, name: str) -> None:
         self._line, self.__name__ = line, name
@@ -213,7 +213,7 @@ class _Name:
 
 
 class _Module(types.ModuleType):
-    """`import solution`."""
+    """Stand-in for the module of `import solution`."""
 
     def __init__(self, line: _Line) -> None:
         super().__init__("solution")
@@ -226,7 +226,7 @@ class _Module(types.ModuleType):
 
 
 def run_tests(tests: str, names: dict[str, str], space: dict[str, Any]) -> None:
-    """Run assertions, then the functions and classes of tests that they define; raises what fails.
+    """Run assertions, then the test functions and classes that they define; raise what fails.
 
     `names`: local name -> name in the program, empty for the program itself.
     """

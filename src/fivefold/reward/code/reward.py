@@ -1,4 +1,4 @@
-"""The rewards `code` and `code_fraction`: what a program in a response does on the tests of its task."""
+"""The rewards `code` and `code_fraction`: results of a program in a response on the tests of its task."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fivefold.reward.code.remote import NOT_TESTABLE
 from fivefold.reward.code.sandbox import Sandbox
 
 _SHARE_OF_TIME = 0.8
-"""Of a sample's time limit that its tests may take together: what is left is for starting and comparing."""
+"""Share of a sample's time limit that its tests may take together; the rest is for starting and comparing."""
 
 _CLOCK_FACTOR = 3
-"""A test may take so many times its CPU time by the clock: the machine may be busy."""
+"""Largest wall-clock time of a test, as a multiple of its CPU time, because the machine may be busy."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ProgramTests:
     trusted_tests: bool = False
     sandbox: Sandbox = field(init=False)
     tests: Sandbox = field(init=False)
-    """Runs assertions, next to the program in the other one."""
+    """Sandbox that runs assertions, next to the sandbox of the program."""
 
     def __post_init__(self) -> None:
         self.sandbox, self.tests = Sandbox(self.memory_mb), Sandbox(self.memory_mb)
@@ -38,9 +38,9 @@ class ProgramTests:
         self.tests.close()
 
     def passed(self, response: str, ground_truth: str, to_the_end: bool) -> tuple[int, int]:
-        """(tests passed, all tests); without `to_the_end` no further test is run after one that failed.
+        """Return (tests passed, all tests); without `to_the_end`, stop after the first failure.
 
-        Tests that the sample's time does not reach have failed.
+        Tests that do not start within the sample's time have failed.
         """
         tests, program = read_cases(ground_truth), program_of(response)
         end, passed = time.monotonic() + _SHARE_OF_TIME * self.sample_seconds, 0
@@ -64,7 +64,7 @@ class ProgramTests:
             fault = "they hand the program what is no plain value"
         if fault is not None and not self.trusted_tests:
             raise ValueError(f"assert_code must have assertions on plain values, {CHEATED.format(fault)}")
-        # A program that ends before trusted tests do has not written it.
+        # A program that exits before the trusted tests finish has not written the mark.
         end_mark = secrets.token_hex(8)
         ran = self.sandbox.run(case.program(program, end_mark), case.given, tests.function, seconds, clock)
         return ran.status == "ended" and tests.is_right(case, ran.output, end_mark)
@@ -74,23 +74,23 @@ _tests = ProgramTests()
 
 
 def configure(test_seconds: float, memory_mb: int, sample_seconds: float, trusted_tests: bool) -> None:
-    """Set what the tests of this process may take."""
+    """Set the limits of this process's tests."""
     global _tests
     _tests = ProgramTests(test_seconds, memory_mb, sample_seconds, trusted_tests)
 
 
 def start_sandbox() -> None:
-    """Start the sandbox; raises RuntimeError where programs cannot be locked up."""
+    """Start the sandbox; raise RuntimeError if programs cannot be confined here."""
     _tests.sandbox.start()
 
 
 def code(response: str, ground_truth: str) -> float:
-    """1 when the program in the response passes every test, 0 otherwise."""
+    """Return 1 if the program in the response passes every test, 0 otherwise."""
     passed, tests = _tests.passed(response, ground_truth, to_the_end=False)
     return float(passed == tests)
 
 
 def code_fraction(response: str, ground_truth: str) -> float:
-    """The share of the tests that the program in the response passes."""
+    """Return the share of the tests that the program in the response passes."""
     passed, tests = _tests.passed(response, ground_truth, to_the_end=True)
     return passed / tests

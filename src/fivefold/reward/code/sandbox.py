@@ -1,4 +1,4 @@
-"""The reward process's end of the sandbox: programs and inputs in, outputs out. What a test expects never leaves it."""
+"""Sandbox on the side of the reward process: programs and inputs in, outputs out. What a test expects stays here."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SLACK_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended."""
+    """Result of a program."""
 
     status: str
-    """`ended`, or why it did not."""
+    """`ended`, or the reason why the program was stopped or failed."""
     output: str
-    """What it wrote, or a function's result as JSON."""
+    """Text that the program wrote, or a function's result as JSON."""
 
 
 class Sandbox:
@@ -38,10 +38,10 @@ class Sandbox:
         self._server: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
         self.layers: dict[str, Any] = {}
-        """What protects, besides what must: the version of Landlock, whether there is a network at all."""
+        """Optional protections that are active: the version of Landlock, and whether the network is isolated."""
 
     def start(self) -> None:
-        """Start the server; raises RuntimeError where programs cannot be locked up."""
+        """Start the server; raise RuntimeError if programs cannot be confined here."""
         if (reason := confine.missing()) is not None:
             raise RuntimeError(f"the reward `code` runs no program here: {reason}")
         self.close()
@@ -54,7 +54,7 @@ class Sandbox:
                 | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # It ends when this process does, after it has cleaned up: not with it.
+                # The server ends after this process and cleans up first; a signal to this process's group must not end it.
                 start_new_session=True,
             )  # fmt: skip
         self.layers = self._receive(_START_SECONDS)
@@ -63,8 +63,10 @@ class Sandbox:
             raise RuntimeError(f"the simplest program does not run here: {tried}")
 
     def run(self, program: str, given: str, function: str | None, seconds: float, clock: float) -> Ran:
-        """Run a program on one test, for at most so many seconds of CPU time and by the clock; raises RuntimeError where
-        there is no sandbox."""
+        """Run a program on one test, for at most so many seconds of CPU time and of wall-clock time.
+
+        Raises RuntimeError without a sandbox.
+        """
         with contextlib.ExitStack() as opened:
             files = [_file(text, opened) for text in (program, given, "", "")]
             self._begin({"seconds": seconds, "clock": clock, "function": function}, files)
@@ -76,7 +78,7 @@ class Sandbox:
             return Ran(status, os.pread(wanted, size, 0).decode(errors="replace"))
 
     def check(self, programs: Sandbox, program: str, tests: Assertions, seconds: float, clock: float) -> str:
-        """How tests ended that run here and call a program in another sandbox: `ended` where all of them hold."""
+        """Run tests here that call a program in another sandbox, and return their status: `ended` if all of them hold."""
         limits = {"seconds": seconds, "clock": clock}
         with contextlib.ExitStack() as opened:
             files = [_file(text, opened) for text in (program, "", tests.text, "")]
@@ -106,7 +108,7 @@ class Sandbox:
             raise RuntimeError(f"the sandbox is gone: {error}") from error
 
     def _end(self, clock: float) -> str:
-        """How what was begun has ended."""
+        """Wait for the request in progress and return its status."""
         try:
             status = str(self._receive(clock + _SLACK_SECONDS)["status"])
         except OSError as error:
@@ -117,7 +119,7 @@ class Sandbox:
         return status
 
     def _stop(self, clock: float) -> None:
-        """End what was begun."""
+        """Stop the request in progress."""
         if self._requests is not None:
             with contextlib.suppress(OSError):
                 self._requests.send(STOP)
@@ -134,7 +136,7 @@ class Sandbox:
         return found
 
     def close(self) -> None:
-        """End the server; it ends what runs and removes its directory."""
+        """End the server, which ends its running program and removes its directory."""
         if self._requests is not None:
             self._requests.close()
         if self._server is not None:
@@ -143,7 +145,7 @@ class Sandbox:
 
 
 def _file(text: str, opened: contextlib.ExitStack) -> int:
-    """A file in memory that goes with the last process that has it."""
+    """Return a file in memory that is freed with its last descriptor."""
     file = os.memfd_create("test")
     opened.callback(os.close, file)
     data = text.encode(errors="replace")

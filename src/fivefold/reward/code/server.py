@@ -1,8 +1,8 @@
-"""Runs programs, each in a process of its own that can only compute. Started by a Sandbox, once per reward process.
+"""Runs programs, each in its own process that can only compute. A Sandbox starts it, once per reward process.
 
-It has imported what programs usually import, so that a program starts in a millisecond. What a program, its input and its
-output are it never sees: they are in files in memory, which go from the reward process to the program's and back. So there
-is nothing in its memory, which every program gets a copy of, that another program left.
+It has imported the usual modules, so that a program starts in a millisecond. It never sees programs, inputs and outputs:
+they are in files in memory, which pass from the reward process to the program's process and back. Every program gets a copy
+of this process's memory, so no other program can have left anything in it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 from fivefold.reward.code import confine, program
 
 PREFIX = "fivefold-code-"
-"""Of the directories that programs write into."""
+"""Prefix of the directories that programs write into."""
 FILES = 4
-"""Sent with each request: the program, its input, its output, a function's result."""
+"""Number of files sent with each request: the program, its input, its output, a function's result."""
 STOP = b"stop"
-"""Ends the program that runs; nothing where it has ended."""
+"""Message that ends the running program; no effect if it has ended."""
 NOT_BEGUN = "not begun"
-"""Of a program that could not be locked up, and so did not run."""
+"""Status of a program that could not be confined and therefore did not run."""
 _MOST_THREADS = 64
 _MOST_FILES = 256
 _POLL_MS = 10
@@ -42,7 +42,10 @@ _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/u
 
 
 def main() -> None:
-    """Answer requests, `{"seconds": ..., "clock": ...}` and what `program.run` takes, with files, by `{"status": ...}`."""
+    """Answer requests with `{"status": ...}`.
+
+    A request has `{"seconds": ..., "clock": ...}`, the arguments of `program.run`, and its files.
+    """
     requests = socket.socket(fileno=int(sys.argv[1]))
     memory, largest = (int(word) << 20 for word in sys.argv[2:])
     os.register_at_fork(after_in_child=requests.close)
@@ -57,7 +60,7 @@ def main() -> None:
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_STACK: min(memory, 128 << 20),
         }
-        # Shared libraries of a Python that is not the system's are next to its own.
+        # A Python that is not the system's has its shared libraries next to it.
         ruleset = confine.landlock_ruleset([*libraries, f"{sys.base_prefix}/lib", *_READABLE], box)
         lock = confine.confinement(ruleset, limits)
         sys.path[:] = [path for path in sys.path if any(path.startswith(each) for each in libraries)]
@@ -80,7 +83,7 @@ def main() -> None:
 def _run(
     request: dict[str, Any], files: list[int], box: str, lock: Callable[[], None], requests: int, most_bytes: int
 ) -> str | None:
-    """How a program ended: "ended", or why it was ended; None where nobody waits for it any more."""
+    """Return how a program ended: "ended", or why it was stopped; None if the reward process is gone."""
     seconds, own, end = request["seconds"], os.getpid(), time.monotonic() + request["clock"]
     has_begun, begun = os.pipe()
     child = os.fork()
@@ -103,7 +106,7 @@ def _run(
             if handle in ready:
                 break
             if ready.get(requests) == select.POLLIN:
-                # The word to stop: `main` reads it.
+                # This is STOP: `main` reads it.
                 reason = "stopped"
                 break
             reason = None if requests in ready else _excess(child, seconds, end, box, most_bytes)
@@ -129,9 +132,9 @@ def _run(
 
 
 def _excess(child: int, seconds: float, end: float, box: str, most_bytes: int) -> str:
-    """Which of the limits that are not the kernel's own a program has passed; empty for none."""
+    """Return the limit that a program has exceeded, among those that the kernel does not enforce; empty for none."""
     with contextlib.suppress(OSError):
-        # Behind the name, which is in brackets: state is the first, CPU times in ticks the 12th and 13th, threads the 18th.
+        # After the name in brackets: state is the first field, CPU times in ticks the 12th and 13th, threads the 18th.
         found = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
         if (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") > seconds:
             return "time"
@@ -152,10 +155,10 @@ def _empty(box: str) -> None:
 
 @contextlib.contextmanager
 def _box() -> Any:
-    """A directory that is removed in the end, as are those of servers that were killed: whose lock is free."""
+    """Create a directory and remove it at the end; also remove directories of killed servers, whose locks are free."""
     for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            # One that is new may be about to be locked.
+            # A new directory may not be locked yet.
             if time.time() - old.lstat().st_mtime > 60:
                 _remove_unless_locked(old)
     path = tempfile.mkdtemp(prefix=PREFIX)

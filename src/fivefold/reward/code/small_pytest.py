@@ -1,4 +1,4 @@
-"""What assertion tests use of pytest: approx, raises, parametrize. Stands in for it where tests run, installed or not."""
+"""Subset of pytest for assertion tests: approx, raises, parametrize. It replaces pytest even if that is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 class approx:  # noqa: N801 - pytest's name
-    """Equal to what is nearly so: numbers, and those in sequences and mappings."""
+    """Equal to values within a tolerance: numbers, and numbers in sequences and mappings."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
         self.expected, self._nan_ok = expected, nan_ok
@@ -67,7 +67,7 @@ class raises:  # noqa: N801 - pytest's name
         if error is None:
             raise AssertionError("nothing was raised")
         names = getattr(error, "names", [])
-        # A class of the program's own is told by its name.
+        # An exception of the program's own class is matched by its name.
         own = [each for each in self._kinds if not isinstance(each, type)]
         is_kind = isinstance(error, tuple(each for each in self._kinds if isinstance(each, type)))
         if not is_kind and not any(each.__name__ in names for each in own):
@@ -87,7 +87,7 @@ def fixture(*given: Any, **named: Any) -> Any:
 
 
 class _Mark:
-    """`pytest.mark`: parametrize acts, the others mark only."""
+    """`pytest.mark`: parametrize acts, the other marks have no effect."""
 
     @staticmethod
     def parametrize(names: str | Sequence[str], rows: Iterable[Any], **more: Any) -> Callable[[Any], Any]:
