@@ -1,4 +1,4 @@
-"""`fivefold plan --calibrate`: how fast this machine is, kind by kind, kept in a file that `plan` and `check` read."""
+"""`fivefold plan --calibrate`: measures the speed of this machine, kind by kind, for a file that `plan` and `check` read."""
 
 from fivefold.calibration.machine import calibrate
 

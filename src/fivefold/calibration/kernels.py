@@ -1,4 +1,4 @@
-"""Products, optimizer and copies, one by one: device -> rates in the units of their kinds."""
+"""Measures products, optimizer and copies one by one: device -> rates in the units of their kinds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fivefold.plan.costs import ADAM_BYTES, GRADIENT_BYTES
 _LARGE, _SMALL = 0.4, 0.05
 """Seconds for which a piece of work is repeated, on a GPU and on a CPU."""
 _PROFILED = 3
-"""How often work is done whose kernels are timed."""
+"""Number of runs of the work whose kernels are timed."""
 _LONG, _MOST_TIMES = 5e-3, 1000
-"""Seconds that make launching the first and waiting for the last nothing, and how often a work is done in a row at most."""
+"""Seconds of queued work that make launch and final wait negligible, and the maximum number of repetitions in a row."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class Clock:
 
     device: torch.device
     deadline: float
-    """Of the monotonic clock."""
+    """Time of the monotonic clock at which measuring must end."""
 
     @property
     def is_large(self) -> bool:
-        """A GPU, for which sizes are those of real models."""
+        """The device is a GPU, for which sizes are those of real models."""
         return self.device.type == "cuda"
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """The shortest of several runs, the first two left out: they compile and allocate."""
+        """Return the shortest time of several runs in seconds; the first two, which compile and allocate, are left out."""
         self.once(work)
         end = time.monotonic() + min(_LARGE if self.is_large else _SMALL, max(0.0, self.left))
         times = min(_MOST_TIMES, math.ceil(_LONG / self.once(work)))
@@ -51,12 +51,12 @@ class Clock:
         return best
 
     def by_kind(self, work: Callable[[], Any]) -> dict[str, float]:
-        """Seconds of every kind that the device computes, the first runs left out: they compile and allocate."""
+        """Return the device's seconds for every kind of work; the first runs, which compile and allocate, are left out."""
         self.once(work, 2)
         return seconds_by_kind(work, self.device, _PROFILED)
 
     def once(self, work: Callable[[], Any], times: int = 1) -> float:
-        """Seconds until the device has done it, of so many in a row: what is launched behind another waits for no launch."""
+        """Return the seconds per run of `times` runs in a row: a queued run is launched while the one before it runs."""
         self._wait()
         begin = time.perf_counter()
         for _ in range(times):
@@ -70,7 +70,7 @@ class Clock:
 
 
 def products(clock: Clock) -> Iterator[tuple[str, float, float]]:
-    """bfloat16 products of many rows with weights, one of whose sides a layout has cut."""
+    """Measure bfloat16 products of many rows with weights, one side of which a layout has sharded."""
     rows, hidden = (16384, 2048) if clock.is_large else (512, 512)
     for size in (128, 512, 1024, 2048, 4096, 8192) if clock.is_large else (32, 128, 512):
         if clock.left <= 0:
@@ -84,7 +84,7 @@ def products(clock: Clock) -> Iterator[tuple[str, float, float]]:
 
 
 def optimizer(clock: Clock) -> Iterator[tuple[str, float, float]]:
-    """Adam over float32 shards, and what is done to gradients around it."""
+    """Measure Adam over float32 shards, and the passes over gradients around it."""
     if clock.left <= 0:
         return
     count = 1 << (28 if clock.is_large else 20)
@@ -109,7 +109,7 @@ def optimizer(clock: Clock) -> Iterator[tuple[str, float, float]]:
 
 
 def copies(clock: Clock) -> Iterator[tuple[str, float, float]]:
-    """Between pinned host memory and the device; and a read of the device's memory, as decoding does."""
+    """Measure copies between pinned host memory and the device, and a read of the device's memory, as decoding does."""
     if clock.left <= 0:
         return
     count = 1 << (30 if clock.is_large else 24)

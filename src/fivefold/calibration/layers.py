@@ -1,7 +1,7 @@
-"""Layers and heads of small models as the trainer runs them: device -> rates in the units of their kinds.
+"""Measures layers and heads of small models as the trainer runs them: device -> rates in the units of their kinds.
 
-What a model with more layers, or with a vocabulary, computes more than one without, kind by kind, is the time of that part.
-Products are not taken from it: those of a layer take ten times as long as its passes over memory.
+The time of a part is the difference, kind by kind, between a model with more layers, or with a vocabulary, and one without.
+Matrix products are not measured this way: those of a layer take ten times as long as its passes over memory.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class _Sizes:
     experts: int
     expert_ffn: int
     each: tuple[int, ...]
-    """Tokens of an expert."""
+    """Numbers of tokens per expert to measure."""
 
 
 _LARGE = _Sizes(2048, 6144, 16, 128, 151936, 16384, (1024, 4096, 8192), 32, 768, (16, 128, 512, 1024, 2048, 4096))
 _MIDDLE = replace(_LARGE, vocab=32768, tokens=8192)
 _SMALL = _Sizes(64, 192, 4, 16, 8192, 512, (512,), 8, 32, (16, 128))
 _LARGE_BYTES = 64 * 2**30
-"""Of a GPU that has room for the large sizes, which take 40 GiB."""
+"""Memory in bytes of a GPU that has room for the large sizes, which take 40 GiB."""
 _FEW = 1024
-"""Words of models whose head is not measured: their embeddings take little time and memory."""
+"""Vocabulary size of models whose head is not measured: their embeddings take little time and memory."""
 
 
 def layers(clock: Clock, rates: Callable[[], Efficiencies], tell: Callable[[str], None]) -> Iterator[Found]:
-    """Rates of layers on one device, of models that train; `tell` is given what cannot be measured, and why."""
+    """Yield rates of layers on one device, from models that train; `tell` receives what cannot be measured, and why."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     init_process_group(clock.device, _MINUTES)
     try:
@@ -87,7 +87,7 @@ class _Layers:
             self._sizes = _LARGE if room >= _LARGE_BYTES else _MIDDLE
 
     def measure(self) -> Iterator[Found]:
-        """Host, passes over memory, attention, head, experts."""
+        """Measure host time, passes over memory, attention, head and experts."""
         few, more = self._model(2), self._model(4)
         yield from self._bodies(few, more)
         del more
@@ -102,7 +102,7 @@ class _Layers:
         return self._clock.left > 0
 
     def _rates_of(self, found: dict[tuple[str, float], tuple[float, float]]) -> Iterator[Found]:
-        """Of (kind, size): (operations or bytes, seconds)."""
+        """Yield the rates of (kind, size) -> (operations or bytes, seconds)."""
         for (kind, size), (amount, seconds) in found.items():
             if seconds > 0:
                 yield kind, size, amount / seconds / UNITS[KINDS[kind].unit]
@@ -140,7 +140,7 @@ class _Layers:
         length = sizes.lengths[0]
         bare, whole = self._spent(without, length), self._spent(model, length)
         forward, backward = head_work(model.spec, _ONE, Tokens(sizes.tokens, length))
-        # By its own kernels, where it has some: a gradient of as many words is passed over as well.
+        # Count only the head's own kernels, if it has any: a larger vocabulary also adds passes over its gradient.
         spent_on = (lambda spent: spent["logits"]) if whole[0]["logits"] else _passes
         ahead, both = (spent_on(whole[way]) - spent_on(bare[way]) for way in (0, 1))
         yield from self._rates_of(
@@ -151,7 +151,7 @@ class _Layers:
         )
 
     def _experts(self) -> Iterator[Found]:
-        """The experts of a layer alone: what carries tokens to them and back is measured as traffic."""
+        """Measure the experts of a layer alone: what carries tokens to them and back is measured as traffic."""
         sizes, device = self._sizes, self._mesh.device
         model = self._model(1, experts=True, learns=False)
         (experts,) = (part for part in model.modules() if isinstance(part, GroupedExperts))
@@ -163,12 +163,12 @@ class _Layers:
             tokens_TD = torch.randn(count, sizes.hidden, device=device).to(experts.fc1.dtype).requires_grad_()
             weights_T = torch.rand(count, device=device).requires_grad_()
             work = partial(_there_and_back, experts, tokens_TD, weights_T, torch.full((sizes.experts,), each))
-            # Three products, and each twice more in backward.
+            # Three products, and each takes two more in backward.
             flops = 3 * 3 * 2 * count * sizes.hidden * sizes.expert_ffn
             yield "grouped_gemm", each, flops / self._clock.seconds(work) / 1e12
 
     def _spent(self, model: MegatronModel, length: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds by kind of (forward, a whole update)."""
+        """Return seconds by kind for (a forward pass, a whole update)."""
         batch = _batch(length, self._sizes.tokens, model.spec.vocab)
         return (
             self._clock.by_kind(lambda: model.forward(batch)),
@@ -176,8 +176,8 @@ class _Layers:
         )
 
     def _model(self, layers: int, value_head: bool = True, experts: bool = False, learns: bool = True) -> MegatronModel:
-        """A model with random weights."""
-        # What the models before it had: they are in cycles of references.
+        """Build a model with random weights."""
+        # Free the memory of earlier models, which are in cycles of references.
         gc.collect()
         if self._clock.is_large:
             torch.cuda.empty_cache()
@@ -205,13 +205,13 @@ class _Layers:
 
 
 def _there_and_back(experts: GroupedExperts, tokens_TD: Tensor, weights_T: Tensor, counts_E: Tensor) -> None:
-    """Forward and all gradients of experts."""
+    """Run forward and compute all gradients of experts."""
     output_TD, _ = experts(tokens_TD, counts_E, weights_T)
     torch.autograd.grad(output_TD, (tokens_TD, weights_T, experts.fc1, experts.fc2), tokens_TD.detach())
 
 
 def _write_weights(directory: Path, device: torch.device, value_head: bool) -> None:
-    """Random ones: products of zeros are faster."""
+    """Write random weights: products of zeros would be faster."""
     spec, found = load_spec(directory, value_head), {}
     for parameter in parameters_of(spec):
         for name, shape in zip(parameter.hf, file_shapes(spec, parameter), strict=True):
@@ -221,12 +221,15 @@ def _write_weights(directory: Path, device: torch.device, value_head: bool) -> N
 
 
 def _passes(spent: dict[str, float]) -> float:
-    """Seconds of passes over memory that are not the optimizer's."""
+    """Return the seconds of passes over memory that are not the optimizer's."""
     return sum(seconds for kind, seconds in spent.items() if kind not in _NOT_PASSES)
 
 
 def _traffic(work: list[Work], spent: dict[str, float]) -> dict[tuple[str, float], tuple[float, float]]:
-    """Passes over memory: by their own kernels; those that have none go with the others, at one rate."""
+    """Return (amount, seconds) of passes over memory by kind and size.
+
+    Kinds with their own kernels are measured separately; all others share one rate.
+    """
     of = {kind: [one for one in work if one.kind == kind] for kind in ("elementwise", "heads", "swiglu")}
     apart = [kind for kind in of if spent.get(kind)]
     rest = [one for kind, works in of.items() if kind not in apart for one in works]
@@ -243,12 +246,12 @@ def _amount(work: list[Work], kind: str) -> float:
 
 
 def _sum(output_T: Tensor, entropy_T: Tensor, batch: TokenBatch) -> LossOutput:
-    """A loss with a gradient for every token."""
+    """Return a loss with a gradient for every token."""
     return LossOutput(output_T.sum() / max(1, batch.update_tokens), {})
 
 
 def _batch(length: int, tokens: int, vocab: int) -> TokenBatch:
-    """Sequences of one length, all of whose tokens but the first are predicted."""
+    """Build sequences of one length, in which all tokens but the first are predicted."""
     lengths = [length] * max(1, tokens // length)
     mask = torch.cat([torch.arange(one) > 0 for one in lengths])
     generator = torch.Generator().manual_seed(0)

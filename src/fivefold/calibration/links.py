@@ -1,4 +1,4 @@
-"""What the GPUs of this machine, or two processes without any, carry between each other: messages -> rates."""
+"""Measures bandwidth between the GPUs of this machine, or between two processes on a CPU: messages -> rates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fivefold.distributed.rendezvous import join
 
 
 def links(clock: Clock) -> Iterator[tuple[str, float, float]]:
-    """Bus bandwidth of an all-gather, and what leaves a rank in an all-to-all, by the size of the message."""
+    """Yield the bus bandwidth of an all-gather, and the rate of data leaving a rank in an all-to-all, by message size."""
     world = torch.cuda.device_count() if clock.is_large else 2
     if world < 2 or clock.left <= 0:
         return
@@ -37,7 +37,7 @@ def _rank(rank: int, world: int, kind: str, deadline: float, out: str) -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     join("nccl" if kind == "cuda" else "gloo", max(1.0, deadline - time.monotonic()) / 60)
-    # Every rank measures as often as every other, whatever its clock says.
+    # All ranks must measure equally often, whatever their clocks show.
     sizes = (10**6, 10**7, 10**8, 10**9) if kind == "cuda" else (10**5, 10**6, 10**7)
     clock, found = Clock(device, deadline), []
     for size in sizes:
@@ -54,7 +54,7 @@ def _rank(rank: int, world: int, kind: str, deadline: float, out: str) -> None:
 
 
 def _shortest(clock: Clock, work: Callable[[], Any]) -> float:
-    """Of ten runs of a few in a row, the slowest rank's."""
+    """Return the shortest time of ten series of four runs, on the slowest rank."""
     best = float("inf")
     for _ in range(10):
         dist.barrier()

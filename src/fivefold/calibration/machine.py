@@ -1,6 +1,6 @@
-"""All measurements of this machine within a time, each part in a process of its own: -> Rates in a file. No torch here.
+"""Measures this machine within a time limit, each part in a separate process: -> Rates in a file. No torch here.
 
-A process gives its memory back when it ends, and one that hangs within the driver or NCCL is left behind.
+A process frees its memory when it ends, and one that hangs within the driver or NCCL is abandoned.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fivefold.errors import shown
 from fivefold.plan.efficiency import CALIBRATION, Rate, write_calibration
 
 PARTS = {"kernels": 0.25, "links": 0.3, "layers": 1.0}
-"""Share that each may take at most of the time that is left. What comes later is what earlier ones leave of a whole."""
+"""Part -> the maximum share of the remaining time that it may take; later parts get what earlier ones leave."""
 _LEAST = 20.0
-"""Seconds that each may take whatever its share is: it starts processes, which import torch."""
+"""Seconds that each part may take whatever its share is: it starts processes, which import torch."""
 _GRACE = 5.0
-"""Seconds that a part has to end by itself."""
+"""Seconds after its limit in which a part may end by itself."""
 
 
 def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[str], None] = print) -> Path:
-    """Measure what there is time for and keep it; the file. Kinds that are not measured keep the rates that came with us.
+    """Measure what the time allows, write it to a file and return its path; kinds not measured keep the built-in rates.
 
-    Takes `seconds` at most, whatever hangs. Raises ValueError where nothing could be measured.
+    Takes at most `seconds`, even if a process hangs. Raises ValueError if nothing could be measured.
     """
     path = (path or CALIBRATION).expanduser()
     deadline, rows, faults = time.monotonic() + seconds, list[Rate](), list[str]()
@@ -61,7 +61,7 @@ def calibrate(path: Path | None = None, seconds: float = 120.0, tell: Callable[[
 
 
 def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[str, Any]]:
-    """Rows as they are measured, a `note` of what is left out, and a `fault` where the part did not end well."""
+    """Yield rows as they are measured, a `note` of what is left out, and a `fault` if the part failed."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="fivefold-", ignore_cleanup_errors=True) as directory:
         errors = Path(directory) / "errors"
@@ -69,12 +69,12 @@ def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[s
             process = subprocess.Popen(
                 [sys.executable, "-m", "fivefold.calibration.part", name, str(deadline)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, start_new_session=True,
-                # As the launcher sets it; CUDA reads it when it starts.
+                # Same value as in the launcher; CUDA reads it when it starts.
                 env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TMPDIR": directory},
             )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         try:
-            # One that ended at once reads nothing; what it said follows.
+            # A process that has already ended reads nothing; the reason it printed is reported below.
             with contextlib.suppress(BrokenPipeError), process.stdin as known:
                 known.write(json.dumps([asdict(row) for row in earlier]).encode())
             for line in _lines(process.stdout, deadline + _GRACE):
@@ -85,13 +85,13 @@ def _part(name: str, seconds: float, earlier: Sequence[Rate]) -> Iterator[dict[s
         except (TimeoutError, subprocess.TimeoutExpired):
             yield {"fault": f"stopped, it did not end within {seconds:.0f} seconds"}
         finally:
-            # And what ranks it has left. Not waited for: one within a driver's call ends when that returns, if ever.
+            # Also kills the ranks it started. No wait: a process within a driver call ends when the call returns, if ever.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def _lines(output: IO[bytes], deadline: float) -> Iterator[bytes]:
-    """What is printed until the output is closed; raises TimeoutError at the deadline."""
+    """Yield the lines printed until the output is closed; raises TimeoutError at the deadline."""
     lines: queue.Queue[bytes | None] = queue.Queue()
 
     def read() -> None:

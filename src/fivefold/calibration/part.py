@@ -1,7 +1,7 @@
-"""One part of a calibration, measured in this process: `python -m fivefold.calibration.part NAME DEADLINE`.
+"""Measures one part of a calibration in this process: `python -m fivefold.calibration.part NAME DEADLINE`.
 
-It reads the rates so far as JSON, and prints an object for each one as soon as that is measured: a `Rate`, a `note` of what
-is left out, or a `fault`. The deadline is one of the monotonic clock, which processes share.
+It reads the rates measured so far as JSON, and prints an object for each result as soon as it is measured: a `Rate`, a
+`note` of what is left out, or a `fault`. The deadline is a time of the monotonic clock, which processes share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Found = tuple[str, float, float]
 
 
 def measure(part: str, clock: Clock, earlier: Sequence[Rate], tell: Callable[[str], None]) -> Iterator[Rate]:
-    """The rates of a part of `machine.PARTS`; raises ValueError where this machine's GPU is not in the table of GPUs."""
+    """Yield the rates of a part of `machine.PARTS`; raises ValueError if this machine's GPU is not in the table of GPUs."""
     hardware = local_gpu_kind() if clock.is_large else "cpu"
     if hardware is None:
         raise ValueError(
@@ -42,7 +42,7 @@ def measure(part: str, clock: Clock, earlier: Sequence[Rate], tell: Callable[[st
 
 
 def _part(part: str, clock: Clock, rates: Callable[[], Efficiencies], tell: Callable[[str], None]) -> Iterator[Found]:
-    """`rates` gives those that are measured by then."""
+    """Run the measurements of a part; `rates` returns the rates measured by then."""
     if part == "kernels":
         yield from kernels.products(clock)
         yield from kernels.optimizer(clock)
@@ -52,14 +52,14 @@ def _part(part: str, clock: Clock, rates: Callable[[], Efficiencies], tell: Call
 
         yield from links(clock)
     else:
-        # The trainer: the ranks of links, which import this module too, need none of it.
+        # This imports the trainer, which the ranks of `links` do not need, although they import this module too.
         from fivefold.calibration.layers import layers
 
         yield from layers(clock, rates, tell)
 
 
 def main() -> None:
-    """Answer on what is stdout now; what libraries print goes to stderr."""
+    """Measure one part and print results to the original stdout; output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     part, deadline = sys.argv[1:]

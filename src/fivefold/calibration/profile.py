@@ -1,4 +1,4 @@
-"""What a device computes, by what it is for: kernels of a GPU and operators of a CPU, told by their names."""
+"""Device time by purpose: kernels of a GPU and operators of a CPU, classified by their names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MARKS = {
     "zeros": ("memset", "fill", "aten::zero"),
     "copies": ("copy", "cat", "memcpy"),
 }
-"""Kind -> what the names of its kernels have in them; the first that fits."""
+"""Kind -> substrings of the names of its kernels; the first match counts."""
 OTHERS = "element-wise and others"
 
 
 def seconds_by_kind(work: Callable[[], Any], device: torch.device, times: int = 1) -> dict[str, float]:
-    """Seconds that the device computes for one run of `work`, of every kind: what the host does between is not counted."""
+    """Return the device's seconds for one run of `work` by kind; host time in between is not counted."""
     is_cuda = device.type == "cuda"
     activity = profiler.ProfilerActivity.CUDA if is_cuda else profiler.ProfilerActivity.CPU
     with profiler.profile(activities=[activity]) as profiled:
@@ -37,7 +37,7 @@ def seconds_by_kind(work: Callable[[], Any], device: torch.device, times: int = 
     found = dict.fromkeys([*_MARKS, OTHERS], 0.0)
     for event in profiled.key_averages():
         spent = event.self_device_time_total if is_cuda else event.self_cpu_time_total
-        # An optimizer's step is a span that has its kernels in it.
+        # An optimizer's step is a span that contains its kernels, so counting it would count them twice.
         if spent > 0 and not event.key.startswith("Optimizer."):
             found[_kind(event.key.lower())] += spent / 1e6 / times
     return found

@@ -1,4 +1,4 @@
-"""The one door to Megatron-Core."""
+"""The only entry point to Megatron-Core: no other package imports it."""
 
 import warnings
 

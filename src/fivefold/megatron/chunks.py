@@ -1,4 +1,4 @@
-"""This rank's parts of the model, one a virtual stage, and their weights by the names that they have in the whole."""
+"""This rank's chunks of the model, one per virtual stage, and their weights by their names in the whole model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FUSED_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Transformer Engine's layers keep a norm's weight in the product that follows it."""
+"""Transformer Engine's name of a norm -> ours: its layers store a norm's weight in the linear layer after it."""
 
 
 def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> list[PolicyModel]:
-    """This rank's parts of the model, one a virtual stage, on its device, weights not yet set."""
+    """Build this rank's chunks of the model on its device, one per virtual stage; weights are not set yet."""
     split = policy.megatron.pipeline_split.split_layers(spec.layers, mesh.layout)
     if fault := recompute_fault(vars(config), (len(layers) for stage in split for layers in stage)):
         raise ValueError(f"megatron.transformer: {fault}")
@@ -44,7 +44,7 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
         stage = number if virtual else None
         first = get_transformer_layer_offset(config, vp_stage=stage)
         assert not layers or first == layers[0], f"Megatron-Core starts chunk {number} at layer {first}, not {layers[0]}"
-        # It warns of every layer whose mixture of experts is not its own class.
+        # Megatron-Core warns about every layer whose mixture of experts is not its own class.
         with quiet("megatron.core.transformer.transformer_layer"):
             chunk = PolicyModel(
                 config=config,
@@ -71,11 +71,10 @@ def build_chunks(config: TransformerConfig, spec: ModelSpec, mesh: Mesh, policy:
 
 
 def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mesh: Mesh) -> None:
-    """Put adapters beside the linear maps of these chunks, their content not yet set; the rest is frozen, but for a value
-    head."""
+    """Add adapters to the linear modules of these chunks, values not set yet; freeze everything else but a value head."""
     found = adapters_of(spec, lora)
     wanted = {linear: list(maps) for linear, maps in groupby(found, key=lambda each: each.linear)}
-    # All experts of a layer are alike.
+    # All experts of a layer have the same adapters.
     experts = {layer: [each for each in found if (each.layer, each.expert) == (layer, 0)] for layer in range(spec.layers)}
     for chunk in chunks:
         chunk.has_adapters = True
@@ -91,7 +90,7 @@ def add_adapters(chunks: list[PolicyModel], spec: ModelSpec, lora: LoraSpec, mes
 
 
 def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
-    """A and B of the adapters by name, layers and experts counted over the whole model; of experts views."""
+    """Return A and B of the adapters by name, with layer and expert numbers of the whole model; for experts, views."""
     found: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, adapters in adapters_in(chunk):
@@ -104,7 +103,7 @@ def adapter_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
 
 
 class MergedWeights(dict[str, torch.Tensor]):
-    """Weights by name, of which each that has an adapter is merged with it when it is taken."""
+    """Weights by name; a weight that has an adapter is merged with it when it is read."""
 
     def __init__(self, chunks: list[PolicyModel], place: Coordinates, lost: LostToRounding | None) -> None:
         super().__init__(named_weights(chunks))
@@ -122,10 +121,10 @@ class MergedWeights(dict[str, torch.Tensor]):
 
 
 def named_weights(chunks: list[PolicyModel]) -> dict[str, torch.Tensor]:
-    """Parameters and router biases by name, layers and experts counted over the whole model instead of this rank.
+    """Return parameters and router biases by name, with layer and expert numbers of the whole model.
 
-    Adapters are not among them. The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`: views, so
-    ask again after anything that moves parameters.
+    Adapters are not included. The stacked weights of experts appear as `decoder.layers.3.mlp.experts.7.fc1`. These are
+    views: call this again after anything that moves parameters.
     """
     found: dict[str, torch.Tensor] = {}
     for chunk in chunks:
@@ -148,7 +147,7 @@ def _whole_name(name: str, chunk: PolicyModel) -> str:
 
 
 def routers(chunks: list[PolicyModel]) -> dict[int, Router]:
-    """The routers of this rank by layer, counted over the whole model, those of multi-token prediction behind the others."""
+    """Return this rank's routers by layer number in the whole model; those of multi-token prediction come last."""
     found = {
         chunk.layers_of_model[index]: layer.mlp.router
         for chunk in chunks

@@ -1,7 +1,8 @@
-"""Checkpoints that any layout reads: parameters, moments, schedule. Each rank holds and writes its share only.
+"""Checkpoints that any layout can read: parameters, moments, schedule. Each rank holds and writes only its share.
 
-Names and shapes are those of Megatron-Core's `sharded_state_dict`: of the whole model, whatever the layout. Of what several
-ranks hold alike each data-parallel rank writes a part; moments are divided over them already.
+Names and shapes are those of Megatron-Core's `sharded_state_dict`, which describe the whole model, whatever the layout. If
+several ranks hold the same tensor, each data-parallel rank writes a part of it. Moments are divided over these ranks
+already.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ _STATE = "optimizer.json"
 _PREFIX = "model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "param"
-"""The float32 copy of a parameter that an optimizer keeps of one in 16 bits."""
+"""State name of the float32 copy that an optimizer keeps of a 16-bit parameter."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank writes of a model."""
+    """The share of a model that this rank writes."""
 
     rank: int
     pieces: list[Piece]
     state: dict[str, Any] | None
-    """Of optimizer and schedule, where this rank writes it."""
+    """State of optimizer and schedule; None on ranks that do not write it."""
 
     def write(self, path: Path) -> list[Path]:
-        """Into the existing directory `path`; the files."""
+        """Write the share into the existing directory `path`; return the files."""
         files = [path / f"rank-{self.rank:05d}.safetensors"]
         write_pieces(files[0], self.pieces)
         if self.state is not None:
@@ -59,7 +60,7 @@ class Share:
 
 
 class HostCopies:
-    """Copies of shares in pinned memory that is kept: to make it takes longer than to copy."""
+    """Copies shares into pinned host memory, which is kept: allocating it takes longer than copying."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,13 +68,13 @@ class HostCopies:
         self._size = -1
 
     def prepare(self, share: Share) -> None:
-        """Have the memory made by a thread, unless it is there."""
+        """Start to allocate the memory in a thread, unless it exists."""
         size = size_of([piece.values for piece in share.pieces])
         if size != self._size:
             self._size, self._memory = size, in_thread(lambda: HostMemory(size, self._device), "host memory")
 
     def of(self, share: Share) -> Share:
-        """The share as it is now; the one copied before it must have been written."""
+        """Return a host copy of the share as it is now; the previous copy must have been written."""
         self.prepare(share)
         assert self._memory is not None
         copied = []
@@ -86,7 +87,7 @@ class HostCopies:
 
 
 def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> Share:
-    """This rank's share of the parameters and, with an updater, of optimizer and schedule; its pieces are views of them."""
+    """Return this rank's share of the parameters and, with an updater, of optimizer and schedule; its pieces are views."""
     pieces, state = list(_weights(chunks, mesh)), None
     if updater is not None:
         _ensure_moments(updater)
@@ -99,9 +100,9 @@ def share_of(chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> 
 
 
 def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: Mesh) -> None:
-    """Read what the ranks of any layout wrote; without an updater the parameters only.
+    """Read a checkpoint that was written on any layout; without an updater only the parameters.
 
-    Raises DamagedFile on all ranks of the model where one of them has read something else than was written. Collective.
+    Raises DamagedFile on all ranks of the model if one of them reads other bytes than were written. Collective.
     """
     fault = ""
     try:
@@ -111,7 +112,7 @@ def load(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: M
     faults = all_gather_json(fault, mesh.ranks.members)
     if any(faults):
         raise DamagedFile(next(filter(None, faults)))
-    # Equal copies are not a given after loading.
+    # Loading does not guarantee that copies are equal.
     verify_copies(chunks, mesh)
 
 
@@ -135,26 +136,26 @@ def _read(path: Path, chunks: list[PolicyModel], updater: Updater | None, mesh: 
 
 @dataclass(frozen=True)
 class _LocalTensor:
-    """A parameter or buffer of this rank, and where its numbers lie in the whole model."""
+    """A parameter or buffer of this rank, and the location of its elements in the whole model."""
 
     name: str
     data: Tensor
     parts: list[tuple[int, int, str, Box]]
-    """[begin, end) of the numbers in their order, and the box of which tensor they are."""
+    """[begin, end) of the elements in row-major order, with name and box of the stored tensor that they belong to."""
     copy: int
-    """Number among the data-parallel ranks that hold the same."""
+    """Index among the data-parallel ranks that hold the same elements."""
     copies: int
     is_first: bool
-    """Ranks that hold the same beside those (tied embeddings, norms on tensor-parallel ranks) leave it to this one."""
+    """This rank writes for other ranks with the same elements (tied embeddings, norms on tensor-parallel ranks)."""
 
     def pieces(self, kind: str, begin: int, end: int, values: Tensor) -> Iterator[Piece]:
-        """`values` are those of [begin, end), of the weights or of another kind of state of the parameter."""
+        """Yield the pieces of elements [begin, end); `values` are the weights or another kind of state of the parameter."""
         flat = values.detach().reshape(-1)
         for name, box, first, count in self._boxes(kind, begin, end):
             yield Piece(name, box, flat[first - begin : first - begin + count].view(box.size))
 
     def read(self, reader: PieceReader, kind: str, begin: int, end: int, values: Tensor) -> None:
-        """Fill `values`, those of [begin, end)."""
+        """Fill `values` with elements [begin, end)."""
         flat = torch.empty(end - begin, dtype=values.dtype)
         for name, box, first, count in self._boxes(kind, begin, end):
             reader.fill(name, box, flat[first - begin : first - begin + count].view(box.size))
@@ -170,15 +171,16 @@ class _LocalTensor:
 
     @property
     def share(self) -> tuple[int, int]:
-        """[begin, end) that this rank writes of what its data-parallel ranks hold alike."""
+        """[begin, end) that this rank writes of the elements that all its data-parallel ranks hold."""
         count = self.data.numel()
         return count * self.copy // self.copies, count * (self.copy + 1) // self.copies
 
 
 def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
-    """Megatron-Core says where each tensor lies; some it cuts in several (gate and up of a feed-forward layer).
+    """Yield the tensors of a chunk with the locations that Megatron-Core reports.
 
-    Of a model with adapters those that are trained: the others are those of the model that the run began with.
+    Megatron-Core splits some tensors in several (gate and up of a feed-forward layer). For a model with adapters, only the
+    trained tensors are included: the others are those of the model that the run started from.
     """
     for name, found in chunk.sharded_state_dict(prefix=_PREFIX, metadata={"dp_cp_group": mesh.dp}).items():
         if not chunk.is_trained(name.removeprefix(_PREFIX)):
@@ -192,7 +194,7 @@ def _tensors(chunk: PolicyModel, mesh: Mesh) -> Iterator[_LocalTensor]:
         parts, begin = [], 0
         for cut in cuts:
             if cut is not found:
-                # It is a view, and where it begins says which numbers it has.
+                # A view: the address where it begins gives the elements that it holds.
                 begin = (cut.data.data_ptr() - found.data.data_ptr()) // found.data.element_size()
                 assert cut.data.is_contiguous() and 0 <= begin <= found.data.numel() - cut.data.numel(), name
             size = (*(1 for _ in range(cut.prepend_axis_num)), *cut.local_shape)
@@ -220,22 +222,22 @@ class _Moments:
 
     adam: Any
     key: Tensor
-    """By which the optimizer knows it."""
+    """Tensor under which the optimizer stores this state."""
     begin: int
     end: int
-    """The parameter's numbers that this rank has the state of."""
+    """[begin, end) of the parameter's elements whose state is on this rank."""
     is_divided: bool
-    """Other data-parallel ranks have the others'; otherwise all have all."""
+    """The state is divided over the data-parallel ranks; otherwise each of them has all of it."""
 
     def kinds(self, has_master: bool) -> dict[str, Tensor]:
-        """Name of the state -> its tensor."""
+        """Return the state's tensors by name."""
         state = self.adam.state[self.key]
         masters = {MASTER: state.get("master_param", self.key)} if has_master else {}
         return masters | {name: state[name] for name in _MOMENTS}
 
 
 def _moments(updater: Updater) -> dict[Tensor, _Moments]:
-    """Of each parameter of the model."""
+    """Return the optimizer's state of each parameter of the model."""
     found = {}
     for outer in _adams(updater):
         adam = outer.optimizer
@@ -275,37 +277,37 @@ def _optimizer_state(chunks: list[PolicyModel], updater: Updater, mesh: Mesh) ->
 
 
 def _has_master(tensor: _LocalTensor) -> bool:
-    """A parameter in float32 is its own."""
+    """Whether the optimizer keeps a float32 copy: a float32 parameter needs none."""
     return tensor.data.dtype != torch.float32
 
 
 def _load_optimizer(reader: PieceReader, chunks: list[PolicyModel], updater: Updater, mesh: Mesh, step: float) -> None:
-    """Learning rates and the like are those of this run's configuration, not those of the run that wrote."""
+    """Load moments and step counts; learning rates and other settings come from this run's configuration."""
     for tensor, moments in _states(chunks, updater, mesh):
         for kind, values in moments.kinds(_has_master(tensor)).items():
             tensor.read(reader, kind, moments.begin, moments.end, values)
         if not _has_master(tensor) and moments.key is not tensor.data:
             moments.key.detach().copy_(tensor.data.detach().reshape(-1)[moments.begin : moments.end])
-        # One tensor for each: torch's foreach Adam would count a shared one once a parameter.
+        # One step tensor per parameter: torch's foreach Adam would increment a shared one once per parameter.
         own = moments.adam.state[moments.key]
         own["step"] = torch.full_like(own["step"], step)
 
 
 def _step(updater: Updater) -> float:
-    """Updates that Adam has counted, of every parameter alike."""
+    """Return the number of updates that Adam has counted, which is the same for every parameter."""
     counted = {float(state["step"]) for outer in _adams(updater) for state in outer.optimizer.state.values()}
     assert len(counted) <= 1, f"parameters differ in their updates: {sorted(counted)}"
-    # A stage of the embedding alone trains nothing where there are adapters.
+    # With adapters, a stage that holds only the embedding trains nothing.
     return counted.pop() if counted else float(updater.schedule.num_steps)
 
 
 def _adams(updater: Updater) -> list[Any]:
-    """Megatron-Core's optimizers, each around one torch Adam: of dense parameters and of experts."""
+    """Return Megatron-Core's optimizers, each around one torch Adam: for dense parameters and for experts."""
     return [outer for outer in updater.optimizer.chained_optimizers if not outer.is_stub_optimizer]
 
 
 def _ensure_moments(updater: Updater) -> None:
-    """torch's Adam has no state before its first step: step 0, zero moments."""
+    """Initialize Adam's state, which torch creates only in the first step: step 0, zero moments."""
     for outer in _adams(updater):
         adam = outer.optimizer
         for group in adam.param_groups:

@@ -1,9 +1,8 @@
-"""The process groups of layouts: ParallelLayout -> Mesh. Models of a run may have layouts of their own, on the same ranks or
-on others.
+"""Process groups of layouts: ParallelLayout -> Mesh.
 
-Megatron-Core keeps the groups of one layout in globals of its modules and reads them wherever it builds, computes, steps and
-saves, also where an argument could name them. So each mesh holds the globals of its layout, and they stand in those modules
-only while the mesh is active.
+The models of a run may have different layouts, on the same ranks or on others. Megatron-Core keeps the groups of one layout
+in globals of its modules. It reads them wherever it builds, computes, steps and saves, even where an argument could name
+them. Therefore each mesh stores the globals of its layout and installs them in those modules only while it is active.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from fivefold.megatron.patches import activation, cuda_shim, gradients, te_stubs
 T = TypeVar("T")
 
 _SCRATCH = ("_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-"""Memory that any layer may use for a moment: one for all meshes."""
+"""Scratch buffers that any layer may use briefly: all meshes share them."""
 _OF_GROUPS = [name for name in vars(parallel_state) if name.startswith("_") and name[1:].isupper() and name not in _SCRATCH]
 _OF_GROUPS.append("_global_process_group_list")
 _OF_DRAWS = [name for name in vars(random) if name.startswith("_CUDA_RNG_STATE_TRACKER")]
 
 
 class _Globals:
-    """What Megatron-Core's modules hold of one layout: groups, sizes, virtual stages, states of random draws."""
+    """The globals of Megatron-Core's modules for one layout: groups, sizes, virtual stages, random states."""
 
     def __init__(self) -> None:
         self._groups = {name: getattr(parallel_state, name) for name in _OF_GROUPS}
@@ -49,14 +48,14 @@ class _Globals:
 
 
 _NO_LAYOUT = _Globals()
-"""As the modules are imported: whoever asks for a group while no mesh is active is refused by Megatron-Core."""
+"""The globals as imported: while no mesh is active, Megatron-Core refuses requests for a group."""
 _active: list[tuple[Mesh, int]] = []
-"""The meshes that were entered and not left, the active one last, and the thread that entered each."""
+"""The meshes that were entered and not left, the active one last, each with the thread that entered it."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups of one layout."""
+    """The process groups of this rank in one layout."""
 
     ranks: Ranks
     device: torch.device
@@ -64,15 +63,15 @@ class Mesh:
     pp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
-    """Ranks that hold the same parameters: those that see other samples or other parts of them."""
+    """Ranks that hold the same parameters but see other samples or other parts of them."""
     experts: dist.ProcessGroup
-    """Ranks that together hold all experts of a layer: expert-tensor fastest, then expert."""
+    """Ranks that together hold all experts of a layer; the expert-tensor rank varies fastest, then the expert rank."""
     expert_dp: dist.ProcessGroup
-    """Ranks that hold the same shards of experts."""
+    """Ranks that hold the same expert shards."""
     stage: dist.ProcessGroup
     """All ranks of this pipeline stage."""
     _globals: list[_Globals]
-    """One: as they were when the mesh was left last."""
+    """One element: the globals as they were when the mesh was last left."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -93,9 +92,9 @@ class Mesh:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron-Core works on this layout meanwhile: everything of it that asks for groups is called in here.
+        """Activate this layout: all Megatron-Core code that needs process groups must run inside this context.
 
-        That is forward and backward too, whose hooks ask. Costs microseconds.
+        This includes forward and backward, whose hooks read the groups. Activation costs microseconds.
         """
         thread = threading.get_ident()
         if _active and _active[-1][1] != thread:
@@ -114,7 +113,7 @@ class Mesh:
             before.install()
 
     def iterate(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, each made while this mesh is active; it is not while they are used."""
+        """Yield the items: each is made while this mesh is active, but the mesh is not active while the caller uses it."""
         iterator = iter(items)
         while True:
             with self.active():
@@ -126,28 +125,28 @@ class Mesh:
 
 
 class Meshes:
-    """The meshes of a run's models, one for each layout and place that differs; all ranks ask for them in the same order."""
+    """The meshes of a run's models, one per distinct layout and first rank; all ranks request them in the same order."""
 
     def __init__(self, ranks: Ranks, device: torch.device, seed: int, timeout_minutes: float) -> None:
-        """`ranks` are those of the policy's layout."""
+        """Build the mesh of the policy; `ranks` are those of its layout."""
         self.ranks, self._device = ranks, device
         self._settings: dict[str, Any] = {"device": device, "seed": seed, "timeout_minutes": timeout_minutes}
         self._made = [(ranks, build_mesh(ranks, **self._settings) if ranks.holds else None)]
 
     def of(self, layout: ParallelLayout, first: int = 0) -> tuple[Ranks, Mesh | None]:
-        """A layout from rank `first` on, and its mesh on the ranks that are there."""
+        """Return the ranks of a layout that starts at rank `first`, and its mesh on these ranks (None elsewhere)."""
         for ranks, mesh in self._made:
             if ranks.first == first and ranks.layout.is_same(layout):
                 return ranks, mesh
         ranks = self.ranks.on_layout(layout, first)
-        # What is drawn without asking for a state of a layout's own goes on as if there were the policy's only.
+        # Draws from the default random state must be the same as if only the policy's mesh existed.
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             self._made.append((ranks, build_mesh(ranks, **self._settings) if ranks.holds else None))
         return self._made[-1]
 
 
 def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: float) -> Mesh:
-    """Make Megatron-Core's groups of the layout of `ranks` over the running process group."""
+    """Create Megatron-Core's groups of the layout of `ranks` within the running process group."""
     layout = ranks.layout
     te_stubs.define()
     if device.type == "cpu":
@@ -156,7 +155,7 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
     activation.install()
     before, scratch = _Globals(), {name: getattr(parallel_state, name) for name in _SCRATCH}
     _NO_LAYOUT.install()
-    # It makes its own, and refuses to where one is there.
+    # Megatron-Core creates these buffers itself and fails if they exist.
     vars(parallel_state).update(dict.fromkeys(_SCRATCH))
     generator = parallel_state.RankGenerator
 
@@ -175,7 +174,7 @@ def build_mesh(ranks: Ranks, device: torch.device, seed: int, timeout_minutes: f
                 create_gloo_process_groups=False,
             )
         vars(parallel_state).update({name: buffer for name, buffer in scratch.items() if buffer is not None})
-        # Stages differ in their draws, or every stage would repeat the first one's.
+        # Each stage draws from its own seed; otherwise every stage would repeat the draws of the first.
         model_parallel_cuda_manual_seed(seed + 100 * ranks.coords.pp)
         mesh = Mesh(
             ranks,
@@ -204,6 +203,6 @@ def init_process_group(device: torch.device, timeout_minutes: float) -> None:
 
 
 def destroy() -> None:
-    """Tear the groups down, so that a process ends without complaint."""
+    """Destroy the process groups, so that the process exits without complaint."""
     if dist.is_initialized():
         dist.destroy_process_group()

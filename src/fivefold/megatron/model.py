@@ -50,7 +50,7 @@ R = TypeVar("R")
 
 
 def _on_its_mesh(method: Callable[Concatenate[MegatronModel, P], R]) -> Callable[Concatenate[MegatronModel, P], R]:
-    """Megatron-Core works on the model's own layout during the call."""
+    """Activate the model's mesh during the call, so that Megatron-Core uses its layout."""
 
     @wraps(method)
     def call(self: MegatronModel, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,7 +61,7 @@ def _on_its_mesh(method: Callable[Concatenate[MegatronModel, P], R]) -> Callable
 
 
 class MegatronModel:
-    """A language model, or one with a value head, sharded over a mesh; it trains when it was given a number of updates."""
+    """A language model, or one with a value head, sharded over a mesh; it trains if `total_updates` is given."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class MegatronModel:
         engine_dtype: str | None = None,
         seed: int = 0,
     ) -> None:
-        """Load the Hugging Face model in `directory`, or the one that it describes out of a checkpoint `torch_dist` of
-        Megatron-Core.
+        """Load the Hugging Face model in `directory`, or the one it describes from a Megatron-Core checkpoint.
 
-        `total_updates` is the length of the schedule, `updates_per_step` of them make a step; without it the model only
-        computes. With `value_head` it ends in
-        a value head, which starts at 0 where the directory has none (`score.weight`).
-        `read_weights` False leaves unset what a checkpoint holds, which will be loaded: the weights, or with `policy.lora`
-        the adapters. New ones begin as those that PEFT saved in `adapters`, or are drawn by `seed`. With `engine_dtype`
-        every stream of weights counts what that dtype loses of what adapters add (`lost_to_rounding`).
+        `torch_dist` is that checkpoint. `total_updates` is the length of the schedule, and `updates_per_step` of them make a
+        step; without `total_updates` the model only computes. With `value_head` the model ends in a value head, which starts
+        at 0 if the directory has none (`score.weight`).
+
+        With `read_weights=False` the values that a checkpoint will set stay unset: the weights, or with `policy.lora` the
+        adapters. New adapters start as those that PEFT saved in `adapters`, or are drawn from `seed`. With `engine_dtype`
+        every stream of weights measures how much of what adapters add is lost in that dtype (`lost_to_rounding`).
         """
         self._mesh = mesh
         with mesh.active():
@@ -131,7 +131,7 @@ class MegatronModel:
                 _check_files(partial(check, has_mtp=policy.mtp.train), self.spec, mesh.ranks)
             external = None if kind == "native" else external_bridge(kind, self._chunks, directory, self.spec)
             self.value_head_is_new = False
-            """The directory has no value head, so it started at 0."""
+            """The value head was initialized to 0, because the directory has none."""
             if loads and external is not None:
                 external.load(directory)
             elif loads:
@@ -158,7 +158,7 @@ class MegatronModel:
             self._stream = stream if external is None else external.weights
             self._lora, self._bucket_mb = lora, bucket_mb
             self.has_mtp = policy.mtp.train
-            """Layers of multi-token prediction are trained with it."""
+            """The model trains layers of multi-token prediction."""
             self._updater = None
             self._finalize = step.FinalizeOnce()
             if total_updates is None:
@@ -176,18 +176,18 @@ class MegatronModel:
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return 0 if self._updater is None else int(self._updater.schedule.num_steps)
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """All modules of this rank's parts of the model."""
+        """All modules of this rank's chunks of the model."""
         return chain.from_iterable(chunk.modules() for chunk in self._chunks)
 
     @_on_its_mesh
     def forward(self, batch: TokenBatch) -> Tensor:
         """[T] log-probs of the response tokens, or values, on the host of every rank of the replica.
 
-        With `batch.records_routes` it fills in `batch.routes_TLK`; with routes that are given it takes them.
+        With `batch.records_routes` this also sets `batch.routes_TLK`; if routes are given, it uses them.
         """
         self._settle()
         for model in self._models:
@@ -196,7 +196,7 @@ class MegatronModel:
 
     @_on_its_mesh
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> StepReport:
-        """One optimizer step over the whole batch; skipped on all ranks where loss or gradients are not finite."""
+        """Take one optimizer step over the whole batch; all ranks skip it if loss or gradients are not finite."""
         assert self._updater is not None, "a model built without total_updates does not train"
         self.onload()
         updater = self._updater
@@ -220,11 +220,11 @@ class MegatronModel:
                 1.0 if updater.loss_scale is None else float(updater.loss_scale.scale),
             )
         except Interrupted:
-            # Part of the batch moved them already, and all of it will when the update is done anew.
+            # Part of the batch has already moved the router biases; the whole batch moves them when the update is repeated.
             self._restore_biases(biases)
             raise
         updater.optimizer.prepare_grads()
-        # The first to wait for the device: what the host has to prepare for it is behind the gradients by now.
+        # The first wait for the device: the host's work for the gradients is queued by now.
         grad_norm = float(updater.optimizer.get_grad_norm())
         loss, metrics = step.loss_and_metrics(gradients, self._mesh)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
@@ -253,13 +253,13 @@ class MegatronModel:
         )
 
     def _restore_biases(self, biases: list[Tensor | None]) -> None:
-        """Undo what an update that is not taken did to the routers' balance (DeepSeek-V3, 2412.19437, section 2.1.2)."""
+        """Undo what a rejected update did to the router biases (DeepSeek-V3, 2412.19437, section 2.1.2)."""
         for router, bias in zip(self._routers.values(), biases, strict=True):
             if bias is not None:
                 router.expert_bias.copy_(bias)
 
     def _update(self, grad_norm: float) -> None:
-        """Clip and step with gradients that are known to be finite."""
+        """Clip the gradients, which must be finite, and take the optimizer step."""
         assert self._updater is not None
         for part in self._updater.optimizer.chained_optimizers:
             parameters = part.get_parameters()
@@ -271,8 +271,11 @@ class MegatronModel:
 
     @torch.no_grad()
     def _expert_metrics(self, tokens: int) -> dict[str, float]:
-        """Load of each layer's experts (largest over mean), routers' losses a token, and which share of the routes given to
-        them they choose as well; the same on every rank."""
+        """Return metrics of the experts, the same on every rank.
+
+        They are the load of each layer's experts (largest over mean), the routers' losses per token, and the share of given
+        routes that the routers choose as well.
+        """
         if self.spec.moe is None:
             return {}
         found: dict[str, float] = {}
@@ -299,8 +302,8 @@ class MegatronModel:
         return loads | same | whole
 
     def _settle(self) -> None:
-        """Make parameters whole on every rank: with overlap_param_gather the last update's come with the next forward."""
-        # Without a step there is no need for gradients and optimizer: they stay where they are.
+        """Complete the parameters on every rank: `overlap_param_gather` leaves the last update's to the next forward."""
+        # Gradients and optimizer are needed only for a step, so they stay where they are.
         self._offload.onload("parameters")
         if self._updater is not None:
             for ddp in self._updater.ddps:
@@ -309,7 +312,7 @@ class MegatronModel:
                     ddp.start_param_sync(force_sync=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on every rank, adapters merged; collective."""
+        """Yield (Hugging Face name, full tensor) on every rank, adapters merged; collective."""
         with self._mesh.active():
             self._settle()
         if self._lost is not None:
@@ -317,8 +320,11 @@ class MegatronModel:
         return self._mesh.iterate(self._stream())
 
     def lost_to_rounding(self) -> tuple[float, float]:
-        """(norm of what the engine's dtype has lost of what adapters add, norm of that) in the last stream of weights, over
-        the whole model; collective."""
+        """Return two norms over the whole model for the last stream of weights; collective.
+
+        The first is the norm of what is lost of the adapters' contribution in the engine's dtype; the second is the norm of
+        that contribution.
+        """
         assert self._lost is not None, "a model built without adapters or engine_dtype counts nothing"
         squares_2 = self._lost.squares_2.cpu()
         dist.all_reduce(squares_2, group=self._mesh.ranks.members)
@@ -326,7 +332,7 @@ class MegatronModel:
         return lost, share
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """(PEFT's name, full A or B) of the adapters, on every rank; collective."""
+        """Yield (PEFT name, full A or B) of the adapters on every rank; collective."""
         assert self._lora is not None, "a model built without policy.lora has no adapters"
         with self._mesh.active():
             self._settle()
@@ -335,7 +341,7 @@ class MegatronModel:
         return self._mesh.iterate(stream())
 
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of the layers of multi-token prediction, on every rank; collective."""
+        """Yield (Hugging Face name, full tensor) of the layers of multi-token prediction on every rank; collective."""
         assert self.has_mtp, "a model built without policy.mtp.train has no such layers"
         with self._mesh.active():
             self._settle()
@@ -345,13 +351,16 @@ class MegatronModel:
 
     @_on_its_mesh
     def verify(self) -> None:
-        """Compare what must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
+        """Compare copies that must be equal on several ranks; raises RuntimeError naming parameter and ranks. Collective."""
         self._settle()
         verify_copies(self._chunks, self._mesh)
 
     @_on_its_mesh
     def offload(self, parameters: bool = True) -> dict[str, int]:
-        """Move to the host what `policy.offload` names, without `parameters` all but these; bytes that left by part."""
+        """Move to the host what `policy.offload` names; return the bytes that left the device by part.
+
+        With `parameters=False` the parameters stay on the device.
+        """
         leaving = self._offload.leaving(parameters)
         if leaving:
             self._settle()
@@ -359,24 +368,25 @@ class MegatronModel:
 
     @_on_its_mesh
     def onload(self) -> None:
-        """Bring back what is on the host; every method that needs it does this by itself."""
+        """Move offloaded state back to the device; every method that needs the state calls this itself."""
         self._offload.onload()
 
     def save(self, path: Path) -> None:
-        """Write a layout-free checkpoint into the directory `path`; collective."""
+        """Write a layout-independent checkpoint into the directory `path`; collective."""
         self.snapshot(copies=False)(path)
 
     @_on_its_mesh
     def prepare_snapshots(self) -> None:
-        """Have a thread make the memory that copies need while the run goes on; the model has taken a step. Collective."""
+        """Allocate the memory for snapshot copies in a background thread. The model must have taken a step. Collective."""
         self.onload()
         self._copies.prepare(dist_checkpoint.share_of(self._chunks, self._updater, self._mesh))
 
     @_on_its_mesh
     def snapshot(self, copies: bool) -> Callable[[Path], list[Path]]:
-        """This rank's share of a layout-free checkpoint, to be written into a directory; the function gives its files.
+        """Return a function that writes this rank's share of a layout-independent checkpoint and returns its files.
 
-        With `copies` it lies on the host, and a thread may write it while the model goes on. Collective.
+        The function is passed the directory. With `copies` the share is copied to the host first, so that a thread may write
+        it while the model continues. Collective.
         """
         self.onload()
         self._settle()
@@ -391,7 +401,7 @@ class MegatronModel:
 
 
 class WithoutAdapters:
-    """The base of a model with adapters: the same weights, the adapters switched off."""
+    """The base of a model with adapters: the same weights, with the adapters switched off."""
 
     def __init__(self, model: MegatronModel) -> None:
         self._model = model
@@ -402,7 +412,7 @@ class WithoutAdapters:
             return self._model.forward(batch)
 
     def offload(self, parameters: bool = True) -> dict[str, int]:
-        """It has nothing of its own."""
+        """Return {}: there is no state besides that of the model with adapters."""
         return {}
 
     def onload(self) -> None:
@@ -410,13 +420,13 @@ class WithoutAdapters:
 
 
 def _moe_layers(spec: ModelSpec, own: Sequence[int]) -> MoELayers | None:
-    """Which layers have experts, of them those that this rank has; None of a model without."""
+    """Return which layers have experts and which of them this rank holds; None for a model without experts."""
     routes = spec.routes
     return None if routes is None else MoELayers(routes, tuple(map(routes.layers.index, own)))
 
 
 def _check_files(check: Callable[[ModelSpec], None], spec: ModelSpec, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks of the model where the first one finds the tensor files unusable. Collective."""
+    """Raise ValueError on all ranks of the model if the first one finds the tensor files unusable. Collective."""
     fault: str | None = None
     if ranks.leads:
         try:

@@ -1,4 +1,4 @@
-"""State that leaves the device between the stages of a step: tensors -> pinned host memory and back, bit for bit."""
+"""State that is offloaded between the stages of a step: tensors -> pinned host memory and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fivefold.megatron.optim.updater import Updater
 
 
 class HostCopy:
-    """Tensors whose storage can be given back while their bytes wait on the host.
+    """Tensors whose device storage can be freed while their bytes are kept on the host.
 
-    Views stay valid: the storage shrinks to nothing and grows again in place. Copies run on a stream of their own, in
-    pieces, and the host does not wait for them; the device's main stream does, so that no byte is reused too early.
+    Views stay valid: the storage shrinks to nothing and grows again in place. Copies run in pieces on their own stream, and
+    the host does not wait for them. The device's main stream does, so that no byte is reused too early.
     """
 
     def __init__(self, device: torch.device, bucket_mb: int, keep: bool = True) -> None:
-        """`keep` False for content that is dead by then: the storage comes back with undefined content."""
+        """Set up copies in pieces of `bucket_mb` MiB; with `keep=False` the content is dropped and comes back undefined."""
         self._device, self._piece, self._keep = device, bucket_mb * 2**20, keep
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._away: list[tuple[torch.UntypedStorage, int]] = []
@@ -34,14 +34,14 @@ class HostCopy:
         return bool(self._away)
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Move the storages of `tensors` to the host; the bytes that left the device."""
+        """Move the storages of `tensors` to the host; return the bytes that left the device."""
         assert not self._away, "already offloaded"
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
         self._away = [(storage, storage.nbytes()) for storage in storages.values()]
         if self._keep:
             size = size_of(self._on_device())
             if size != self._size:
-                # What comes back from the memory before has to be there before that goes.
+                # Copies out of the previous host memory must end before it is freed.
                 if self._stream is not None:
                     self._stream.synchronize()
                 self._memory = HostMemory(0, self._device)
@@ -55,7 +55,7 @@ class HostCopy:
         return sum(size for _, size in self._away)
 
     def onload(self) -> None:
-        """Bring everything back; nothing happens where nothing is away."""
+        """Bring everything back to the device; does nothing if nothing is offloaded."""
         for storage, size in self._away:
             storage.resize_(size)
         if self._keep and self._away:
@@ -66,11 +66,11 @@ class HostCopy:
         self._away = []
 
     def _on_device(self) -> list[Tensor]:
-        """The bytes of each storage."""
+        """Return the bytes of each storage on the device."""
         return [torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage) for storage, _ in self._away]
 
     def _pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """The same bytes on the host and on the device."""
+        """Yield (host, device) views of the same bytes, piece by piece."""
         there = self._on_device()
         for on_host, on_device in zip(self._memory.places(there), there, strict=True):
             yield from zip(on_host.split(self._piece), on_device.split(self._piece), strict=True)
@@ -87,7 +87,7 @@ class HostCopy:
 
 
 class Offload:
-    """What `policy.offload` names of one model."""
+    """Offloads the parts of one model that `policy.offload` names."""
 
     def __init__(
         self, settings: OffloadConfig, device: torch.device, chunks: list[PolicyModel], updater: Updater | None
@@ -101,16 +101,16 @@ class Offload:
         }
 
     def leaving(self, parameters: bool = True) -> list[str]:
-        """The parts that are configured to leave and have not left; without `parameters` these stay."""
+        """Return the configured parts that are still on the device; `parameters=False` excludes the parameters."""
         named = [name for name, part in self._parts.items() if getattr(self._settings, name) and not part.is_away]
         return [name for name in named if parameters or name != "parameters"]
 
     def offload(self, names: Sequence[str]) -> dict[str, int]:
-        """Move these parts (`leaving`); bytes that left the device by part."""
+        """Offload these parts (see `leaving`); return the bytes that left the device by part."""
         return {name: self._parts[name].offload(tensors) for name in names if (tensors := self._tensors(name))}
 
     def onload(self, *names: str) -> None:
-        """Bring these parts back, or everything."""
+        """Bring these parts back to the device, or all parts if none is named."""
         for name in names or self._parts:
             self._parts[name].onload()
 

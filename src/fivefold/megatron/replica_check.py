@@ -1,4 +1,4 @@
-"""What must be equal on several ranks, compared: model -> nothing, or an error that names parameter and ranks."""
+"""Compares what must be equal on several ranks: model -> nothing, or an error that names parameter and ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fivefold.megatron.layers.layer_spec import PolicyModel
 from fivefold.megatron.mesh import Mesh
 
 _PIECE = 1 << 24
-"""Elements that are looked at together: 64-bit copies of a whole parameter would not fit next to it."""
+"""Number of elements processed at once: 64-bit copies of a whole parameter would not fit next to it."""
 
 
 class ReplicaError(RuntimeError):
-    """Copies of a parameter that must be equal are not."""
+    """Raised when copies of a parameter that must be equal differ."""
 
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Two 64-bit sums over the bits of a tensor, one weighted by place: equal tensors have equal digests."""
+    """Return two 64-bit sums over the bits of a tensor, one weighted by position: equal tensors have equal digests."""
     flat = tensor.detach().contiguous().view(-1)
     numbers = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     sums = torch.zeros(2, dtype=torch.long, device=tensor.device)
@@ -31,9 +31,9 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
-    """Raise ReplicaError on all ranks where copies differ: over replicas, tensor-parallel duplicates, tied ends.
+    """Raise ReplicaError on all ranks if copies differ: over replicas, tensor-parallel duplicates, tied embeddings.
 
-    Costs one pass over the parameters and two small collectives a kind of copy.
+    Costs one pass over the parameters and two small collectives for each kind of copy.
     """
     named = [
         (f"{number}.{name}" if len(chunks) > 1 else name, tensor, chunk)
@@ -54,7 +54,7 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
     comparisons.append(("tensor-parallel duplicates", mesh.tp, duplicates))
     faults = [text for what, group, part in comparisons if (text := _compare(what, group, part))]
     if mesh.layout.pp > 1:
-        # Every rank of the pipeline takes part; those that hold neither end say nothing.
+        # Every rank of the pipeline takes part; ranks that hold neither end contribute an empty list.
         own = [digest(chunk.shared_embedding_or_output_weight()).tolist() for chunk in ends]
         everyone = all_gather_json(own, mesh.ranks.pp)
         held = {rank: values for rank, values in zip(mesh.stage_ranks, everyone, strict=True) if values}
@@ -71,7 +71,7 @@ def verify_copies(chunks: list[PolicyModel], mesh: Mesh) -> None:
 
 
 def _has_end(chunk: PolicyModel) -> bool:
-    """Whether it holds an embedding that is the output layer too, or that multi-token prediction has a copy of."""
+    """Whether the chunk holds an embedding that is also the output layer, or that multi-token prediction copies."""
     tied = chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process)
     return tied or bool(chunk.config.mtp_num_layers and (chunk.pre_process or chunk.mtp_process))
 
@@ -81,7 +81,7 @@ def _router_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:
 
 
 def _compare(what: str, group: dist.ProcessGroup, digests: dict[str, Tensor]) -> str:
-    """ "" where all ranks of the group have the same digests, otherwise which parameter differs on which ranks."""
+    """ "" if all ranks of the group have the same digests, otherwise which parameter differs on which ranks."""
     if group.size() == 1 or not digests:
         return ""
     mine = torch.stack(list(digests.values()))

@@ -1,7 +1,7 @@
-"""Tensors in pieces: every rank writes a safetensors file of its own, and any rank reads any part of any tensor.
+"""Tensors stored in pieces: every rank writes its own safetensors file, and any rank reads any part of any tensor.
 
-A piece is a box of a tensor that has the same name and shape on every layout. Files are plain safetensors; which box a piece
-is stands in their metadata, with a sum of every block of the data.
+A piece is a box of a tensor that has the same name and shape on every layout. The files are plain safetensors. Their
+metadata lists the box of each piece, and a checksum of every block of the data.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor along its axes."""
+    """A part of a tensor: its offset and size along each axis."""
 
     offset: Shape
     size: Shape
 
     def __and__(self, other: Box) -> Box | None:
-        """What two boxes share."""
+        """Return the intersection of two boxes, None if it is empty."""
         first = tuple(map(max, self.offset, other.offset))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)]
         size = tuple(end - begin for begin, end in zip(first, ends, strict=True))
@@ -41,11 +41,11 @@ class Box:
 
     @property
     def corners(self) -> tuple[Shape, Shape]:
-        """The first and the last element."""
+        """Indices of the first and the last element."""
         return self.offset, tuple(place + length - 1 for place, length in zip(self.offset, self.size, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in the data of a box around it."""
+        """Return the slices of this box in the data of a box around it."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.size, strict=True))
 
 
@@ -59,9 +59,9 @@ class Piece:
 
 
 def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """The boxes of [begin, end) of a tensor's numbers in their order, with the place of each one's first number.
+    """Yield the boxes of elements [begin, end) of a tensor in row-major order, each with the index of its first element.
 
-    A range is not a box: it is part of a row, whole rows, and part of another.
+    A range is not a box: it is part of a row, whole rows, and part of another row.
     """
     if begin >= end:
         return
@@ -86,12 +86,12 @@ def _within_row(shape: Shape, row: int, begin: int, end: int) -> Iterator[tuple[
 
 
 def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
-    """Write them as a safetensors file; a piece at a time is copied to the host, and summed there."""
-    # safetensors have no gaps: the wider types first, and every number lies where its type wants it.
+    """Write the pieces as a safetensors file; one piece at a time is copied to the host and checksummed there."""
+    # safetensors files have no gaps: wider types come first, so that every element is aligned.
     chosen = sorted(pieces, key=lambda piece: -piece.values.element_size())
     sums = ["0" * SUM_LETTERS * count_blocks(piece.values.nbytes) for piece in chosen]
     with writing(path), path.open("wb") as file:
-        # Sums have a fixed length, so the header that has them takes the place of one with zeros.
+        # Checksums have a fixed length, so the final header can overwrite this one, which has zeros in their place.
         file.write(_header(chosen, sums))
         for number, piece in enumerate(chosen):
             data = piece.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -102,7 +102,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
 
 
 def _header(pieces: Sequence[Piece], sums: Sequence[str]) -> bytes:
-    """The bytes before the data of a safetensors file."""
+    """Return the bytes before the data of a safetensors file."""
     listed = json.dumps([[piece.name, piece.box.offset, piece.box.size] for piece in pieces])
     header: dict[str, object] = {"__metadata__": {"pieces": listed, SUMS: "".join(sums)}}
     end = 0
@@ -116,19 +116,21 @@ def _header(pieces: Sequence[Piece], sums: Sequence[str]) -> bytes:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A piece in a file."""
+    """A piece as it is stored in a file."""
 
     path: Path
     box: Box
     dtype: torch.dtype
     begin: int
-    """Place of its first byte in the file."""
+    """Position of its first byte in the file."""
     sums: str | None
-    """Those of its blocks; None in a file from before there were any."""
+    """Checksums of its blocks; None in an older file without checksums."""
 
     def parts(self, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """The values of a box within this one, block by block, each in the same memory; raises DamagedFile where a block's
-        bytes are not those that were written."""
+        """Yield the values of a box within this piece block by block, each block in the same memory.
+
+        Raises DamagedFile if the bytes of a block are not those that were written.
+        """
         own = Box(tuple(a - b for a, b in zip(box.offset, self.box.offset, strict=True)), box.size)
         width, count = self.dtype.itemsize, math.prod(self.box.size)
         first, last = (_place(self.box.size, corner) for corner in own.corners)
@@ -154,7 +156,7 @@ class _Stored:
 
 
 def _place(shape: Shape, corner: Shape) -> int:
-    """Number of an element in the order in which a tensor's numbers lie."""
+    """Return the index of an element in the row-major order of a tensor."""
     place = 0
     for length, index in zip(shape, corner, strict=True):
         place = place * length + index
@@ -162,10 +164,10 @@ def _place(shape: Shape, corner: Shape) -> int:
 
 
 class PieceReader:
-    """The pieces of all files of a directory."""
+    """Reads the pieces of all files of a directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises DamagedFile where a file is not one of pieces."""
+        """Index the files; raises DamagedFile if one of them holds no pieces."""
         self._directory, self._memory = directory, torch.empty(BLOCK, dtype=torch.uint8)
         self._stored: dict[str, list[_Stored]] = defaultdict(list)
         for path in sorted(directory.glob("*.safetensors")):
@@ -176,8 +178,10 @@ class PieceReader:
         return name in self._stored
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Read a box of a tensor into `values`; raises DamagedFile where its bytes are others than were written, and
-        ValueError where files do not hold all of it."""
+        """Read a box of a tensor into `values`.
+
+        Raises DamagedFile if its bytes are not those that were written, and ValueError if the files do not hold all of it.
+        """
         filled = 0
         for stored in self._stored.get(name, ()):
             if shared := box & stored.box:
@@ -192,7 +196,7 @@ class PieceReader:
 
 
 def _pieces_of(path: Path) -> Iterator[tuple[str, _Stored]]:
-    """Name and place of each piece of a file."""
+    """Yield the name and location of each piece of a file."""
     header = read_header(path)
     sums, place = header.metadata.get(SUMS), 0
     try:

@@ -1,7 +1,7 @@
-"""Which samples lie in one micro-batch, and which of their tokens are computed: TokenBatch -> units -> pieces.
+"""Assigns samples to units of one micro-batch and selects the tokens to compute: TokenBatch -> units -> pieces.
 
-The responses to one prompt begin with the same tokens. Where a prefix is shared, its tokens are computed once: each response
-is a piece of its own that attends to the prefix and to itself, from the position at which the prefix ends.
+The responses to one prompt begin with the same tokens. If the prefix is shared, its tokens are computed once. Each response
+is then a separate piece, which attends to the prefix and to itself; its positions start where the prefix ends.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fivefold.types import TokenBatch
 
 @dataclass(frozen=True)
 class Unit:
-    """Samples that lie in one micro-batch."""
+    """Samples that are placed in the same micro-batch."""
 
     samples: list[int]
     prefix: int = 0
-    """Tokens that all of them begin with and that are computed once; 0 where every sample is computed whole."""
+    """Number of tokens that all samples begin with and that are computed once; 0 if every sample is computed whole."""
 
     def computed(self, lengths_N: Sequence[int]) -> list[int]:
-        """Lengths of its pieces."""
+        """Return the lengths of the unit's pieces."""
         if not self.prefix:
             return [lengths_N[sample] for sample in self.samples]
         return [self.prefix, *(lengths_N[sample] - self.prefix for sample in self.samples)]
@@ -35,16 +35,19 @@ class Piece:
     """Consecutive tokens of a batch that are computed together."""
 
     begin: int
-    """Among the tokens of the batch."""
+    """Index of the first token among the tokens of the batch."""
     length: int
     prefix: int | None = None
-    """Number of the piece that it continues."""
+    """Number of the piece that it continues, if any."""
     copies: tuple[int, ...] = ()
-    """Where the same tokens begin in other samples, which do not compute them again."""
+    """Indices where the same tokens begin in other samples, which do not compute them again."""
 
 
 def make_units(batch: TokenBatch, budget: int, share: bool) -> list[Unit]:
-    """Samples that are compared with one another, and with `share` those of one prompt, as far as `budget` tokens allow."""
+    """Build units of samples that are compared with one another.
+
+    With `share`, the samples of one prompt are joined as far as `budget` tokens allow.
+    """
     size = batch.samples_per_comparison
     compared = [list(range(first, first + size)) for first in range(0, len(batch.lengths_N), size)]
     if not share:
@@ -64,7 +67,7 @@ def make_units(batch: TokenBatch, budget: int, share: bool) -> list[Unit]:
 
 
 def _prompts(batch: TokenBatch) -> list[bytes]:
-    """The tokens of each sample before the first that can carry loss; of a sample without such a token nothing."""
+    """Return the tokens of each sample before the first that can carry loss; empty for a sample without such a token."""
     found, tokens = [], batch.token_ids_T.contiguous().numpy()
     pieces = zip(batch.lengths_N, batch.loss_mask_T.split(batch.lengths_N), strict=True)
     start = 0
@@ -76,7 +79,7 @@ def _prompts(batch: TokenBatch) -> list[bytes]:
 
 
 def _fitting(members: list[list[int]], prefix: int, lengths_N: Sequence[int], budget: int) -> list[Unit]:
-    """One unit, or as few of like size as keep to the budget; each computes the prefix."""
+    """Build one unit, or as few units of similar size as fit the budget; each unit computes the prefix."""
     responses = [sum(lengths_N[sample] - prefix for sample in samples) for samples in members]
     for count in range(1, len(members) + 1):
         parts = balance(responses, count)
@@ -87,10 +90,10 @@ def _fitting(members: list[list[int]], prefix: int, lengths_N: Sequence[int], bu
 
 
 def make_pieces(lengths_N: Sequence[int], units: Sequence[Unit]) -> list[Piece]:
-    """What is computed of the samples of these units, which lie end to end in this order with these lengths.
+    """Return the pieces to compute for these units, whose samples lie end to end in this order with these lengths.
 
-    Example: a prompt of 5 tokens with responses of 3 and 4, `lengths_N = [8, 9]`:
-    `[Piece(0, 5, copies=(8,)), Piece(5, 3, prefix=0), Piece(13, 4, prefix=0)]`.
+    Example: a prompt of 5 tokens with responses of 3 and 4, `lengths_N = [8, 9]`: `[Piece(0, 5, copies=(8,)), Piece(5, 3,
+    prefix=0), Piece(13, 4, prefix=0)]`.
     """
     found: list[Piece] = []
     number = start = 0
@@ -108,13 +111,15 @@ def make_pieces(lengths_N: Sequence[int], units: Sequence[Unit]) -> list[Piece]:
 
 
 def prefixes_of(pieces: Sequence[Piece], starts: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, length) of the tokens that each piece continues, among those that are computed; `starts` has where each piece
-    begins there."""
+    """Return (begin, length) of the computed tokens that each piece continues.
+
+    `starts` holds the index of each piece's first token among the computed tokens.
+    """
     return [(0, 0) if piece.prefix is None else (starts[piece.prefix], pieces[piece.prefix].length) for piece in pieces]
 
 
 def place_copies(place_T: Tensor, pieces: Sequence[Piece]) -> None:
-    """Give the tokens of the batch that are not computed again the places of those that are."""
+    """Give tokens that are not computed again the places of those that are."""
     for piece in pieces:
         for begin in piece.copies:
             place_T[begin : begin + piece.length] = place_T[piece.begin : piece.begin + piece.length]

@@ -1,14 +1,14 @@
-"""One update: TokenBatch -> micro-batches -> Megatron-Core's schedule -> gradients that were finalized once.
+"""One update: TokenBatch -> micro-batches -> Megatron-Core's schedule -> gradients, finalized exactly once.
 
-The only file where a factor of dp, cp, tp, pp or the number of micro-batches could be wrong:
+This is the only file where a factor of dp, cp, tp, pp or the number of micro-batches could be wrong:
 
-- the loss of an update is Σ over all tokens of weight · per-token loss, so micro-batches and replicas add up;
-- with `calculate_per_token_loss`, Megatron-Core sums gradients over micro-batches, data- and context-parallel ranks and
-  leaves the division to `finalize_model_grads`, which divides by nothing here: the weights are shares already, and a
-  division would read and write all gradients once more;
-- context-parallel ranks compute the same loss of whole sequences, from log-probs that were summed over the ranks; each
-  passes back the gradient of its own tokens only, so the sum over the ranks is the gradient of one loss;
-- what routers add (balance, z-loss) is a share of the update's tokens as well.
+- The loss of an update is Σ over all tokens of weight · per-token loss, so micro-batches and replicas add up.
+- With `calculate_per_token_loss`, Megatron-Core sums gradients over micro-batches, data- and context-parallel ranks. It
+  leaves the division to `finalize_model_grads`, which divides by nothing here. The weights are shares already, and a
+  division would read and write all gradients once more.
+- Context-parallel ranks compute the same loss of whole sequences, from log-probs summed over the ranks. Each rank passes
+  back the gradient of its own tokens only, so the sum over the ranks is the gradient of one loss.
+- Router losses (balance, z-loss) are shares of the update's tokens as well.
 """
 
 from __future__ import annotations
@@ -43,62 +43,62 @@ class MicroBatch:
     """One forward-backward of this replica: this rank's part of its sequences, on the device."""
 
     token_ids_T: Tensor
-    """Each piece padded to what the context-parallel ranks divide; at the end a sequence of padding."""
+    """Local tokens: each piece padded so that context parallelism divides it, then a sequence of padding."""
     packing: Packing
     routing: Routing | None
-    """Of the local tokens, by piece; only for models with experts."""
+    """Real tokens and given routes of the local tokens, by piece; None for models without experts."""
     source_index_S: Tensor
-    """Places of the local tokens whose successor's log-prob, or whose own value, is wanted."""
+    """Indices of the local tokens that predict a response token, or whose value is needed."""
     targets_S: Tensor
-    """Those successors; of a value head the tokens themselves, which it does not look at."""
+    """The predicted tokens; with a value head the tokens themselves, which the head ignores."""
     output_index_S: Tensor
-    """Where among the tokens of `batch` the numbers belong."""
+    """Index of each result among the tokens of `batch`."""
     batch: TokenBatch
-    """The samples of this micro-batch, whole."""
+    """The complete samples of this micro-batch."""
     token_index_T: Tensor
-    """Where their tokens lie in the batch that it is a part of."""
+    """Index of each token of `batch` in the whole batch of this replica."""
     place_T: Tensor
-    """Where they lie among the local tokens; -1: on another rank."""
+    """Local index of each token of `batch`; -1 if the token is on another rank."""
     ahead: tuple[Ahead, ...] = ()
-    """Of each layer of multi-token prediction, where they are trained."""
+    """Inputs and targets of each layer of multi-token prediction; empty unless these layers are trained."""
 
 
 @dataclass(frozen=True)
 class BatchingConfig:
-    """What every step of one model has in common."""
+    """Settings that all steps of one model share."""
 
     mesh: Mesh
     budget: int
-    """Most tokens of a micro-batch."""
+    """Maximum number of tokens in a micro-batch."""
     vocab: int
-    """Vocabulary without padding."""
+    """Vocabulary size without padding."""
     value_head: bool
     """The model ends in a value head."""
     fused: bool
-    """Layers are Transformer Engine's."""
+    """The layers come from Transformer Engine."""
     experts: MoELayers | None
-    """None: the model has none."""
+    """The layers with experts; None if the model has none."""
     virtual: int
-    """Virtual stages of each pipeline stage."""
+    """Number of virtual stages in each pipeline stage."""
     round_of: int
-    """Micro-batches that interleaved stages take together: their number is a multiple of it."""
+    """Number of micro-batches that interleaved stages process per round; their total is a multiple of it."""
     fixed_length: bool
-    """Every micro-batch is padded to the budget, so that stages know its size beforehand."""
+    """Every micro-batch is padded to the budget, so that stages know its size in advance."""
     equal_length: bool
-    """Replicas pad their micro-batches to the longest one's length: they gather tokens from each other."""
+    """Replicas pad micro-batches to the longest one among them, because they gather each other's tokens."""
     share_prefix: bool
-    """The prompt of several samples in one micro-batch is computed once."""
+    """A prompt shared by several samples of one micro-batch is computed once."""
     mtp_layers: int = 0
-    """Layers of multi-token prediction that are trained."""
+    """Number of layers of multi-token prediction that are trained."""
     mtp_factor: float = 0.0
-    """Of the mean of their losses."""
+    """Factor on the mean loss of the layers of multi-token prediction."""
 
 
 class MicroBatches:
     """The micro-batches of a batch: the same number on every data-parallel replica."""
 
     def __init__(self, batch: TokenBatch, batching: BatchingConfig, mtp_layers: int = 0) -> None:
-        """With `mtp_layers` they have what so many layers of multi-token prediction are given."""
+        """Plan the micro-batches; each carries the inputs of `mtp_layers` layers of multi-token prediction."""
         self._mtp_layers = mtp_layers
         batching.mesh.ranks.heartbeat.begin()
         layout = batching.mesh.layout
@@ -109,7 +109,7 @@ class MicroBatches:
         self._units = make_units(batch, self._budget, batching.share_prefix)
         computed = [unit.computed(batch.lengths_N) for unit in self._units]
         self.tokens = sum(sum(lengths) for lengths in computed)
-        """Of this replica that are computed, without padding."""
+        """Number of tokens that this replica computes, without padding."""
         sizes = [sum(self._padded(length) for length in lengths) for lengths in computed]
         needed = torch.tensor(micro_batches_needed(sizes, self._budget))
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
@@ -117,7 +117,7 @@ class MicroBatches:
         self._batch, self._batching = batch, batching
         self._plan = plan_micro_batches(sizes, self.count, self._budget)
         totals = torch.tensor([sum(sizes[unit] for unit in units) for units in self._plan])
-        # A replica without samples takes part with padding only, or the others would wait for it for ever.
+        # A replica without samples takes part with padding only; otherwise the collectives of the others would hang.
         totals = -(-totals.clamp(min=1) // self._total_multiple) * self._total_multiple
         if batching.equal_length:
             dist.all_reduce(totals, dist.ReduceOp.MAX, group=batching.mesh.ranks.dp)
@@ -126,17 +126,17 @@ class MicroBatches:
 
     @property
     def filled(self) -> int:
-        """Micro-batches of this replica that hold samples."""
+        """Number of micro-batches of this replica that hold samples."""
         return sum(bool(units) for units in self._plan)
 
     def iterators(self) -> Any:
-        """What Megatron-Core's schedule draws micro-batches from: one iterator a virtual stage."""
+        """Return micro-batches for Megatron-Core's schedule: an iterator, or a list with one iterator per virtual stage."""
         waiting: list[deque[MicroBatch]] = [deque() for _ in range(self._batching.virtual)]
         several = [self._drawn(own, waiting) for own in waiting]
         return several if len(several) > 1 else several[0]
 
     def _drawn(self, own: deque[MicroBatch], waiting: list[deque[MicroBatch]]) -> Iterator[MicroBatch]:
-        """Each is made by the stage that wants it first and kept until the last one has it: then its memory is free."""
+        """Yield micro-batches: the first stage that needs one builds it; its memory is free after the last stage has it."""
         for number in range(self.count):
             if not own:
                 made = self._make(number)
@@ -150,7 +150,7 @@ class MicroBatches:
 
     def _make(self, number: int) -> MicroBatch:
         mesh, layout = self._batching.mesh, self._batching.mesh.layout
-        # Where the run is to end, what is left of the pass is padding: every rank still waits for every other.
+        # When the run is stopping, the rest of the pass is padding, because every rank still waits for the others.
         is_done = mesh.ranks.heartbeat.item(number)
         planned, total = (self._plan[number], self._totals[number]) if is_done else ([], self._least)
         units = [self._units[unit] for unit in planned]
@@ -160,7 +160,7 @@ class MicroBatches:
         sizes = [self._padded(piece.length) for piece in pieces]
         padding = total - sum(sizes)
         assert padding >= 0, f"{sum(sizes)} tokens in a micro-batch of {total}"
-        # Where each local token lies among the batch's tokens, -1 for padding, and the piece that it belongs to.
+        # `local`: index of each local token in the batch, -1 for padding. `owner`: the piece that it belongs to.
         local = torch.full((total // layout.cp,), -1)
         owner = local.clone()
         starts, begin = [], 0
@@ -192,7 +192,7 @@ class MicroBatches:
         predicted = predicted[place[predicted - 1] >= 0]
         output, source = predicted, predicted - 1
         if self._batching.value_head:
-            # The text before each response token, and with the last one.
+            # Values are needed at the token before each response token, and at the last token of each sample.
             wanted = batch.loss_mask_T.roll(-1)
             wanted[torch.tensor(batch.lengths_N, dtype=torch.long).cumsum(0) - 1] = True
             output = source = (wanted & (place >= 0)).nonzero()[:, 0]
@@ -223,12 +223,12 @@ class MicroBatches:
 
     @property
     def length(self) -> int:
-        """The sequence length for Megatron-Core's schedule; without a fixed one it asks the stage before."""
+        """Sequence length for Megatron-Core's schedule; without a fixed one, a stage receives it from the stage before."""
         return self._budget if self._batching.fixed_length else self._total_multiple
 
 
 def tokens_ahead(batch: TokenBatch, steps: int) -> Tensor:
-    """[T] the token so many steps behind each one; 0 behind the end of its sample."""
+    """[T] the token `steps` positions after each one; 0 past the end of its sample."""
     found, start = torch.zeros_like(batch.token_ids_T), 0
     for length in batch.lengths_N:
         found[start : start + max(0, length - steps)] = batch.token_ids_T[start + steps : start + length]
@@ -237,15 +237,17 @@ def tokens_ahead(batch: TokenBatch, steps: int) -> Tensor:
 
 
 def targets_ahead(batch: TokenBatch, depth: int) -> Tensor:
-    """Places of the tokens that a layer of multi-token prediction is trained to predict: response tokens of which the one
-    2 + depth before is in the same sample (DeepSeek-V3, eq. 24)."""
+    """Indices of the tokens that layer `depth` of multi-token prediction learns to predict (DeepSeek-V3, eq. 24).
+
+    These are response tokens whose sample also holds the token 2 + depth positions earlier.
+    """
     lengths_N = torch.tensor(batch.lengths_N, dtype=torch.long)
     positions_T = torch.arange(len(batch.token_ids_T)) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
     return (batch.loss_mask_T & (positions_T >= 2 + depth)).nonzero()[:, 0]
 
 
 class FinalizeOnce:
-    """Megatron-Core's `finalize_model_grads`, counted: an update without it or with two of it is wrong."""
+    """Counts calls of Megatron-Core's `finalize_model_grads`: an update must make exactly one."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -256,9 +258,9 @@ class FinalizeOnce:
 
 
 def _whole(values_2S: Tensor, micro: MicroBatch, mesh: Mesh) -> Tensor:
-    """[2, T] numbers of all tokens of the micro-batch, 0 where none is wanted, on every context-parallel rank."""
+    """[2, T] numbers of all tokens of the micro-batch on every context-parallel rank; 0 where none was requested."""
     spread_2T = values_2S.new_zeros(2, len(micro.batch.token_ids_T)).index_copy(1, micro.output_index_S, values_2S)
-    # Forward a sum over ranks of which each has its own tokens; backward as it is: all ranks compute the same loss.
+    # Forward sums over ranks, each with its own tokens. Backward is the identity: all ranks compute the same loss.
     summed: Tensor = reduce_from_tensor_model_parallel_region(spread_2T, group=mesh.cp)
     return summed
 
@@ -279,7 +281,10 @@ def _forward(iterator: Iterator[MicroBatch], model: Any, batching: BatchingConfi
 
 
 def _schedule(batching: BatchingConfig) -> Any:
-    """Megatron-Core's schedule for this model: it asks a global for virtual stages, of which models have their own."""
+    """Return Megatron-Core's schedule for this model.
+
+    Megatron-Core reads the number of virtual stages from a global, which is set here because each model has its own.
+    """
     parallel_state.set_virtual_pipeline_model_parallel_world_size(batching.virtual if batching.virtual > 1 else None)
     return get_forward_backward_func()
 
@@ -288,7 +293,7 @@ def _schedule(batching: BatchingConfig) -> Any:
 def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig) -> Tensor:
     """[T] log-probs of the response tokens, or values, on the host of every rank of the replica.
 
-    With `batch.records_routes` it fills in `batch.routes_TLK`.
+    With `batch.records_routes` this also sets `batch.routes_TLK`.
     """
     mesh, micro_batches = batching.mesh, MicroBatches(batch, batching)
     record = RouteRecord(batching.experts) if batch.records_routes and batching.experts is not None else None
@@ -327,29 +332,29 @@ def forward_only(models: list[Any], batch: TokenBatch, batching: BatchingConfig)
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a forward-backward over the whole batch left behind, besides the gradients."""
+    """Results of a forward-backward over the whole batch, apart from the gradients."""
 
     totals: Totals | None
-    """Of this replica, on the last stage."""
+    """Loss and metrics of this replica; None except on the last pipeline stage."""
     micro_batches: int
     tokens: int
-    """That were computed."""
+    """Number of tokens that all replicas computed, without padding."""
     sequences: int
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Loss and metrics of a replica's micro-batches, still on the device: whoever reads them waits for it."""
+    """Loss and metrics of a replica's micro-batches, still on the device: reading them waits for the device."""
 
     names: list[str]
     sums: Tensor
-    """float64: the loss, then what is summed."""
+    """float64: the loss, then the summed metrics."""
     highest: list[str]
     maxima: Tensor
 
     @classmethod
     def of(cls, outputs: list[LossOutput]) -> Totals:
-        """Over micro-batches."""
+        """Combine the outputs of all micro-batches."""
         names, highest = sorted(outputs[0].sums), sorted(outputs[0].maxima)
         rows = [torch.stack([output.loss] + [output.sums[name] for name in names]) for output in outputs]
         sums = torch.stack(rows).double().sum(0)
@@ -357,7 +362,7 @@ class Totals:
         return cls(names, sums, highest, torch.stack(maxima) if highest else sums[:0])
 
     def reduce(self, replicas: dist.ProcessGroup) -> tuple[float, dict[str, float]]:
-        """Over replicas: two collectives whatever their number."""
+        """Reduce over replicas with at most two collectives, whatever the number of metrics; return loss and metrics."""
         sums, maxima = self.sums.cpu(), self.maxima.cpu()
         dist.all_reduce(sums, group=replicas)
         if self.highest:
@@ -375,9 +380,10 @@ def forward_backward(
     routers: list[Router],
     loss_scale: float = 1.0,
 ) -> Gradients:
-    """Gradients of the whole update, times `loss_scale`, on every rank, reduced and finalized.
+    """Compute the gradients of the whole update, times `loss_scale`, reduced and finalized on every rank.
 
-    Megatron-Core multiplies the loss by it, and divides the gradients again; what routers add is multiplied here.
+    Megatron-Core multiplies the loss by `loss_scale` and divides the gradients by it later. Router losses are multiplied
+    here.
     """
     mesh, micro_batches = batching.mesh, MicroBatches(batch, batching, batching.mtp_layers)
     ahead = [len(targets_ahead(batch, depth)) for depth in range(batching.mtp_layers)]
@@ -395,12 +401,12 @@ def forward_backward(
             output, *numbers = output.split(sizes, dim=1)
             output_T, entropy_T = _whole(output, micro, mesh)
             share = loss_fn(output_T, entropy_T, replace(micro.batch, update_micro_batches=update_micro_batches))
-            # Megatron-Core counts tokens for a division that does not take place.
+            # Megatron-Core expects a token count for a division that is not made here.
             none = torch.zeros((), dtype=torch.int, device=mesh.device)
             if not numbers:
                 return share.loss, none, LossOutput(share.loss.detach(), share.sums, share.maxima)
             means = [-own[0].sum() / max(1, count) for own, count in zip(numbers, ahead, strict=True)]
-            # Forward a sum over ranks of which each has its own tokens; backward as it is.
+            # Forward sums over ranks, each of which has its own tokens; backward is the identity.
             mtp = reduce_from_tensor_model_parallel_region(torch.stack(means).mean(), group=mesh.cp)
             sums = share.sums | {"policy/mtp_loss": mtp.detach()}
             return share.loss + batching.mtp_factor * mtp, none, LossOutput(share.loss.detach(), sums, share.maxima)
@@ -424,7 +430,7 @@ def forward_backward(
 
 
 def loss_and_metrics(gradients: Gradients, mesh: Mesh) -> tuple[float, dict[str, float]]:
-    """Of the whole update, on every rank; waits for the device."""
+    """Return loss and metrics of the whole update, on every rank; waits for the device."""
     report = None if gradients.totals is None else gradients.totals.reduce(mesh.ranks.dp)
     if mesh.layout.pp > 1:
         report = broadcast_json(report, mesh.stage_ranks[-1], mesh.ranks.pp)

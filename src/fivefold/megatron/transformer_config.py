@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> TransformerConfig:
-    """Megatron-Core's configuration of this model."""
+    """Return Megatron-Core's configuration of this model."""
     layout, dtype = mesh.layout, DTYPES[policy.dtype]
     fused = use_transformer_engine(policy.megatron.transformer_impl, mesh.device)
     if fused and (spec.moe is not None or spec.mla is not None):
@@ -53,7 +53,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "sequence_parallel": policy.sequence_parallel and layout.tp > 1,
         # Micro-batches are packed to different lengths.
         "variable_seq_lengths": layout.pp > 1,
-        # Over Gloo a sent tensor must stay: interleaved stages would send what took its place, and nothing would say so.
+        # Gloo needs a sent tensor to stay: interleaved stages would otherwise silently send what took its place.
         "deallocate_pipeline_outputs": layout.pp > 1 and mesh.device.type == "cuda",
         "moe_token_dispatcher_type": "alltoall",
         "transformer_impl": "transformer_engine" if fused else "local",
@@ -61,10 +61,10 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        # The loss is a sum of shares, which nothing has to divide any more: step.py.
+        # The loss is a sum of shares, so there is nothing left to divide (step.py).
         "calculate_per_token_loss": True,
-        # Weights are loaded, so nothing is drawn; but only initialisation marks a parameter as sharded over
-        # the tensor-parallel ranks, and without the mark the gradient norm leaves out all ranks but the first.
+        # Weights are loaded, so nothing is drawn. But only initialization marks a parameter as sharded over the
+        # tensor-parallel ranks. Without the mark, the gradient norm leaves out all ranks but the first.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
@@ -81,10 +81,10 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         **policy.megatron.options.effective("pipeline"),
     }
     if settings["moe_token_dispatcher_type"] == "allgather":
-        # Megatron-Core wants to know sizes beforehand where ranks gather each other's tokens.
+        # Megatron-Core needs the sizes in advance if ranks gather each other's tokens.
         settings["variable_seq_lengths"] = False
     if (virtual := policy.megatron.pipeline_split.virtual_stages(layout)) > 1:
-        # With batched messages between two stages, forward and backward would cross and the loss go wrong unnoticed.
+        # With batched messages between two stages, forward and backward messages would cross and silently give a wrong loss.
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         settings["virtual_pipeline_model_parallel_size"] = virtual
     else:
@@ -94,7 +94,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, policy: PolicyConfig) -> Tra
         with quiet("megatron.core"):
             return kind(**settings)
     except (AssertionError, ValueError, TypeError) as error:
-        # What its options must satisfy together stands in its own code.
+        # Megatron-Core's own code checks which options fit together.
         raise ValueError(f"Megatron-Core refuses these options of megatron.transformer: {first_line(error)}") from error
 
 
@@ -110,7 +110,7 @@ def _moe_settings(spec: ModelSpec, is_balanced: bool) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": part.shared_ffn or None,
         "moe_shared_expert_gate": part.shared_gate,
         "moe_router_score_function": "sigmoid" if part.sigmoid else "softmax",
-        # A softmax over all experts before the choice leaves the chosen weights unnormalised.
+        # A softmax over all experts before the choice leaves the chosen weights unnormalized.
         "moe_router_pre_softmax": not part.sigmoid and not part.normalize,
         "moe_router_enable_expert_bias": part.sigmoid,
         "moe_router_num_groups": part.n_group if part.n_group > 1 else None,
@@ -118,7 +118,7 @@ def _moe_settings(spec: ModelSpec, is_balanced: bool) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": None if part.routed_scaling_factor == 1.0 else part.routed_scaling_factor,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
-        # In RL the sampler routes as the trainer did: what pulls the router towards balance is off unless asked for.
+        # In RL, the engine and the trainer should route alike: balance losses, which move the router, are off by default.
         "moe_router_load_balancing_type": ("seq_aux_loss" if part.sigmoid else "aux_loss") if is_balanced else "none",
         "moe_aux_loss_coeff": part.balance_coef if is_balanced else 0.0,
         "moe_router_bias_update_rate": 0.0,
@@ -153,5 +153,5 @@ def _mla_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
-    """Initialise nothing."""
+    """Leave the weight uninitialized."""
     return weight

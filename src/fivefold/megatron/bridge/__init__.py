@@ -1,4 +1,4 @@
-"""Hugging Face <-> Megatron-Core: loading slices of files, streaming full tensors, by the tables of the families."""
+"""Hugging Face <-> Megatron-Core: loads slices of files and streams full tensors, by the tables of the model families."""
 
 from fivefold.megatron.bridge.hf_weights import SafetensorsSource, Source, load_adapters, load_parameters
 from fivefold.megatron.bridge.stream import WeightStream

@@ -1,7 +1,7 @@
-"""mbridge and Megatron-Bridge for loading and streaming weights, where they are installed.
+"""mbridge and Megatron-Bridge, if installed, for loading and streaming weights.
 
-Both name parameters as Transformer Engine's fused layers do, so they are shown our model under those names. Only their
-tables of weights are used; the model's configuration (RoPE, norms, vocabulary padding) stays ours.
+Both name parameters as Transformer Engine's fused layers do, so our model is presented to them under those names. Only their
+weight tables are used; the model's configuration (RoPE, norms, vocabulary padding) stays ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ExternalBridge(Protocol):
 
 
 def external_bridge(kind: str, chunks: list[Any], directory: Path, spec: ModelSpec) -> ExternalBridge:
-    """The bridge of `megatron.bridge_type`; raises ValueError naming the packages that it lacks."""
+    """Return the bridge of `megatron.bridge_type`; raises ValueError naming the packages that are missing."""
     if spec.moe is not None or len(chunks) > 1:
         raise ValueError(
             f"megatron.bridge_type: {kind} is supported for dense models without virtual stages: use native, which has all"
@@ -43,7 +43,7 @@ def external_bridge(kind: str, chunks: list[Any], directory: Path, spec: ModelSp
 
 
 class _FusedNames(torch.nn.Module):
-    """A model whose parameters go by Transformer Engine's names; it shares them with the model it shows."""
+    """View of a model whose parameters have Transformer Engine's names; the parameters are shared with that model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _MBridge:
             str(directory), dtype=view.config.params_dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE
         )
         self._bridge.vocab_size, self._bridge.padded_vocab_size = spec.vocab, spec.padded_vocab
-        # It notes a tied output layer in the table of its class, where the next model would find it.
+        # mbridge records a tied output layer in a table of its class, where it would affect the next model.
         kind = type(self._bridge)
         self._bridge._DIRECT_MAPPING = dict(kind._DIRECT_MAPPING)
         if spec.tied:

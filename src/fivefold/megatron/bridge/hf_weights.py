@@ -39,7 +39,7 @@ class SafetensorsSource:
     """Tensors of a Hugging Face directory by name, in one file or many, read slice by slice."""
 
     def __init__(self, directory: Path, spec: ModelSpec, files: Mapping[str, str] | None = None) -> None:
-        """`files` are the names of the tensors that are read, and of the file of each; all when left out."""
+        """Read tensors of `directory`; `files` maps the tensors to read to their files (default: all tensors)."""
         self._files = tensor_places(directory) if files is None else files
         self._directory, self._spec = directory, spec
         self._open: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class SafetensorsSource:
 
     @property
     def mtp_names(self) -> list[str]:
-        """Tensors of layers of multi-token prediction, those that they share with the model included."""
+        """Names of the tensors of multi-token prediction layers, including those that they share with the model."""
         return [name for name in self._files if is_of_mtp(name, self._spec)]
 
     def __getitem__(self, name: str) -> Sliceable:
@@ -61,10 +61,11 @@ class SafetensorsSource:
 
 
 class DrawnAdapters:
-    """New adapters: A is uniform in ±1/sqrt(in), as PEFT draws it (Kaiming, 1502.01852, with a = sqrt 5), or normal with the
-    variance 2 / (in + rank), as Megatron-Bridge does (Xavier, Glorot & Bengio 2010, eq. 12); B is 0.
+    """Newly drawn adapters: A is random, B is 0.
 
-    Every A is drawn whole, by the seed and its name: the same on every layout.
+    A is uniform in ±1/sqrt(in), as PEFT draws it (Kaiming, 1502.01852, with a = sqrt 5), or normal with the variance 2 / (in
+    + rank), as Megatron-Bridge does (Xavier, Glorot & Bengio 2010, eq. 12). Every A is drawn whole from the seed and its
+    name, so it is the same on every layout.
     """
 
     has_value_head = False
@@ -94,7 +95,7 @@ def load_adapters(
     place: Coordinates,
     layout: ParallelLayout,
 ) -> None:
-    """Fill adapters from those that PEFT wrote into `directory`, or with new ones, drawn as `init` says."""
+    """Fill adapters from those that PEFT wrote into `directory`, or with new ones, drawn as `init` specifies."""
     tensors = adapter_tensors(spec, lora)
     drawn = DrawnAdapters({item.hf[0]: shape for item, shape in tensors.items()}, init, seed)
     source: Source = drawn
@@ -127,7 +128,7 @@ def fill_parameters(
     place: Coordinates,
     layout: ParallelLayout,
 ) -> set[str]:
-    """Fill those of `parameters` that are among `items`; their names."""
+    """Fill those of `parameters` that are among `items`; return their names."""
     filled = set()
     for item in items:
         if (parameter := parameters.get(item.mcore)) is None:
@@ -143,7 +144,7 @@ def fill_parameters(
 
 
 def _fill(parameter: Tensor, value: Tensor, name: str, names: Sequence[str]) -> None:
-    """Copy what the tensors `names` of the files hold into the parameter `name`."""
+    """Copy `value`, read from the tensors `names` of the files, into the parameter `name`."""
     if parameter.shape != value.shape:
         raise ValueError(f"{name} must have the shape {tuple(parameter.shape)}: got {tuple(value.shape)} in the file")
     check_finite(", ".join(names), value, "the model's files")

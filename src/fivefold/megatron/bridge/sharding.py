@@ -1,6 +1,6 @@
-"""Each kind of sharding: full Hugging Face tensors <-> the shard of one tensor-parallel rank.
+"""Converters for each kind of sharding: full Hugging Face tensors <-> the shard of one tensor-parallel rank.
 
-A full tensor is anything that can be sliced like one, so a rank reads from a file only what is its own.
+A full tensor is anything that can be sliced like one, so a rank reads only its own part from a file.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Sliceable(Protocol):
 
 class Sharder(Protocol):
     def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
-        """The Megatron-Core parameter of tensor-parallel `rank` of `size`."""
+        """Return the Megatron-Core parameter of tensor-parallel `rank` of `size`."""
         ...
 
     def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> list[Tensor]:
-        """The Hugging Face tensors of the shards of all ranks."""
+        """Return the Hugging Face tensors from the shards of all ranks."""
         ...
 
 
 class Replicate:
-    """The same on every rank."""
+    """Replicated: the same on every rank."""
 
     def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         return full[0][:]
@@ -42,7 +42,7 @@ class Replicate:
 
 
 class Vocabulary:
-    """Rows of the vocabulary, padded with zeros to `spec.padded_vocab`."""
+    """Sharded by rows of the vocabulary, padded with zeros to `spec.padded_vocab`."""
 
     def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         rows = spec.padded_vocab // size
@@ -68,7 +68,7 @@ class ColumnParallel:
 
 
 class ColumnSwapped:
-    """Sharded by output dimension; the halves of the input dimension change places."""
+    """Sharded by output dimension, with the two halves of the input dimension swapped."""
 
     def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         return torch.cat(ColumnParallel().shard(full, rank, size, spec).chunk(2, dim=1)[::-1], dim=1)
@@ -89,7 +89,7 @@ class RowParallel:
 
 
 class GateUp:
-    """[gate; up] of each shard, one on top of the other."""
+    """Gate and up, sharded by output dimension and stacked as [gate; up] in each shard."""
 
     def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         rows = _size(full[0], 0) // size
@@ -101,7 +101,7 @@ class GateUp:
 
 
 class QKV:
-    """Interleaved by query group: the queries of a group, its key, its value; weights and biases alike."""
+    """Query, key and value interleaved by query group: its queries, its key, its value; weights and biases alike."""
 
     def shard(self, full: Sequence[Sliceable], rank: int, size: int, spec: ModelSpec) -> Tensor:
         groups = spec.kv_heads // size

@@ -19,17 +19,17 @@ from fivefold.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class _Piece:
-    """One parameter of this rank, and the parameters it stands for on the ranks that it is gathered over."""
+    """One parameter of this rank, and the parameters of the model that gathering it over ranks yields."""
 
     stage: int
     shape: torch.Size
     dtype: torch.dtype
     whole: tuple[MappedParameter, ...]
-    """One for dense parameters; for experts that of each expert-parallel rank, in their order."""
+    """One entry for a dense parameter; for experts, one entry per expert-parallel rank, in rank order."""
 
 
 class WeightStream:
-    """Streams full tensors out of a model that is sharded over a mesh; the plan is made once, the same on every rank."""
+    """Streams full tensors from a model sharded over a mesh; the plan is made once and is the same on every rank."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class WeightStream:
         bucket_mb: int,
         parameters: Iterable[MappedParameter] | None = None,
     ) -> None:
-        """`parameters` are what `named` has of the whole model: its weights when left out."""
+        """Plan the stream; `parameters` describe what `named` returns in the whole model (default: all its weights)."""
         self._named, self._spec, self._mesh = named, spec, mesh
         layout = mesh.layout
         own = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in named().items()}
@@ -96,7 +96,7 @@ class WeightStream:
 
     @torch.no_grad()
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: every rank must run it to its end."""
+        """Yield (Hugging Face name, full tensor); collective: every rank must iterate to the end."""
         mesh, named = self._mesh, self._named()
         for bucket in self._buckets:
             stage, expert, ranks = bucket[0].stage, self._is_expert(bucket[0]), self._ranks(bucket[0])

@@ -1,4 +1,4 @@
-"""Megatron-Core's `torch_dist` checkpoints: tensors by their Hugging Face names out of one, and a model written as one."""
+"""Megatron-Core's `torch_dist` checkpoints: reads tensors by their Hugging Face names, and writes a model in the format."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fivefold.models.spec import ModelSpec
 from fivefold.models.torch_dist import LATEST, Chunk, Stored, TorchDistNames, has_value_head, stored_name
 
 _KEPT_CHUNKS = 4
-"""One chunk may hold all experts of a layer, which are asked for one after another."""
+"""Number of chunks kept in memory: one may hold all experts of a layer, which are requested one after another."""
 
 
 class TorchDistSource:
-    """Tensors of a checkpoint by their names in Hugging Face files; one parameter is read at a time."""
+    """Tensors of a checkpoint by their names in Hugging Face files; reads one parameter at a time."""
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
         self._directory, self._spec = directory, spec
@@ -39,12 +39,12 @@ class TorchDistSource:
 
     @property
     def has_value_head(self) -> bool:
-        """The last layer gives one number a token, and not one a word."""
+        """The last layer outputs one number per token instead of one per vocabulary entry."""
         return has_value_head(self._directory, self._spec)
 
     @property
     def mtp_names(self) -> list[str]:
-        """Tensors of layers of multi-token prediction."""
+        """Names of the tensors of multi-token prediction layers."""
         held = [item for item in mtp_parameters_of(self._spec) if self._names.find(item)]
         return [name for item in held for name in item.hf]
 
@@ -53,7 +53,7 @@ class TorchDistSource:
         return self._whole(item)[item.hf.index(name)]
 
     def _check_tied(self) -> None:
-        """Raise ValueError where the checkpoint holds another head than the embedding, with which it is shared."""
+        """Raise ValueError if the checkpoint's output layer differs from the embedding that it is tied to."""
         head, embedding = (Stored(self._names.tensors[row.mcore], ()) for row in (OUTPUT, EMBEDDING))
         one, other = (self._tensor(each)[: self._spec.vocab] for each in (head, embedding))
         if not torch.equal(one, other):
@@ -63,7 +63,7 @@ class TorchDistSource:
             )
 
     def _merge(self, item: MappedParameter) -> list[Tensor]:
-        """The Hugging Face tensors of a parameter."""
+        """Return the Hugging Face tensors of a parameter."""
         found = [self._tensor(each) for each in self._names.find(item)]
         assert found, f"{item.mcore} was looked for before"
         if item.sharding is Sharding.VOCABULARY:
@@ -71,7 +71,7 @@ class TorchDistSource:
         return SHARDERS[item.sharding].merge([torch.cat(found) if len(found) > 1 else found[0]], self._spec)
 
     def _tensor(self, stored: Stored) -> Tensor:
-        """A part of a stored tensor out of the chunks that share something with it."""
+        """Assemble a part of a stored tensor from the chunks that overlap it."""
         axes = len(stored.index)
         wanted = Box((*stored.index, *(0 for _ in stored.shape)), (*(1 for _ in range(axes)), *stored.shape))
         values = torch.empty(wanted.size, dtype=getattr(torch, stored.tensor.dtype))
@@ -93,7 +93,7 @@ class TorchDistSource:
             file.seek(chunk.begin)
             content = file.read(chunk.length)
         try:
-            # Tensors only: nothing else that a pickle may ask for is done.
+            # Tensors only: nothing else that a pickle may request is executed.
             found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(f"{path} holds no tensor at {chunk.begin}: {first_line(error)}") from error
@@ -103,9 +103,11 @@ class TorchDistSource:
 
 
 def write_torch_dist(weights: Iterable[tuple[str, Tensor]], spec: ModelSpec, out: Path) -> int:
-    """Write (Hugging Face name, tensor) pairs of a whole model below the empty directory `out`, as Megatron-LM lays a
-    release out; the bytes. Layers of multi-token prediction need not be among them. One process of an initialized process
-    group."""
+    """Write (Hugging Face name, tensor) pairs of a whole model into the empty directory `out`; return the bytes written.
+
+    The files are laid out like a release of Megatron-LM. Layers of multi-token prediction may be missing. Call this in one
+    process of an initialized process group.
+    """
     given = dict(weights)
     sharded: dict[str, ShardedTensor | ShardedObject] = {}
     size = 0
@@ -134,7 +136,7 @@ def write_torch_dist(weights: Iterable[tuple[str, Tensor]], spec: ModelSpec, out
 
 
 def _with_extra_state(name: str) -> Iterator[str]:
-    """The modules of a parameter that ask a checkpoint for the state of their quantization, which is empty here."""
+    """Yield the modules of a parameter that expect quantization state in a checkpoint; it is empty here."""
     module, _, kind = name.rpartition(".")
     if kind != "weight":
         return
@@ -143,5 +145,5 @@ def _with_extra_state(name: str) -> Iterator[str]:
     if module.endswith("linear_proj"):
         yield module.removesuffix("linear_proj") + "core_attention"
     if module == "decoder.final_layernorm":
-        # There also where its weight is that of the embedding.
+        # The output layer has such state even if its weight is the embedding's.
         yield "output_layer"

@@ -1,4 +1,4 @@
-"""What a GPU does in one pass over memory where PyTorch takes several; each has a twin in plain PyTorch at its caller.
+"""Kernels that take one pass over memory where PyTorch takes several; each caller has an equivalent in plain PyTorch.
 
 Nothing here is imported on a CPU: Triton comes with torch's builds for CUDA.
 """
@@ -11,5 +11,5 @@ from fivefold.config.packages import can_import
 
 
 def serve(tensor: Tensor) -> bool:
-    """Whether Triton's kernels can take this tensor."""
+    """Whether the Triton kernels support this tensor."""
     return tensor.is_cuda and can_import("triton")

@@ -1,4 +1,4 @@
-"""FlashAttention 4 over packed sequences, from the package flash-attn-4: pip installs it, and nothing is compiled by hand.
+"""FlashAttention 4 over packed sequences, from the package flash-attn-4, which pip installs without compilation.
 
 It is twice as fast on an H200 as the FlashAttention 2 that comes with PyTorch (`benchmarks/results/`).
 """
@@ -16,14 +16,14 @@ from fivefold.config.packages import FLASH, can_import
 
 @cache
 def _available(device: torch.device) -> bool:
-    """Whether it can be imported, on a GPU for which it is written."""
+    """Whether flash-attn-4 can be imported and supports this GPU."""
     major, minor = torch.cuda.get_device_capability(device)
     is_new = major + minor / 10 >= FLASH_CAPABILITY
     return is_new and can_import(FLASH)
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
-    """Whether it has a forward and a backward for such tensors."""
+    """Whether flash-attn-4 has a forward and a backward for such tensors."""
     widths = (query.shape[2], value.shape[2])
     half = query.dtype in (torch.bfloat16, torch.float16)
     shaped = (widths[0] == widths[1] and widths[0] in (64, 96, 128)) or widths == (192, 128)
@@ -39,9 +39,10 @@ def attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[T, H, D] causal attention of each piece of queries to its keys, of which they are the last.
+    """[T, H, D] causal attention of each piece of queries to its keys; the queries are the last of the keys.
 
-    `ends`: [B + 1] int32 of the pieces of queries and of keys; `window`: keys before its own that a token sees.
+    `ends`: [B + 1] int32 cumulative lengths of the pieces of queries and of keys; `window`: number of keys before its own
+    that a token sees.
     """
     from flash_attn.cute import flash_attn_varlen_func
 

@@ -1,4 +1,4 @@
-"""One pass over float32 logits [rows, V]: what the log-prob head needs of each row, and their gradient in their place."""
+"""One pass over float32 logits [rows, V]: the sums that the log-prob head needs of each row, and the gradient in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Logits of a row that are read at once."""
+"""Number of logits of a row that are read at once."""
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.cons
     row = tl.program_id(0)
     begin = logits + row.to(tl.int64) * stride
     offsets = tl.arange(0, block)
-    # Each place of the block has a maximum and sums of its own, so that nothing is reduced inside the loop.
+    # Each position of the block has its own maximum and sums, so that nothing is reduced inside the loop.
     largest = tl.full([block], float("-inf"), tl.float32)
     total = tl.zeros([block], tl.float32)
     weighted = tl.zeros([block], tl.float32)
@@ -24,7 +24,7 @@ def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.cons
         inside = first + offsets < width
         x = tl.load(begin + first + offsets, mask=inside, other=float("-inf")) * scale
         higher = tl.maximum(largest, x)
-        # A place that has seen nothing yet: exp(-inf - -inf) would not be a number.
+        # A position without values so far: exp(-inf - -inf) would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         before = tl.exp(largest - shift)
         weight = tl.exp(x - shift)
@@ -46,7 +46,7 @@ def _row_sums(logits, stride, targets, found, rows, width, scale, block: tl.cons
 def _row_gradient(logits, stride, gradient, targets, log_sum, entropy, slope, spread, width, scale, block: tl.constexpr):
     row = tl.program_id(0)
     begin = logits + row.to(tl.int64) * stride
-    # Numbers of half the size, or of the same.
+    # Elements of the gradient are half the size of the logits, or the same size.
     written = gradient + row.to(tl.int64) * stride * (4 // (gradient.dtype.element_ty.primitive_bitwidth // 8))
     offsets = tl.arange(0, block)
     target, norm, mean = tl.load(targets + row), tl.load(log_sum + row), tl.load(entropy + row)
@@ -57,13 +57,13 @@ def _row_gradient(logits, stride, gradient, targets, log_sum, entropy, slope, sp
         # d logprob / d logit = [target] - p;  d entropy / d logit = -p (log p + entropy)
         found = -tl.exp(log_p) * (of_logprob + of_entropy * (log_p + mean))
         found += tl.where(first + offsets == target, of_logprob, 0.0)
-        # What is written lies over what was read: all of the block must have been read.
+        # The gradient overwrites the logits: the whole block must have been read.
         tl.debug_barrier()
         tl.store(written + first + offsets, (found * scale).to(gradient.dtype.element_ty), mask=inside)
 
 
 def row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """[4, rows] of logits · `scale`: the largest, Σ exp, Σ exp · logit (exponents relative to it), the target's or 0."""
+    """[4, rows] of logits · `scale`: maximum, Σ exp, Σ exp · logit (exponents relative to it), target's logit or 0."""
     rows, width = logits.shape
     found = torch.empty(4, rows, device=logits.device, dtype=torch.float32)
     _row_sums[(rows,)](logits, logits.stride(0), targets, found, rows, width, scale, block=BLOCK, num_warps=8)
@@ -80,7 +80,7 @@ def row_gradient(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[rows, V] gradient of the logits in `dtype`, in their own memory: they are gone."""
+    """[rows, V] gradient of the logits in `dtype`, which overwrites the logits in memory."""
     rows, width = logits.shape
     gradient = logits.view(dtype)
     arguments = (logits, logits.stride(0), gradient, targets, log_sum, entropy, of_logprob, of_entropy, width, scale)

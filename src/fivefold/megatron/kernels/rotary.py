@@ -1,6 +1,6 @@
-"""The product of query, key and value, apart: [T, groups, heads + 2, D] -> normed and rotated queries and keys, values.
+"""Splits the QKV product: [T, groups, heads + 2, D] -> queries and keys, normed and rotated, and values.
 
-Heads of a group lie together: its queries, its key, its value. One program works on one token at a time.
+The heads of a group are adjacent: its queries, its key, its value. One program works on one token at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Heads of a token that one warp has in registers: several warps exchange sums, which takes three times as long."""
+"""Number of a token's heads that one warp holds in registers: exchanging sums between warps takes three times as long."""
 PROGRAMS = 4096
-"""Of the backward pass: each sums its tokens' gradient of the norms' weights, and these are summed at the end."""
+"""Number of backward programs: each sums the norm weights' gradient of its tokens, and these sums are added at the end."""
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _heads_back(
     for turn in range(0, (tokens - program + programs - 1) // programs):
         token = program.to(tl.int64) + turn * programs
         cos = tl.load(cosines + token * rotated + column, mask=turned, other=1.0)
-        # What its partner got of it.
+        # The sine with which this number entered its partner's rotation.
         sin = tl.load(sines + token * rotated + partner, mask=turned, other=0.0) * tl.where(column < half, 1.0, -1.0)
         for first in range(0, groups * each, rows):
             row = first + tl.arange(0, rows)
@@ -92,7 +92,7 @@ def _heads_back(
             from_query = ((token * groups + group) * heads + place)[:, None] * width
             from_group = ((token * groups + group) * width)[:, None]
             q_mask, k_mask = is_query[:, None] & inside[None, :], is_key[:, None] & inside[None, :]
-            # One of the two is 0.
+            # A row is a query or a key, so one of the two is 0.
             g = tl.load(of_query + from_query + column[None, :], mask=q_mask, other=0.0).to(tl.float32)
             g += tl.load(of_key + from_group + column[None, :], mask=k_mask, other=0.0).to(tl.float32)
             across = tl.load(of_query + from_query + partner[None, :], mask=q_mask, other=0.0).to(tl.float32)
@@ -168,9 +168,9 @@ def norm_rotate(
     width: int,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, groups · heads, D], key and value [T, groups, D] of `mixed`, [T, …] with `heads` queries a group.
+    """Return query [T, groups · heads, D], key and value [T, groups, D] of `mixed`, [T, …] with `heads` queries a group.
 
-    Queries and keys are divided by their root mean square and multiplied with the weights of `norms`, then the first R of
+    Queries and keys are divided by their root mean square and multiplied by the weights of `norms`. Then the first R of
     their D numbers are rotated by halves, as in RoFormer (Su et al. 2021, eq. 34).
     """
     q_weight, k_weight = norms or (None, None)

@@ -1,4 +1,4 @@
-"""SwiGLU of [T, 2 F] in one pass each way, times a weight a token where there is one: silu(gate) · up · weight."""
+"""SwiGLU of [T, 2 F] in one pass each way, optionally times a weight per token: silu(gate) · up · weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers of a token that are read at once."""
+"""Number of elements of a token that are read at once."""
 
 
 @triton.jit
@@ -80,6 +80,6 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(product: Tensor, weights_T: Tensor | None = None) -> Tensor:
-    """[…, F] of [… , 2 F], the gate before what it lets through (Shazeer 2020, eq. 6)."""
+    """[… , F] SwiGLU of [… , 2 F], in which the gate comes before what it gates (Shazeer 2020, eq. 6)."""
     found: Tensor = _SwiGLU.apply(product, None if weights_T is None else weights_T.contiguous())
     return found

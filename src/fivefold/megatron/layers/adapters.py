@@ -1,8 +1,8 @@
-"""Low-rank adapters beside Megatron-Core's linear maps: y = W x + alpha / rank · B A x, W frozen (LoRA, 2106.09685, eq. 3).
+"""Low-rank adapters on Megatron-Core's linear modules: y = W x + alpha / rank · B A x, W frozen (LoRA, 2106.09685, eq. 3).
 
-A product that Megatron-Core fuses (queries, keys and values; gate and up) has an A and a B for each map in it, so that every
-adapter is one of PEFT's. Tensor-parallel ranks divide B where they divide what the map gives, A where they divide what it
-reads; the other one all of them hold. Between the two there are `rank` numbers a token, and only those are exchanged.
+A product that Megatron-Core fuses (queries, keys and values; gate and up) has an A and a B for each linear map in it, so
+that every adapter matches one of PEFT's. Tensor-parallel ranks divide B if they divide the map's output, and A if they
+divide its input. Every rank holds the other matrix whole. Only the `rank` numbers per token between A and B are exchanged.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from fivefold.models.parameters import Sharding
 
 
 class Pair(torch.nn.Module):
-    """A and B of one map, as far as this rank holds them."""
+    """A and B of one adapter, as far as this rank holds them."""
 
     def __init__(self, lora_A: Tensor, lora_B: Tensor) -> None:
         super().__init__()
         self.lora_A, self.lora_B = torch.nn.Parameter(lora_A), torch.nn.Parameter(lora_B)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """A and B; where parameters are gathered while the model computes, the call is what waits for them."""
+        """Return A and B; if parameters are gathered during the forward pass, this call waits for them."""
         return self.lora_A, self.lora_B
 
 
 class LostToRounding:
-    """Sums over merged weights, on the device: how much of what adapters add is lost where an engine's dtype rounds it."""
+    """Sums over merged weights, on the device: how much of what adapters add is lost in rounding to an engine's dtype."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of the engine's weights."""
+        """Start both sums at 0; `dtype` is that of the engine's weights."""
         self.dtype = dtype
         self.squares_2 = torch.zeros(2, dtype=torch.float64, device=device)
-        """Of what is lost, and of what adapters add."""
+        """[2] squared norms: of what is lost, and of what adapters add."""
 
     def add(self, weight: Tensor, merged: Tensor, share: Tensor) -> None:
-        """Count one weight: what arrives is the difference that adapters make to the engine's weight."""
+        """Count one weight: compare `share` with the difference that the adapters make to the engine's weight."""
         arrives = merged.to(self.dtype).float() - weight.to(self.dtype).float()
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (arrives - share, share)]
         self.squares_2 += torch.stack(norms).square()
@@ -65,17 +65,17 @@ class LostToRounding:
 
 @dataclass(frozen=True)
 class Merge:
-    """W -> W + alpha / rank · B A, computed in float32, in the dtype of W."""
+    """Merges an adapter into a weight, W -> W + alpha / rank · B A, computed in float32 and returned in the dtype of W."""
 
     product: Callable[[], Tensor]
-    """B A as far as this rank has it."""
+    """Function that returns B A, as far as this rank holds it."""
     scale: float
     is_counted: bool
-    """This rank is the one that counts it in sums over all ranks."""
+    """This rank counts the weight in sums over all ranks."""
 
     @torch.no_grad()
     def __call__(self, weight: Tensor, lost: LostToRounding | None) -> Tensor:
-        """The merged weight; `lost` counts what rounding takes away from the adapters."""
+        """Return the merged weight; `lost` counts what rounding takes away from the adapters."""
         product, weight = self.product(), weight.detach()
         merged = torch.add(weight.float(), product, alpha=self.scale).to(weight.dtype)
         if lost is not None and self.is_counted:
@@ -84,10 +84,10 @@ class Merge:
 
 
 class Adapters(torch.nn.Module):
-    """The adapters of one linear module of Megatron-Core: what it reads -> what is added to what it gives."""
+    """The adapters of one linear module of Megatron-Core: the module's input -> what is added to its output."""
 
     def __init__(self, linear: Any, maps: Sequence[Adapter], lora: LoraSpec, groups: int, tp: dist.ProcessGroup) -> None:
-        """`maps` are all that the module computes, in their order, in as many `groups` as this rank has of them."""
+        """Create the adapters; `maps` are all linear maps of the module in order, in as many `groups` as this rank holds."""
         super().__init__()
         self.is_on = True
         self._scale, self._groups, self._tp = lora.scale, groups, tp
@@ -95,14 +95,14 @@ class Adapters(torch.nn.Module):
         self._sharding, weight = maps[0].sharding, linear.weight
         is_divided, parts = self._sharding is not Sharding.REPLICATE, tp.size()
         self._out = {each.name: each.out // (parts if is_divided and not each.is_row_parallel else 1) for each in maps}
-        """[rows of this rank] of each map."""
+        """Number of this rank's rows of each map."""
         for each in maps:
             if not each.is_adapted:
                 continue
             into = each.into // (parts if each.is_row_parallel else 1)
             pair = Pair(weight.new_empty(lora.rank, into), weight.new_empty(self._out[each.name], lora.rank))
             whole, divided = (pair.lora_B, pair.lora_A) if each.is_row_parallel else (pair.lora_A, pair.lora_B)
-            # What all ranks hold sees the tokens of its own part of the sequence only: Megatron-Core sums its gradient.
+            # A matrix that all ranks hold sees only this rank's part of the sequence: Megatron-Core sums its gradient.
             _mark(whole, sequence_parallel=self._sequence_parallel)
             if is_divided:
                 axis = 1 if each.is_row_parallel else 0
@@ -113,11 +113,11 @@ class Adapters(torch.nn.Module):
 
     @property
     def pairs(self) -> dict[str, Pair]:
-        """By the map's name, as far as it is adapted."""
+        """A and B by the name of their map, for the maps that are adapted."""
         return {name: pair for name, pair in self.named_children() if isinstance(pair, Pair)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the adapters add to the output of this rank."""
+        """Return what the adapters add to the output of this rank."""
         pairs = [pair() for pair in self.pairs.values()]
         low = F.linear(x, torch.cat([a for a, _ in pairs])) * self._scale
         if self._sharding is Sharding.ROW:
@@ -134,16 +134,16 @@ class Adapters(torch.nn.Module):
         return self._join([F.linear(part, b) for part, (_, b) in zip(parts, pairs, strict=True)])
 
     def merges(self, place: Coordinates) -> Iterator[tuple[str, Merge]]:
-        """(`weight`, how the module's weight is merged); of ranks that hold the same, one counts it."""
+        """Yield (`weight`, its Merge); among ranks that hold the same weight, one counts it."""
         is_counted = place.dp == place.cp == 0 and (self._sharding is not Sharding.REPLICATE or place.tp == 0)
         yield "weight", Merge(self._product, self._scale, is_counted)
 
     def _product(self) -> Tensor:
-        """B A of this rank, in float32."""
+        """Return B A of this rank, in float32."""
         return self._join([(pair.lora_B.float() @ pair.lora_A.float()).t() for pair in self.pairs.values()]).t()
 
     def _join(self, adapted: list[Tensor]) -> Tensor:
-        """[..., rows of a map] each -> [..., rows of the module]: group by group, 0 for maps without an adapter."""
+        """Join [..., rows of a map] to [..., rows of the module], group by group; maps without an adapter give 0."""
         given, first = dict(zip(self.pairs, adapted, strict=True)), adapted[0]
         every = [given[name] if name in given else first.new_zeros(*first.shape[:-1], n) for name, n in self._out.items()]
         if len(every) == 1:
@@ -153,7 +153,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Each tensor by the axis along which ranks divide it."""
+        """Return the sharded tensors, each with the axis along which ranks divide it."""
         tensors = self.state_dict(prefix="", keep_vars=True)
         axes = {name: axis for name, each in tensors.items() if (axis := getattr(each, "partition_dim", -1)) >= 0}
         groups = {"tp_group": self._tp, "dp_cp_group": (metadata or {})["dp_cp_group"]}
@@ -167,7 +167,7 @@ def _mark(parameter: Tensor, **marks: Any) -> None:
 
 
 class _Adapted:
-    """A linear module with adapters; its weight is what they are added to."""
+    """A linear module with adapters, whose output is added to the module's."""
 
     adapters: Adapters
 
@@ -178,7 +178,7 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        # The module takes all that is in it for its own and whole on every rank.
+        # The module would treat everything in it as its own, replicated on every rank.
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         return found | self.adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
 
@@ -208,21 +208,21 @@ _ADAPTED: dict[type, type] = {
 
 
 class ExpertAdapters(torch.nn.Module):
-    """The adapters of a layer's routed experts on this rank: an A and a B for each expert and map, stacked as weights are.
+    """The adapters of a layer's routed experts on this rank: an A and a B for each expert and map, stacked like the weights.
 
-    Ranks that divide an expert (etp) read all of its tokens and hold a part of what it computes inside: A of gate and up and
-    B of down all of them have whole, each with a part of the gradient.
+    Ranks that divide an expert (etp) read all of its tokens and hold a part of its inner dimension. Each of them holds A of
+    gate and up and B of down whole, and computes a part of their gradient.
     """
 
     def __init__(self, experts: GroupedExperts, maps: Sequence[Adapter], lora: LoraSpec) -> None:
-        """`maps` are those of one expert, in their order: all of each product in which one is adapted."""
+        """Create the adapters; `maps` are one expert's, in order: all maps of each product that has an adapter."""
         super().__init__()
         self.is_on = True
         self._scale, self._experts = lora.scale, (experts,)
         rank, parts = experts.etp_group.rank(), experts.etp_group.size()
         self._maps = {part: tuple(each for each in maps if each.row.endswith(part)) for part in ("fc1", "fc2")}
         self._axes: dict[int, int | None] = {}
-        """Along which the ranks of an expert divide a parameter, by its id; None where they hold it whole."""
+        """Axis along which an expert's ranks divide a parameter, by its id; None if every rank holds it whole."""
         for each in maps:
             if not each.is_adapted:
                 continue
@@ -230,16 +230,16 @@ class ExpertAdapters(torch.nn.Module):
             new = experts.fc1.new_empty
             pair = Pair(new(experts.count, lora.rank, into), new(experts.count, out, lora.rank))
             for parameter in pair.parameters():
-                # As experts' weights: every rank of a replica has other numbers, reduced over expert replicas.
+                # Marked like experts' weights: they differ on every rank of a replica and are reduced over expert replicas.
                 _mark(parameter, tensor_model_parallel=True, partition_dim=0, partition_stride=1, allreduce=False)
             whole, divided, axis = (pair.lora_B, pair.lora_A, 2) if each.is_row_parallel else (pair.lora_A, pair.lora_B, 1)
-            # What ranks of an expert hold alike counts in the gradient norm once.
+            # A matrix that all ranks of an expert hold counts only once in the gradient norm.
             _mark(whole, shared=rank > 0)
             self._axes |= {id(whole): None, id(divided): axis}
             self.add_module(each.name, pair)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, part: str) -> Tensor | float:
-        """What the adapters add to the product `part` of tokens that are sorted by expert."""
+        """Return what the adapters add to the product `part` of tokens that are sorted by expert."""
         (experts,) = self._experts
         product, found = experts._product, list[Tensor | None]()
         for each in self._maps[part]:
@@ -251,14 +251,14 @@ class ExpertAdapters(torch.nn.Module):
         return _side_by_side(found)
 
     def _summed(self, parameter: Tensor) -> Tensor:
-        """The parameter, whose gradient is the sum over the ranks that hold it whole."""
+        """Return the parameter; its gradient is the sum over the ranks that hold it whole."""
         if self._axes[id(parameter)] is not None:
             return parameter
         summed: Tensor = copy_to_tensor_model_parallel_region(parameter, group=self._experts[0].etp_group)
         return summed
 
     def by_expert(self) -> Iterator[tuple[str, Tensor]]:
-        """(`7.fc1.adapters.gate_proj.lora_A`, view) by the expert's number in the whole model."""
+        """Yield (`7.fc1.adapters.gate_proj.lora_A`, view) with the expert's number in the whole model."""
         (experts,) = self._experts
         first = experts.ep_group.rank() * experts.count
         for part, maps in self._maps.items():
@@ -269,7 +269,7 @@ class ExpertAdapters(torch.nn.Module):
                             yield f"{first + index}.{part}.adapters.{name}", own
 
     def merges(self, place: Coordinates) -> Iterator[tuple[str, Merge]]:
-        """(`7.fc1`, how the weight of that expert is merged) of the products that have adapters."""
+        """Yield (`7.fc1`, the Merge of that expert's weight) for the products that have adapters."""
         (experts,) = self._experts
         first = experts.ep_group.rank() * experts.count
         for part, maps in self._maps.items():
@@ -278,7 +278,7 @@ class ExpertAdapters(torch.nn.Module):
                     yield f"{first + index}.{part}", Merge(partial(self._product, index, maps), self._scale, place.edp == 0)
 
     def _product(self, index: int, maps: Sequence[Adapter]) -> Tensor:
-        """B A of one expert, in float32."""
+        """Return B A of one expert, in float32."""
         products: list[Tensor | None] = []
         for each in maps:
             product = None
@@ -293,7 +293,7 @@ class ExpertAdapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Experts by their number in the whole model, as their weights."""
+        """Return the sharded tensors with the experts' numbers in the whole model, like the experts' weights."""
         (experts,), axes = self._experts, len(sharded_offsets)
         ep, etp = ((group.rank(), group.size()) for group in (experts.ep_group, experts.etp_group))
         found = {}
@@ -312,7 +312,7 @@ class ExpertAdapters(torch.nn.Module):
 
 
 def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | float:
-    """[..., n] each, 0 for what is None: one after another along the last axis; maps of one product are of one size."""
+    """Concatenate [..., n] parts along the last axis, 0 for None; all maps of one product have the same size."""
     some = next((part for part in parts if part is not None), None)
     if some is None:
         return 0.0
@@ -340,31 +340,31 @@ class AdaptedExperts(GroupedExperts):
 
 
 def adapt_experts(experts: GroupedExperts, maps: Sequence[Adapter], lora: LoraSpec) -> None:
-    """Put adapters beside routed experts, all alike; their content is not yet set."""
+    """Add adapters to routed experts, the same for each expert; their values are not set yet."""
     experts.__class__ = AdaptedExperts
     experts.add_module("adapters", ExpertAdapters(experts, maps, lora))
 
 
 def adapt(linear: torch.nn.Module, maps: Sequence[Adapter], lora: LoraSpec, groups: int, tp: dist.ProcessGroup) -> None:
-    """Put adapters beside a linear module; their content is not yet set."""
+    """Add adapters to a linear module; their values are not set yet."""
     kind = type(linear)
     if kind not in _ADAPTED or getattr(linear, "explicit_expert_comm", False):
         raise ValueError(
             f"policy.lora: {maps[0].linear} is a {kind.__name__} that has no adapters here: leave "
             "megatron.transformer_impl and megatron.transformer.moe_shared_expert_overlap as they are by default"
         )
-    # Same weight, same checkpoint key; what it computes is ours.
+    # The weight and its checkpoint key stay the same; only the computation changes.
     linear.__class__ = _ADAPTED[kind]
     linear.add_module("adapters", Adapters(linear, maps, lora, groups, tp))
 
 
 def is_adapter(name: str) -> bool:
-    """A parameter of that name is an adapter's."""
+    """Whether a parameter of this name belongs to an adapter."""
     return ".adapters." in name
 
 
 def adapters_in(model: torch.nn.Module) -> Iterator[tuple[str, Adapters | ExpertAdapters]]:
-    """(name of the module, its adapters)."""
+    """Yield (name of the module, its adapters)."""
     for name, module in model.named_modules():
         if isinstance(module, _Adapted | AdaptedExperts):
             yield name, module.adapters
@@ -372,7 +372,7 @@ def adapters_in(model: torch.nn.Module) -> Iterator[tuple[str, Adapters | Expert
 
 @contextmanager
 def switched_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Models compute without their adapters meanwhile."""
+    """Compute without adapters inside this context."""
     found = [adapters for model in models for _, adapters in adapters_in(model)]
     for adapters in found:
         adapters.is_on = False

@@ -1,8 +1,8 @@
 """Core attention over packed sequences in plain PyTorch: query, key, value [T, H, D] -> [T, H·D].
 
-Context parallelism: each sequence is padded to 2·cp chunks of which rank r holds chunks r and 2·cp-1-r, so that every
-rank has the same share of causal attention's work. Keys and values are gathered over the ranks (grouped-query heads make
-them small) and every chunk of queries attends to the keys up to its own end.
+Context parallelism: each sequence is padded to 2·cp chunks. Rank r holds chunks r and 2·cp-1-r, so that every rank has the
+same share of causal attention's work. Keys and values are gathered over the ranks (grouped-query heads make them small).
+Every chunk of queries attends to the keys up to its own end.
 """
 
 from __future__ import annotations
@@ -30,74 +30,74 @@ from fivefold.megatron.layers.routing import Routing
 from fivefold.types import to_device
 
 _GROUPED_QUERY = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""This release of torch's varlen_attn takes fewer key/value heads than query heads."""
+"""Whether varlen_attn of the installed torch supports fewer key/value heads than query heads."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces of similar length: rows of local queries and of all keys, -1 behind the end of a piece."""
+    """Pieces of similar length as padded rows of local queries and of all keys; -1 after the end of a piece."""
 
     queries: Tensor
-    """[pieces, most queries] into the local tokens."""
+    """[pieces, most queries] indices of local tokens."""
     keys: Tensor
-    """[pieces, most keys] into the gathered tokens."""
+    """[pieces, most keys] indices of gathered tokens."""
     key_lengths: Tensor
     query_lengths: Tensor
     whole: bool
-    """The queries of every piece are all of its keys: no mask is needed."""
+    """In every piece the queries are the same tokens as the keys: no explicit mask is needed."""
 
 
 Piece: TypeAlias = tuple[int, int, Tensor]
-"""Where its queries begin among the local tokens, how many they are, and its keys among the gathered tokens."""
+"""Index of its first query among the local tokens, number of queries, and indices of its keys among the gathered tokens."""
 
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Where the sequences of a micro-batch lie on this rank.
+    """Locations of a micro-batch's sequences on this rank.
 
-    With layers of plain PyTorch `cu_seqlens_q` stays None: rotary angles are gathered by position before the layers,
-    so that no layer needs to look at sequence lengths on the host. Transformer Engine's attention wants it.
+    With layers of plain PyTorch `cu_seqlens_q` stays None: rotary angles are gathered by position before the layers, so that
+    no layer reads sequence lengths on the host. Transformer Engine's attention needs it.
     """
 
     lengths: tuple[int, ...] = ()
-    """Of the sequences without the prefixes that they continue, padded to a multiple of the context-parallel chunks."""
+    """Lengths of the sequences without the prefixes they continue, padded to a multiple of the context-parallel chunks."""
     positions_T: Tensor | None = None
     """Position of each local token in its sequence."""
     pieces: tuple[Piece, ...] = ()
-    """Of which this rank has the queries, in the order of the local tokens."""
+    """Pieces whose queries this rank holds, in the order of the local tokens."""
     cu_queries: Tensor | None = None
-    """[pieces + 1] int32: pieces of queries, in the order of the local tokens."""
+    """[pieces + 1] int32 cumulative numbers of queries, in the order of the local tokens."""
     cu_keys: Tensor | None = None
     key_index: Tensor | None = None
-    """Keys of each piece, one piece after the other, into the gathered tokens; None where they are the local tokens."""
+    """Indices of each piece's keys among the gathered tokens, piece by piece; None if the keys are the local tokens."""
     routing: Routing | None = None
-    """For layers with experts."""
+    """Inputs of the routers, for layers with experts."""
     ahead: Sequence[Any] = ()
-    """What each layer of multi-token prediction is given, where there are some."""
+    """Inputs of each layer of multi-token prediction, if there are any."""
     most_queries: int = 0
     most_keys: int = 0
     _turns: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The pieces for attention over padded rows, which GPUs do not need."""
+        """The pieces as padded rows, for attention without a variable-length kernel."""
         assert self.positions_T is not None
         return _buckets(self.pieces, self.positions_T.device)
 
     def turns(self, angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """[T, R] cosines and sines of rotary angles [T, 1, R], times `scale`: computed for the first layer that asks."""
+        """[T, R] cosines and sines of rotary angles [T, 1, R], times `scale`: computed in the first layer, then reused."""
         if self._turns is None:
             self._turns = (angles[:, 0].cos() * scale, angles[:, 0].sin() * scale)
         return self._turns
 
 
 def chunk_multiple(cp: int) -> int:
-    """A sequence is padded to a multiple of this, so that it can be sharded over `cp` context-parallel ranks."""
+    """Return the multiple that a sequence is padded to, so that `cp` context-parallel ranks can shard it."""
     return 2 * cp if cp > 1 else 1
 
 
 def local_positions(length: int, cp: int, rank: int) -> Tensor:
-    """Positions of a (padded) sequence that context-parallel `rank` holds, in its order."""
+    """Return the positions of a (padded) sequence that context-parallel `rank` holds, in its order."""
     if cp == 1:
         return torch.arange(length)
     chunk = length // (2 * cp)
@@ -113,9 +113,10 @@ def make_packing(
     rank: int = 0,
     prefixes: Sequence[tuple[int, int]] = (),
 ) -> Packing:
-    """Packing of sequences of these padded lengths on context-parallel `rank`; `fused` for Transformer Engine's layers.
+    """Build the packing of sequences of these padded lengths on context-parallel `rank`.
 
-    `prefixes`: (begin, length) of the local tokens that each sequence continues, length 0 where it begins by itself.
+    `fused`: the layers are Transformer Engine's. `prefixes`: (begin, length) of the local tokens that each sequence
+    continues, length 0 if it continues none.
     """
     multiple, prefixes = chunk_multiple(cp), prefixes or [(0, 0)] * len(lengths)
     is_shared = any(length for _, length in prefixes)
@@ -135,7 +136,7 @@ def make_packing(
             pieces.append((start, length, torch.cat([torch.arange(begin, begin + before), own]) if before else own))
         else:
             chunk = length // multiple
-            # Where position p of this sequence lies among the tokens of all ranks, one rank after the other.
+            # Place of position p of this sequence among the tokens of all ranks, one rank after the other.
             owner = torch.tensor([min(i, multiple - 1 - i) for i in range(multiple)])
             half = torch.tensor([int(i >= cp) for i in range(multiple)])
             place = (owner * local_tokens + start + half * chunk)[:, None] + torch.arange(chunk)
@@ -185,7 +186,7 @@ def _buckets(pieces: Sequence[Piece], device: torch.device) -> tuple[Bucket, ...
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by an index; gradients of a row that several pieces have as keys are summed in float32."""
+    """Select rows by index; gradients of a row that several pieces have as a key are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ class PackedAttention(MegatronModule):
         assert isinstance(packed_seq_params, Packing), "sequences are always packed"
         packing = packed_seq_params
         if self.cp_group.size() > 1:
-            # Backward: each rank gets the sum of what all ranks' queries say of its own keys and values.
+            # Backward: each rank receives the gradients of its own keys and values, summed over the queries of all ranks.
             together = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
             key, value = together.split([key.shape[-1], value.shape[-1]], -1)
         half = query.dtype in (torch.bfloat16, torch.float16)
@@ -249,7 +250,7 @@ class PackedAttention(MegatronModule):
         return self._varlen(query, key, value, packing).flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """PyTorch's own variable-length flash attention; queries are the last ones of their keys."""
+        """Compute attention with PyTorch's variable-length flash attention; a piece's queries are the last of its keys."""
         if not _GROUPED_QUERY and query.shape[1] != key.shape[1]:
             repeat = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
@@ -275,7 +276,10 @@ class PackedAttention(MegatronModule):
         return output[..., :width]
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """SDPA over pieces of similar length, padded on the right: causality hides the padding from every token."""
+        """Compute attention with SDPA over pieces of similar length, padded on the right.
+
+        Causality hides the padding from every token.
+        """
         output = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         for bucket in packing.buckets:
             inside = bucket.queries >= 0
@@ -289,7 +293,7 @@ class PackedAttention(MegatronModule):
                 mask = distance >= 0
                 if self.window is not None:
                     mask &= distance < self.window
-                # A padded query must see something, or its softmax is not a number.
+                # A padded query must see some key, or its softmax is NaN.
                 mask = (mask | ~inside[:, :, None])[:, None]
             attended = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]

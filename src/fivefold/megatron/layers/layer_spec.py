@@ -37,7 +37,7 @@ from fivefold.megatron.layers.self_attention import SelfAttention
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
-    """Whether layers come from Transformer Engine; raises ValueError where it was asked for and cannot be had."""
+    """Whether layers come from Transformer Engine; raises ValueError if it was requested but is not available."""
     if choice == "torch" or (choice == "auto" and device.type != "cuda"):
         return False
     missing = missing_packages(("transformer_engine",)) if choice == "transformer_engine" else []
@@ -50,7 +50,7 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
 
 
 def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
-    """These layers (counted over the whole model), in plain PyTorch or Transformer Engine's."""
+    """Return the specs of these layers (numbered over the whole model), in plain PyTorch or from Transformer Engine."""
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -63,8 +63,8 @@ def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerB
 
 
 def mtp_block_spec(config: TransformerConfig, has_experts: bool, detach: bool) -> MultiTokenPredictionBlockSubmodules:
-    """The layers of multi-token prediction, each around a layer with or without experts."""
-    # A norm comes behind such a layer and is computed again with it, so all that the layer gives is read.
+    """Return the specs of the layers of multi-token prediction, each around a layer with or without experts."""
+    # A norm follows such a layer and is recomputed with it, so the layer's whole output is read.
     return mtp_spec(config.mtp_num_layers, _layer(config, has_experts, last=RowParallelLinear), detach)
 
 
@@ -73,7 +73,7 @@ def _layer(config: TransformerConfig, has_experts: bool, last: type[RowParallelL
     dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=last)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared, router=Router)
-    # Checkpoints name norms as fused layers do, so that either kind of layer reads the other's.
+    # Checkpoints name norms as fused layers do, so that either kind of layer can read the other's.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not has_experts:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -125,9 +125,9 @@ def _latent_attention() -> ModuleSpec:
 
 
 class Layer(TransformerLayer):
-    """Megatron-Core's layer, which hands its experts what routers are given, in place of a padding mask.
+    """Megatron-Core's layer, which passes the routing to its experts in place of a padding mask.
 
-    It travels with the packing, because Megatron-Core's recomputation of a part of the layers drops its padding mask.
+    The routing travels with the packing, because Megatron-Core drops the padding mask when it recomputes some of the layers.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,10 +135,10 @@ class Layer(TransformerLayer):
 
 
 class PolicyModel(GPTModel):
-    """GPTModel over packed sequences; the last stage gives log-probs and entropies instead of logits, or values."""
+    """GPTModel over packed sequences; the last stage returns log-probs and entropies instead of logits, or values."""
 
     has_adapters = False
-    """Only its adapters are trained."""
+    """The model has adapters, and only these and a value head are trained."""
 
     def __init__(self, *args: Any, value_head: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -146,11 +146,11 @@ class PolicyModel(GPTModel):
         if self.post_process and value_head:
             self.output_layer: torch.nn.Module = ValueHead(self.config, self.pg_collection.tp)
         elif self.post_process:
-            # Same parameter, same checkpoint key; only what it computes is ours.
+            # The parameter and its checkpoint key stay the same; only the computation changes.
             self.output_layer.__class__ = LogProbHead
 
     def is_trained(self, name: str) -> bool:
-        """Whether a parameter of that name is not frozen: beside adapters a value head is trained, which may be new."""
+        """Whether a parameter of this name is trained: with adapters, only these and a value head, which may be new."""
         return not self.has_adapters or is_adapter(name) or (self._value_head and name.startswith("output_layer."))
 
     def forward(
@@ -164,10 +164,11 @@ class PolicyModel(GPTModel):
         temperature: float,
         ahead: tuple[Ahead, ...] = (),
     ) -> Tensor:
-        """Last stage: [2, S] log-prob and entropy of `targets_S`, the tokens behind `before_S`; other stages: hidden states.
+        """Return [2, S] log-prob and entropy of `targets_S`, the tokens after `source_index_S`, on the last stage.
 
-        With a value head: [2, S] the value at `before_S`, and 0. Behind them the same of what each layer of multi-token
-        prediction is to predict, at temperature 1, where `ahead` says what that is.
+        Other stages return hidden states. With a value head the last stage returns [2, S] the value at `source_index_S`, and
+        0. If `ahead` is given, the same numbers follow for the targets of each layer of multi-token prediction, at
+        temperature 1.
 
         All tokens are this rank's part of the sequences.
         """
@@ -198,15 +199,15 @@ class PolicyModel(GPTModel):
     def _preprocess(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
         first, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if angles is not None and packed_seq_params.cu_seqlens_q is None:
-            # Megatron-Core gives angles [longest, 1, 1, D] by position; each packed token takes those of its own.
+            # Megatron-Core returns angles [longest, 1, 1, D] by position; select those of each packed token.
             angles = angles[packed_seq_params.positions_T, 0]
         if self.has_adapters and first is not None and torch.is_grad_enabled() and not first.requires_grad:
-            # Layers that are recomputed in backward pass gradients on to their parameters only where their input wants one.
+            # Layers that are recomputed in backward pass gradients to their parameters only if their input requires one.
             first.requires_grad_(True)
         return (first, angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """The hidden states, and behind them those of the layers of multi-token prediction where they are asked."""
+        """Return the hidden states, followed by those of the layers of multi-token prediction if `ahead` is given."""
         if not (self.mtp_process and kwargs["packed_seq_params"].ahead):
             return hidden_states
         wanted = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")

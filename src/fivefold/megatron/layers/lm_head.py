@@ -1,4 +1,4 @@
-"""What a model ends in: hidden states -> log-probs and entropies, without a [tokens, vocabulary] tensor; or values."""
+"""Heads of a model: hidden states -> log-probs and entropies, without a [tokens, vocabulary] tensor; or values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from fivefold.megatron import kernels
 from fivefold.megatron.patches.gradients import add_product, taken_by_buffer
 
 CHUNK_ELEMENTS = 1 << 26
-"""Logits that exist at once on a rank: 256 MiB in float32, of which plain PyTorch needs several."""
+"""Maximum number of logits at once on a rank: 256 MiB in float32, of which plain PyTorch needs several copies."""
 KERNEL_CHUNK_ELEMENTS = 1 << 29
-"""The same where one kernel turns them into their gradient: 2 GiB. Large, for each chunk adds to the weight's gradient."""
+"""Maximum number of logits at once if a kernel turns them into their gradient: 2 GiB in float32.
+
+It is large because each chunk adds to the weight's gradient.
+"""
 
 
 class LogProbHead(ColumnParallelLinear):
-    """The output layer as a function of the tokens that are to be predicted."""
+    """The output layer, which computes log-probs and entropies for the tokens to be predicted."""
 
     def forward(
         self,
@@ -35,9 +38,9 @@ class LogProbHead(ColumnParallelLinear):
         valid_vocab: int,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """[S] log-prob of `targets_S` and [S] entropy, from the hidden states at `before_S`.
+        """[S] log-prob of `targets_S` and [S] entropy, from the hidden states at `source_index_S`.
 
-        `valid_vocab` is the vocabulary without padding: padded entries take no part in anything.
+        `valid_vocab` is the vocabulary size without padding: padded entries are excluded everywhere.
         """
         weight = self.weight if weight is None else weight
         if self.config.sequence_parallel:
@@ -47,7 +50,7 @@ class LogProbHead(ColumnParallelLinear):
         hidden_SD = hidden.squeeze(1)[source_index_S]
         start = self.tp_group.rank() * weight.shape[0]
         valid = max(0, min(valid_vocab - start, weight.shape[0]))
-        # The optimizer's buffer takes the gradient at once where Megatron-Core's own products do so.
+        # The gradient goes directly into the optimizer's buffer if Megatron-Core's own products do the same.
         into = getattr(weight, "main_grad", None) if self.config.gradient_accumulation_fusion else None
         logprobs_S, entropy_S = _LogProbs.apply(
             hidden_SD, weight, targets_S, start, valid, 1.0 / temperature, self.tp_group, into
@@ -56,7 +59,7 @@ class LogProbHead(ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token: the product of its hidden state with a weight that every tensor-parallel rank has whole."""
+    """One number per token: the product of its hidden state and a weight that every tensor-parallel rank holds whole."""
 
     def __init__(self, config: TransformerConfig, tp: dist.ProcessGroup) -> None:
         super().__init__()
@@ -66,21 +69,21 @@ class ValueHead(torch.nn.Module):
     def forward(self, hidden: Tensor, at_S: Tensor) -> Tensor:
         """[S] values from the hidden states at `at_S`, in float32."""
         if self._sequence_parallel:
-            # Every rank computes the same from all tokens, so each takes back the gradient of its own.
+            # Every rank computes the same values from all tokens, so each passes back the gradient of its own tokens.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._tp)
         return hidden.squeeze(1)[at_S].float() @ self.weight[0].float()
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """float32 logits of one chunk of tokens."""
+    """Return float32 logits of one chunk of tokens."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        # The product of bfloat16 numbers, kept in float32 instead of rounded.
+        # The product of 16-bit numbers is kept in float32 instead of rounded.
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()
 
 
 def _row_sums(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """What `kernels.logits.row_sums` gives, in plain PyTorch; the logits are gone."""
+    """Compute `kernels.logits.row_sums` in plain PyTorch; overwrites the logits."""
     if scale != 1.0:
         logits.mul_(scale)
     here = (targets >= 0) & (targets < logits.shape[1])
@@ -101,7 +104,7 @@ def _row_gradient(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What `kernels.logits.row_gradient` gives, in plain PyTorch; the logits are gone."""
+    """Compute `kernels.logits.row_gradient` in plain PyTorch; overwrites the logits."""
     if scale != 1.0:
         logits.mul_(scale)
     log_p = logits.sub_(log_sum[:, None])
@@ -116,7 +119,7 @@ def _row_gradient(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-prob of a target and entropy over a vocabulary sharded by rank; logits are made again in backward."""
+    """Log-prob of a target and entropy over a vocabulary sharded by rank; backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -131,7 +134,7 @@ class _LogProbs(torch.autograd.Function):
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden_SD.shape[0]
-        # Row by row: largest logit; sum of exp, sum of exp * logit, the target's logit.
+        # Rows: largest logit; sum of exp, sum of exp * logit, the target's logit.
         found = hidden_SD.new_zeros((4, tokens), dtype=torch.float32)
         found[0] = -torch.inf
         rows = max(1, _chunk_elements(hidden_SD) // max(valid, 1))
@@ -166,7 +169,7 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_SD)
         tokens = hidden_SD.shape[0]
         _, row_gradient = _passes(hidden_SD)
-        # Several chunks are summed in float32; one needs no second buffer.
+        # Several chunks are summed in float32; a single chunk needs no second buffer.
         dtype = weight_VD.dtype if tokens <= rows else torch.float32
         trains = ctx.needs_input_grad[1]
         grad_weight = into if into is not None or not trains else torch.zeros_like(weight_VD, dtype=dtype)
@@ -186,7 +189,7 @@ class _LogProbs(torch.autograd.Function):
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 add_product(grad_weight[:valid], grad, hidden)
-            # Its memory is that of the next chunk's logits.
+            # The next chunk's logits reuse its memory.
             del grad
         given = None
         if trains:
@@ -199,7 +202,7 @@ def _chunk_elements(tensor: Tensor) -> int:
 
 
 def _passes(tensor: Tensor) -> tuple[Any, Any]:
-    """What goes over a chunk's logits, forward and backward."""
+    """Return the functions that process a chunk's logits, forward and backward: kernels or plain PyTorch."""
     if not kernels.serve(tensor):
         return _row_sums, _row_gradient
     from fivefold.megatron.kernels.logits import row_gradient, row_sums

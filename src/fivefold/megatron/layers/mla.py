@@ -21,7 +21,7 @@ from fivefold.megatron.layers.attention import Packing
 from fivefold.megatron.layers.norm import RMSNorm
 
 LATENT_NORM_EPS = 1e-6
-"""The norms of the latents have this eps whatever the model's rms_norm_eps is: the published code builds them so."""
+"""Epsilon of the norms of the latents, whatever the model's rms_norm_eps: the published code builds them so."""
 
 
 class MLANorm(RMSNorm):
@@ -48,13 +48,13 @@ class ReplicatedLinear(MegatronModule):
 class MultiLatentAttention(MLASelfAttention):
     """Megatron-Core's latent attention with down-projections that are not sharded, and rotary angles by packed position.
 
-    Megatron-Core's own without Transformer Engine shards the down-projections; the part of their gradient that comes through
-    the shared rotary key is then that of the rank's own heads only.
+    Without Transformer Engine, Megatron-Core shards the down-projections. The part of their gradient that comes through the
+    shared rotary key then includes only the rank's own heads.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        # Its constructor accepts its own linear maps only.
+        # Megatron-Core's constructor accepts only its own linear modules, so these replace them afterwards.
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
@@ -90,7 +90,7 @@ class MultiLatentAttention(MLASelfAttention):
         return query, key, value, queries, compressed
 
     def _angles(self, packing: Packing) -> tuple[Tensor, float]:
-        """[T, 1, D] rotary angles of the packed tokens, and YaRN's factor of the turned parts."""
+        """[T, 1, D] rotary angles of the packed tokens, and YaRN's factor on the rotated parts."""
         found = self.rotary_pos_emb(int(packing.max_seqlen_q), packed_seq=True)
         angles, concentration = found if isinstance(found, tuple) else (found, 1.0)
         return angles[packing.positions_T, 0], concentration

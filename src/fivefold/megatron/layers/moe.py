@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in plain PyTorch: router, experts, and what a step records of them."""
+"""Mixture-of-experts layers in plain PyTorch: router, experts, and the statistics that a step records."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class _AddLoss(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """Megatron-Core's top-k choice; its losses and counts leave padding out and do not depend on any cut.
+    """Megatron-Core's top-k choice; its losses and counts leave out padding and do not depend on any partitioning.
 
     With T tokens in the update and T_s in sequence s, f and P over the experts, each loss is a sum of shares:
 
-    - `seq_aux_loss` (DeepSeek-V3, eq. 17-20): coef · Σ_s T_s/T · E Σ_i f_i(s) P_i(s), the mean over tokens of the
-      sequence's balance;
-    - `aux_loss` (Switch, eq. 4-6): coef · Σ_m T_m/T · E Σ_i f_i(m) P_i(m) over micro-batches m, so it depends on how the
-      replicas and micro-batches are divided: that is how it is defined;
+    - `seq_aux_loss` (DeepSeek-V3, eq. 17-20): coef · Σ_s T_s/T · E Σ_i f_i(s) P_i(s), the mean over tokens of the sequence's
+      balance;
+    - `aux_loss` (Switch, eq. 4-6): coef · Σ_m T_m/T · E Σ_i f_i(m) P_i(m) over micro-batches m; by this definition it
+      depends on how the replicas and micro-batches are divided;
     - z-loss (ST-MoE, eq. 5): coef · mean over tokens of logsumexp(logits)².
     """
 
     update_scale: float = 0.0
-    """1 / all tokens of the update, times the scale of its loss; 0 outside an update."""
+    """Scale of the router losses: 1 / all tokens of the update, times the loss scale; 0 outside an update."""
     place: int | None = None
-    """Among the routers of this rank whose choice can be replayed; None of multi-token prediction's, which no engine has."""
+    """Index among this rank's routers whose choice can be replayed; None for multi-token prediction, which no engine has."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -61,14 +61,14 @@ class Router(TopKRouter):
         self.register_buffer("balance", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
         self.register_buffer("replayed", torch.zeros(2, dtype=torch.float32, device=device), persistent=False)
         self.load_E: Tensor
-        """Real tokens that chose each expert since the step began, on this rank."""
+        """Number of real tokens that chose each expert since the step began, on this rank."""
         self.balance: Tensor
-        """Balance losses since the step began, times the tokens of the update, on this rank."""
+        """Sum of balance losses since the step began, times the tokens of the update, on this rank."""
         self.replayed: Tensor
-        """[2] routes given for real tokens since the step began, on this rank, and how many of them it chose as well."""
+        """[2] routes given for real tokens since the step began, and how many the router also chose, on this rank."""
 
     def forward(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """([T, E] weights, [T, E] choice) of local tokens."""
+        """[T, E] weights and [T, E] choice of the local tokens."""
         self._maintain_float32_expert_bias()
         sequence_mask_ST, routes_TLK = routing.sequence_mask_ST, routing.routes_TLK
         logits_TE = self.gating(hidden).view(-1, self.num_experts)
@@ -90,7 +90,7 @@ class Router(TopKRouter):
         return weights_TE, chosen_TE
 
     def choose(self, logits_TE: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-        """Megatron-Core's routing without its own losses and counts."""
+        """Choose experts with Megatron-Core's routing, without its own losses and counts."""
         config = self.config
         weights_TE, chosen_TE = topk_routing_with_score_function(
             logits_TE,
@@ -121,7 +121,7 @@ class Router(TopKRouter):
         groups = sequence_mask_ST.to(scores_TE.dtype)
         chances_SE = groups @ scores_TE
         with torch.no_grad():
-            # Counts of a sequence come from all ranks that hold a part of it; one more column counts its tokens.
+            # A sequence's counts are summed over all ranks that hold a part of it; one more column counts its tokens.
             counts = torch.cat([groups @ chosen_TE.to(groups.dtype), groups.sum(1, keepdim=True)], 1)
             torch.distributed.all_reduce(counts, group=self.tp_cp_group)
             counts_SE, tokens_S = counts[:, :-1], counts[:, -1:]
@@ -137,7 +137,7 @@ class Router(TopKRouter):
 
 
 class MoE(MoELayer):
-    """Megatron-Core's layer; in place of a padding mask its router is given all that it is to know of the tokens."""
+    """Megatron-Core's layer; its router receives the `Routing` in place of a padding mask."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Routing | None = None
@@ -172,7 +172,8 @@ class GroupedExperts(MegatronModule):
 
         def weight(*sizes: int) -> torch.nn.Parameter:
             parameter: Any = torch.nn.Parameter(torch.empty(*sizes, dtype=config.params_dtype, device=device))
-            # Every rank of a replica holds other numbers: all count in the gradient norm. Reduced over expert replicas.
+            # Every rank of a replica holds different elements, so all count in the gradient norm. Gradients are reduced over
+            # expert replicas.
             parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
             parameter.allreduce = False
             return parameter  # type: ignore[no-any-return]
@@ -182,7 +183,7 @@ class GroupedExperts(MegatronModule):
         self.fc2 = weight(num_local_experts, config.hidden_size, ffn)
 
     def forward(self, tokens_TD: Tensor, tokens_per_expert: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:
-        """Tokens sorted by expert -> their outputs, times their weights."""
+        """Return the experts' outputs for tokens sorted by expert, times their weights."""
         product = self._up(tokens_TD, tokens_per_expert)
         selective = self.config.recompute_granularity == "selective"
         if self.training and selective and "moe_act" in self.config.recompute_modules:
@@ -207,13 +208,13 @@ class GroupedExperts(MegatronModule):
             ends = tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
             return _GroupedProduct.apply(tokens, weight, ends)  # type: ignore[no-any-return]
         parts = tokens.split(tokens_per_expert.tolist())
-        # The sum of nothing keeps the weights in the graph where no token came.
+        # An empty product keeps a weight in the autograd graph if no token reached its expert.
         return torch.cat([part @ matrix.t() for part, matrix in zip(parts, weight, strict=True)])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Experts by their number in the whole model, so that any layout reads what any other wrote."""
+        """Return sharded tensors with the experts' numbers in the whole model, so that any layout can read them."""
         axes = len(sharded_offsets)
         ep, etp = (self.ep_group.rank(), self.ep_group.size()), (self.etp_group.rank(), self.etp_group.size())
         found = {}
@@ -230,7 +231,7 @@ class GroupedExperts(MegatronModule):
         return found
 
     def by_expert(self) -> Iterator[tuple[str, Tensor]]:
-        """(`7.fc1`, view [2·ffn, width]) and (`7.fc2`, view) by the expert's number in the whole model."""
+        """Yield (`7.fc1`, view [2·ffn, width]) and (`7.fc2`, view) with the expert's number in the whole model."""
         first = self.ep_group.rank() * self.count
         for index in range(self.count):
             yield f"{first + index}.fc1", self.fc1.detach()[index].flatten(0, 1)
@@ -247,13 +248,13 @@ def _swiglu(product: Tensor, weights_T: Tensor) -> Tensor:
 
 
 def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:
-    """grouped_mm takes bfloat16 on CUDA, rows of a multiple of 16 bytes, and some rows."""
+    """Whether grouped_mm supports these: bfloat16 on CUDA, rows of a multiple of 16 bytes, at least one row."""
     fast = tokens.is_cuda and tokens.dtype == torch.bfloat16
     return fast and len(tokens) > 0 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """grouped_mm with gradients that are contiguous, and zero for experts without tokens."""
+    """grouped_mm with contiguous gradients, which are zero for experts without tokens."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -264,6 +265,6 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         tokens, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        # A frozen weight has none.
+        # A frozen weight needs no gradient.
         of_weight = F.grouped_mm(grad.t(), tokens, offs=ends) if ctx.needs_input_grad[1] else None
         return F.grouped_mm(grad, weight, offs=ends), of_weight, None

@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): Megatron-Core's layers, over our packed sequences.
 
-Layer d of them (from 0) joins the hidden state at position i, of the layer before, with the embedding of token i+1+d and
-predicts token i+2+d; embedding and output layer are the model's own. Which tokens those are is known where a micro-batch is
-made: no rank has to ask another for them, and nothing crosses the end of a sample.
+Layer d (from 0) joins the hidden state at position i of the previous layer with the embedding of token i+1+d, and predicts
+token i+2+d. Embedding and output layer are the model's own. These tokens are selected when a micro-batch is made: ranks need
+not exchange them, and nothing crosses the end of a sample.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fivefold.megatron.layers.norm import RMSNorm
 
 @dataclass(frozen=True)
 class Ahead:
-    """What one layer of multi-token prediction is given and predicts, of a micro-batch on this rank."""
+    """Inputs and targets of one layer of multi-token prediction, for a micro-batch on this rank."""
 
     token_ids_T: Tensor
-    """The token that each local token's hidden state is joined with; 0 behind the end of its sample."""
+    """Token whose embedding each local token's hidden state is joined with; 0 past the end of its sample."""
     source_index_S: Tensor
-    """Places of the local tokens whose prediction counts."""
+    """Indices of the local tokens whose prediction counts."""
     targets_S: Tensor
-    """The tokens that they are to predict."""
+    """Tokens to be predicted at `source_index_S`."""
 
 
 def mtp_spec(layers: int, layer: ModuleSpec, detach: bool) -> MultiTokenPredictionBlockSubmodules:
-    """So many layers of multi-token prediction around transformer layers; `detach`: what they are given is not trained."""
+    """Return specs of `layers` layers of multi-token prediction; with `detach`, their inputs receive no gradient."""
     submodules = MultiTokenPredictionLayerSubmodules(
         enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=RMSNorm
     )
@@ -47,7 +47,7 @@ def mtp_spec(layers: int, layer: ModuleSpec, detach: bool) -> MultiTokenPredicti
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """Megatron-Core's layer, told by the packing which tokens lie ahead."""
+    """Megatron-Core's layer, which reads the tokens ahead from the packing."""
 
     def _get_embeddings(
         self, input_ids: Tensor, position_ids: Tensor, embedding: Any, hidden_states: Tensor, packed_seq_params: Any = None
@@ -58,7 +58,7 @@ class PredictionLayer(MultiTokenPredictionLayer):
     def _checkpointed_forward(
         self, forward_func: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor, **rest: Any
     ) -> Tensor:
-        """Megatron-Core would hand the packing to a function that takes tensors only."""
+        """Recompute with tensors only: Megatron-Core would pass the packing to a function that takes only tensors."""
         if self.config.recompute_method == "block":
             return forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **rest)
 
@@ -70,17 +70,17 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 
 class DetachedPredictionLayer(PredictionLayer):
-    """The loss of its predictions stops at the hidden states and embeddings that it is given."""
+    """A prediction layer whose loss passes no gradient to its input hidden states and embeddings."""
 
     def _get_embeddings(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ids, positions, embedded, hidden = super()._get_embeddings(*args, **kwargs)
-        # Layers that are recomputed in backward pass gradients on to their parameters only where their input wants one.
+        # Layers that are recomputed in backward pass gradients to their parameters only if their input requires one.
         stopped: Tensor = _StopGradient.apply(embedded)
         return ids, positions, stopped, hidden.detach().requires_grad_()
 
 
 class _StopGradient(torch.autograd.Function):
-    """A gradient of 0 instead of none: gradients that are reduced as they come wait for every parameter's."""
+    """Passes back a gradient of 0 instead of none: overlapped gradient reduction waits for every parameter's gradient."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RMSNorm(MegatronModule):
-    """Root-mean-square norm whose weight makes Megatron-Core reduce its gradient over sequence-parallel ranks."""
+    """Root-mean-square norm whose weight is marked: Megatron-Core reduces its gradient over sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(config=config)

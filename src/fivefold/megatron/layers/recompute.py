@@ -1,4 +1,4 @@
-"""A layer that is computed again for its gradients does not compute what only the next layer would read."""
+"""Recomputation of a layer for its gradients, without the output that only the next layer would read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fivefold.megatron.patches.gradients import add_product, taken_by_buffer
 
 
 class LastLinear(RowParallelLinear):
-    """The product whose output the layer adds to its residual, and nothing else.
+    """The linear layer whose output is added to the residual and used nowhere else.
 
-    Derivatives of that sum need no value of it. Where whole layers are computed again one by one, neither the product nor
-    the collective behind it takes place a second time.
+    The derivatives of that sum do not need its value. If whole layers are recomputed one by one, neither the product nor the
+    collective after it is repeated.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +41,7 @@ def _recomputes_single_layers(config: TransformerConfig) -> bool:
 
 
 class _UnreadProduct(torch.autograd.Function):
-    """input · weightᵀ backward; forward a tensor of its shape, with undefined content."""
+    """Backward of input · weightᵀ; forward returns a tensor of its shape, with undefined content."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
@@ -64,7 +64,7 @@ class _UnreadProduct(torch.autograd.Function):
 
 
 class _UnreadScatter(torch.autograd.Function):
-    """Backward of a reduce-scatter along the sequence; forward a tensor of its shape, with undefined content."""
+    """Backward of a reduce-scatter along the sequence; forward returns a tensor of its shape, with undefined content."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,6 +1,6 @@
-"""What routers are given of a micro-batch besides its tokens: which are real, and experts to be chosen again.
+"""Inputs of routers for a micro-batch besides its tokens: which tokens are real, and experts to be replayed.
 
-Router replay keeps which experts a token is sent to, not their weights: those are computed from the router as it is, so that
+Router replay fixes which experts a token is sent to, but not their weights. The current router computes the weights, so that
 it learns (GSPO, 2507.18071, section 5.3; R3, 2510.11370, section 4).
 """
 
@@ -19,31 +19,32 @@ from fivefold.routes import NO_ROUTE, no_routes
 
 @dataclass
 class Routing:
-    """Of a micro-batch on this rank; it travels with the packing, so that layers that are recomputed find the same."""
+    """Router inputs of a micro-batch on this rank; they travel with the packing, so that recomputed layers find the same."""
 
     sequence_mask_ST: Tensor
-    """Which real tokens of this rank each sequence has."""
+    """True where a real token of this rank belongs to the sequence."""
     routes_TLK: Tensor | None = None
-    """Experts that its tokens are sent to, by the places of this rank's routers; None: the routers choose."""
+    """Experts that tokens are sent to, by the places of this rank's routers; None: the routers choose."""
     recorded: dict[int, Tensor] | None = None
-    """[T, K] what each router chose, by its place; None: nobody asks."""
+    """[T, K] experts that each router chose, by its place; None: not requested."""
 
     def part(self, size: int, rank: int) -> Routing:
-        """That of one of the ranks that divide these tokens among them."""
+        """Return the routing of one of the ranks that divide these tokens among them."""
         routes_TLK = None if self.routes_TLK is None else self.routes_TLK.chunk(size, 0)[rank]
         return Routing(self.sequence_mask_ST.chunk(size, 1)[rank], routes_TLK, self.recorded)
 
 
 @dataclass
 class Choice:
-    """The experts of one layer's tokens: those of `routes_TK`, where there are any, or the router's own.
+    """The experts of one layer's tokens: those of `routes_TK` if given, or the router's own choice.
 
-    Megatron-Core asks it in place of its RouterReplay, which is global and is told of every pass over every micro-batch.
+    Megatron-Core calls it in place of its RouterReplay, which is global and must be updated on every pass over every
+    micro-batch.
     """
 
     routes_TK: Tensor | None
     own_TK: Tensor = field(init=False)
-    """What the router itself chooses."""
+    """Experts that the router itself chooses."""
 
     def get_replay_topk(
         self,
@@ -53,7 +54,7 @@ class Choice:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """([T, K] scores, [T, K] experts)."""
+        """[T, K] scores and [T, K] experts."""
         scores_TK, self.own_TK = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
         if self.routes_TK is None:
             return scores_TK, self.own_TK
@@ -61,7 +62,7 @@ class Choice:
         return scores_TE.gather(1, taken_TK), taken_TK
 
     def agreement(self, real_T: Tensor) -> Tensor:
-        """[2] routes of real tokens that are given, and how many of them the router chooses as well."""
+        """[2] number of given routes of real tokens, and how many of them the router chooses as well."""
         assert self.routes_TK is not None
         given_TK = (self.routes_TK != NO_ROUTE) & real_T[:, None]
         same_TK = (self.routes_TK[:, :, None] == self.own_TK[:, None, :]).any(-1)
@@ -70,15 +71,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class MoELayers:
-    """The layers with experts of a model, and which of them this rank has."""
+    """The model's layers with experts, and which of them this rank holds."""
 
     routes: RouteShape
-    """Of the whole model."""
+    """Shape of the whole model's routes."""
     own: tuple[int, ...]
-    """Numbers among its layers, by the places of this rank's routers."""
+    """Indices among the layers with experts, by the places of this rank's routers."""
 
     def local(self, routes_TLK: Tensor, source_T: Tensor) -> Tensor:
-        """[T, own layers, K] of local tokens, which lie at `source_T` in the batch; NO_ROUTE of padding, which is at -1."""
+        """[T, own layers, K] routes of local tokens, at `source_T` in the batch; NO_ROUTE for padding (`source_T` is -1)."""
         real_T = source_T >= 0
         found_TLK = routes_TLK.new_full((len(source_T), len(self.own), self.routes.top_k), NO_ROUTE)
         found_TLK[real_T] = routes_TLK[source_T[real_T]][:, torch.tensor(self.own, dtype=torch.long)]
@@ -86,23 +87,23 @@ class MoELayers:
 
 
 class RouteRecord:
-    """The experts that the tokens of a batch are sent to, put together from the ranks of a replica."""
+    """Experts that the tokens of a batch are sent to, collected from the ranks of a replica."""
 
     def __init__(self, layers: MoELayers) -> None:
         self._layers = layers
         self._parts: dict[int, tuple[Routing, Tensor, Tensor]] = {}
 
     def add(self, routing: Routing, place_T: Tensor, index_T: Tensor) -> None:
-        """A micro-batch on this rank, whose tokens lie at `place_T` on it (-1: elsewhere) and at `index_T` in the batch.
+        """Add a micro-batch whose tokens lie at `place_T` on this rank (-1: elsewhere) and at `index_T` in the batch.
 
-        Each virtual stage brings the same.
+        Each virtual stage adds the same micro-batch.
         """
         self._parts[id(routing)] = (routing, place_T, index_T)
 
     def whole(self, tokens: int, tp: dist.ProcessGroup, replica: dist.ProcessGroup) -> Tensor:
-        """[tokens, layers, K] on the host of every rank of the replica; collective."""
+        """[tokens, layers, K] experts on the host of every rank of the replica; collective."""
         layers = self._layers
-        # The expert's number and 1, or 0 where another rank has it: so the sum over ranks is what one of them has.
+        # The expert's number + 1, or 0 if another rank holds it: the sum over ranks is then the value of one rank.
         found_TLK = no_routes(tokens, layers.routes) + 1
         own = torch.tensor(layers.own, dtype=torch.long)
         for routing, place_T, index_T in self._parts.values() if layers.own else ():

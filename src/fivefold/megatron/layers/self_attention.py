@@ -1,4 +1,4 @@
-"""Megatron-Core's self-attention, whose norms and rotation of queries and keys are one pass over memory on a GPU."""
+"""Megatron-Core's self-attention; on a GPU, queries and keys are normed and rotated in one pass over memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fivefold.megatron.layers.norm import RMSNorm
 
 
 class SelfAttention(mcore.SelfAttention):
-    """Between the first product and attention itself: split heads, norm and rotate them."""
+    """Self-attention that splits, norms and rotates heads in one pass between the first product and attention itself."""
 
     _turns: tuple[Tensor, Tensor] | None = None
-    """[T, R] cosines and sines of the call that is under way, where the kernel rotates."""
+    """[T, R] cosines and sines for the current call, if the kernel rotates."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any
     ) -> Any:
-        """Megatron-Core's own, with the angles kept from it where the kernel rotates before it would."""
+        """Run Megatron-Core's forward, without rotary angles if the kernel has rotated before."""
         self._turns = None
         if self._in_one_pass(hidden_states, rotary_pos_emb, **kwargs):
             scale = _yarn_get_concentration_factor_from_config(self.config)
@@ -30,7 +30,7 @@ class SelfAttention(mcore.SelfAttention):
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=left, **kwargs)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[T, 1, heads, D] queries, keys and values, rotated already where the kernel does it."""
+        """[T, 1, heads, D] queries, keys and values, already rotated if the kernel does it."""
         if self._turns is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         from fivefold.megatron.kernels.rotary import norm_rotate
@@ -49,7 +49,7 @@ class SelfAttention(mcore.SelfAttention):
         return query[:, None], key[:, None], value[:, None]
 
     def _in_one_pass(self, hidden: Tensor, angles: Any, packed_seq_params: Any = None, **unused: Any) -> bool:
-        """The kernel rotates by halves, whole groups of heads, angles by token."""
+        """Whether the kernel applies: it rotates by halves, whole groups of heads, with angles by token."""
         norms = (self.q_layernorm, self.k_layernorm)
         return (
             kernels.serve(hidden)

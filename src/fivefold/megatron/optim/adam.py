@@ -1,4 +1,4 @@
-"""AdamW in plain PyTorch: by one kernel on a GPU, or with moments in bfloat16, which Megatron-Core calls precision-aware."""
+"""AdamW in plain PyTorch: a fused kernel on GPUs, or moments in bfloat16, which Megatron-Core calls precision-aware."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's AdamW by its fused kernel, whatever a checkpoint says of the optimizer that wrote it."""
+    """torch's AdamW with its fused kernel, whatever optimizer wrote the checkpoint that it loads."""
 
     @classmethod
     def take_over(cls, optimizer: Any) -> None:
-        """Let a plain AdamW whose parameters are on a GPU go on as this one."""
+        """Convert a plain AdamW whose parameters are on a GPU into this class."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if type(optimizer) is torch.optim.AdamW and parameters and all(parameter.is_cuda for parameter in parameters):
             optimizer.__class__ = cls
             cast(FusedAdamW, optimizer)._choose()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state, steps counted on the device as the kernel wants them."""
+        """Load the state, with step counts on the device as the kernel requires."""
         super().load_state_dict(state_dict)
         self._choose()
         for parameter, state in self.state.items():
@@ -37,7 +37,7 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class PrecisionAwareConfig(OptimizerConfig):
-    """Megatron-Core's configuration without its demand for Transformer Engine."""
+    """Megatron-Core's optimizer configuration without its requirement of Transformer Engine."""
 
     def __post_init__(self) -> None:
         self.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
@@ -45,7 +45,7 @@ class PrecisionAwareConfig(OptimizerConfig):
 
 
 class PrecisionAwareAdam(torch.optim.AdamW):
-    """AdamW (Loshchilov & Hutter, alg. 2) computed in float32; moments are stored in dtypes of their own.
+    """AdamW (Loshchilov & Hutter, alg. 2) computed in float32; moments are stored in separate dtypes.
 
     It holds the float32 copy of each parameter itself (`master_param`) and reads gradients from `decoupled_grad`, as
     Megatron-Core expects.
@@ -66,7 +66,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": torch.float32}
 
     def initialize_state(self, parameter: Tensor) -> None:
-        """Zero moments, the parameter's own value as float32 copy."""
+        """Set zero moments, and the parameter's own value as its float32 copy."""
         self.state[parameter] = {
             "step": torch.tensor(0.0),
             "exp_avg": torch.zeros_like(parameter, dtype=self._dtypes["exp_avg"]),
@@ -75,19 +75,19 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         }
 
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
-        """One part of the state in float32."""
+        """Return one part of the state in float32."""
         value: Tensor = self.state[parameter][name]
         return value.float()
 
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """Take one part of the state from float32."""
+        """Store one part of the state, given in float32, in its own dtype."""
         self.state[parameter][name] = value.to(self._dtypes[name]).clone()
         if name == "master_param":
             parameter.data.copy_(value)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter with a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -111,7 +111,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
                 parameter.copy_(master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's would turn the moments into the parameter's dtype; each keeps its own."""
+        """Load the state with each part in its own dtype: torch would convert moments to the parameter's dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name, dtype in self._dtypes.items():
@@ -121,7 +121,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
 
 @contextmanager
 def precision_aware_adam(wanted: bool) -> Iterator[None]:
-    """While Megatron-Core builds its optimizer, give it this one in the place of Transformer Engine's."""
+    """Replace Transformer Engine's Adam with this one while Megatron-Core builds its optimizer, if `wanted`."""
     if not wanted:
         yield
         return

@@ -22,20 +22,20 @@ from fivefold.megatron.optim.adam import FusedAdamW, PrecisionAwareConfig, preci
 
 @dataclass(frozen=True)
 class Updater:
-    """What turns gradients into new weights."""
+    """Data-parallel wrappers, optimizer and schedule, which turn gradients into new weights."""
 
     ddps: list[DistributedDataParallel]
-    """One a virtual stage."""
+    """One wrapper per virtual stage."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     loss_scale: LossScale | None = None
-    """In float16."""
+    """Dynamic loss scale; None except in float16."""
 
 
 def build_updater(
     chunks: list[PolicyModel], config: TransformerConfig, policy: PolicyConfig, total_updates: int, updates_per_step: int = 1
 ) -> Updater:
-    """Wrap the chunks for data parallelism and give them Megatron-Core's optimizer and schedule."""
+    """Wrap the chunks for data parallelism and build Megatron-Core's optimizer and schedule for them."""
     options = policy.megatron.options
     ddp_config = DistributedDataParallelConfig(
         **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **options.effective("ddp")}
@@ -45,7 +45,7 @@ def build_updater(
             config,
             ddp_config,
             chunk,
-            # Only the first chunk's gradients are needed last: the others' need no buckets to overlap with.
+            # The first chunk's gradients come last. The other chunks need no buckets to overlap with computation.
             disable_bucketing=number > 0,
         )
         for number, chunk in enumerate(chunks)
@@ -68,7 +68,7 @@ def build_updater(
                 adam_beta1=settings.betas[0],
                 adam_beta2=settings.betas[1],
                 adam_eps=settings.eps,
-                # Without a bound the norm is still wanted: nothing is larger than infinity.
+                # Without a bound the norm is still needed: no norm is larger than infinity.
                 clip_grad=settings.clip_grad or math.inf,
                 bf16=config.bf16,
                 fp16=config.fp16,
@@ -95,9 +95,9 @@ def build_updater(
 
 
 class LossScale(DynamicGradScaler):
-    """What multiplies float16's loss, so that small gradients do not vanish: one for all optimizers of a model.
+    """Dynamic loss scale for float16, so that small gradients do not vanish: one for all optimizers of a model.
 
-    Half of itself when gradients have overflowed as often as `hysteresis` says, twice after so many updates without.
+    It is halved after `hysteresis` overflows of the gradients, and doubled after `loss_scale_window` updates without one.
     """
 
     @classmethod
@@ -112,10 +112,10 @@ class LossScale(DynamicGradScaler):
         )
 
     def update(self, found_inf: bool) -> None:
-        """Megatron-Core tells what it found in the gradients of each of its optimizers; an update moves the scale once."""
+        """Ignore Megatron-Core's call for each of its optimizers: `follow` moves the scale once per update."""
 
     def follow(self, overflowed: bool) -> None:
-        """Move behind an update, whether its gradients have overflowed or not."""
+        """Move the scale after an update, depending on whether its gradients overflowed."""
         super().update(overflowed)
 
     @property
@@ -123,7 +123,7 @@ class LossScale(DynamicGradScaler):
         return bool(self.scale > self.min_scale)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint stores."""
         return {name: float(value) for name, value in self.state_dict().items()}
 
     def load_state(self, state: dict[str, float]) -> None:
@@ -132,7 +132,7 @@ class LossScale(DynamicGradScaler):
 
 
 class Schedule(OptimizerParamScheduler):
-    """Megatron-Core's schedule, which counts optimizer steps, looked up at the count of `schedule_per` and `warmup_from`."""
+    """Megatron-Core's schedule, which counts optimizer steps, read at the count of `schedule_per` and `warmup_from`."""
 
     def __init__(self, *arguments: Any, updates_per_count: int, first: int, **others: Any) -> None:
         self._updates_per_count, self._first = updates_per_count, first
@@ -140,7 +140,7 @@ class Schedule(OptimizerParamScheduler):
         super().__init__(*arguments, **others)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The rate of the update that comes, the `num_steps`th."""
+        """Return the learning rate of the next update, number `num_steps`."""
         updates = self.num_steps
         self.num_steps = max(0, math.ceil(updates / self._updates_per_count) - 1 + self._first)
         try:
@@ -152,8 +152,10 @@ class Schedule(OptimizerParamScheduler):
 def build_schedule(
     optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int, updates_per_step: int = 1
 ) -> Schedule:
-    """Rate over optimizer steps: of w warm-up steps the kth is k/w of the way from `warmup_init_lr` to `lr`, or (k - 1)/w
-    with `warmup_from: 0`."""
+    """Build the schedule of the learning rate over optimizer steps.
+
+    Of w warm-up steps, step k is k/w of the way from `warmup_init_lr` to `lr`, or (k - 1)/w with `warmup_from: 0`.
+    """
     counts = {"update": 1, "step": updates_per_step}
     updates_per_count = counts[per] if isinstance(per := settings.schedule_per, str) else per
     total = total_updates // updates_per_count

@@ -1,1 +1,1 @@
-"""What Megatron-Core needs to run without Transformer Engine and without CUDA."""
+"""Patches that let Megatron-Core run without Transformer Engine and without CUDA."""

@@ -1,4 +1,4 @@
-"""Megatron-Core's dense layers call their SwiGLU by name: on a GPU they find the kernel that takes one pass."""
+"""Replaces the SwiGLU that Megatron-Core's dense layers call: on a GPU, a kernel computes it in one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fivefold.megatron import kernels
 
 
 def install() -> None:
-    """Put it there; what it does not take goes on to Megatron-Core's own."""
+    """Install the replacement; calls that it does not support reach Megatron-Core's own function."""
     module: Any = mlp
     module.bias_swiglu_impl = _swiglu
 

@@ -31,7 +31,7 @@ def _null_context(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 class _TorchOnCpu:
-    """`torch` as one Megatron-Core module sees it: tensor factories take device="cuda" to mean the CPU and pin nothing."""
+    """`torch` as one Megatron-Core module sees it: factories read device="cuda" as the CPU and pin no memory."""
 
     _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
@@ -50,12 +50,12 @@ class _TorchOnCpu:
 
 
 def _splits_as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """mcore moves the sizes of an all-to-all to the host and makes numbers of them only where they are not there yet."""
+    """Return the sizes of an all-to-all as numbers: Megatron-Core converts them only when it moves them to the host."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _gather_uneven(whole: Any) -> Any:
-    """Gloo gathers pieces of one size only: pad them to the longest."""
+    """Wrap an all-gather for Gloo, which supports pieces of one size only: pad them to the longest."""
 
     def gather(tensor: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
@@ -72,7 +72,7 @@ def _gather_uneven(whole: Any) -> Any:
 
 
 def _reduce_scatter_uneven(whole: Any) -> Any:
-    """Gloo scatters pieces of one size only: sum everything and take the own piece."""
+    """Wrap a reduce-scatter for Gloo, which supports pieces of one size only: sum everything and take this rank's piece."""
 
     def reduce_scatter(
         tensor: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
@@ -87,7 +87,7 @@ def _reduce_scatter_uneven(whole: Any) -> Any:
 
 
 def install() -> None:
-    """Let Megatron-Core run on the CPU of this process. Doing it twice is harmless."""
+    """Let Megatron-Core run on the CPU of this process. Calling it twice is harmless."""
     global _installed
     if _installed:
         return

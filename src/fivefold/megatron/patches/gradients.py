@@ -1,7 +1,7 @@
-"""What Megatron-Core asks of Apex where gradients are added up, measured and clipped, by PyTorch's own means.
+"""Replaces Apex in Megatron-Core where gradients are accumulated, measured and clipped, using only PyTorch.
 
-Products add to the optimizer's float32 buffer (`gradient_accumulation_fusion`), which cuBLAS does as well; norms and
-clipping take all tensors at once and leave the host out of it.
+Weight gradients are added to the optimizer's float32 buffer (`gradient_accumulation_fusion`), which cuBLAS supports as well.
+Norms and clipping process all tensors at once and do not involve the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def add_product(buffer: Tensor, grad_SV: Tensor, input_SD: Tensor) -> None:
-    """buffer [V, D] += gradᵀ · input, the sum in the buffer's own precision."""
+    """Compute buffer [V, D] += gradᵀ · input, summed in the buffer's own precision."""
     if grad_SV.is_cuda and buffer.dtype == torch.float32 and grad_SV.dtype != torch.float32:
         torch.addmm(buffer, grad_SV.t(), input_SD, out_dtype=torch.float32, out=buffer)
     elif buffer.dtype == grad_SV.dtype:
@@ -27,10 +27,10 @@ def add_product(buffer: Tensor, grad_SV: Tensor, input_SD: Tensor) -> None:
 
 
 def taken_by_buffer(weight: Tensor) -> Tensor:
-    """What autograd is given for a weight whose `main_grad` has its gradient already.
+    """Return what autograd receives for a weight whose gradient is already in `main_grad`.
 
-    Megatron-Core's hook wants to see something. It ignores the content, unless the weight has another use whose gradient is
-    added to this one (`zero_out_wgrad`: an embedding that is the output layer too).
+    Megatron-Core's hook expects a tensor. It ignores the content, unless the weight has another use whose gradient is added
+    to this one (`zero_out_wgrad`: an embedding that is also the output layer).
     """
     parameter: Any = weight
     parameter.grad_added_to_main_grad = True
@@ -38,7 +38,7 @@ def taken_by_buffer(weight: Tensor) -> Tensor:
 
 
 def install() -> None:
-    """Let Megatron-Core use these where Apex and Transformer Engine are not there to do it."""
+    """Install these functions where Apex and Transformer Engine are missing."""
     products: Any = layers
     if not products._grad_accum_fusion_available:
         products.fused_weight_gradient_mlp_cuda = SimpleNamespace(
@@ -48,7 +48,7 @@ def install() -> None:
     clipping: Any = clip_grads
     if clipping.multi_tensor_applier is local_multi_tensor_applier:
         clipping.l2_norm_impl, clipping.multi_tensor_scale_impl = _norm, _scale
-        # No gradient here is a DTensor, and to ask each one takes milliseconds in which the GPU waits.
+        # No gradient here is a DTensor, and checking each one takes milliseconds in which the GPU waits.
         clipping.to_local_if_dtensor = _as_it_is
 
 
@@ -66,7 +66,7 @@ def _norm(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], each: bool) 
 
 
 def _scale(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
-    """Tensors times a number, in place."""
+    """Multiply tensors by a number, in place."""
     given, scaled = lists
     assert all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(given, scaled, strict=True))
     torch._foreach_mul_(scaled, factor)

@@ -1,4 +1,4 @@
-"""Megatron-Core and torch narrate what they do; what a user must know is an exception."""
+"""Silences messages of Megatron-Core and torch: what a user must know is an exception."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet(logger_name: str) -> Iterator[None]:
-    """Neither warnings nor messages below an error of this logger."""
+    """Suppress warnings, and messages of this logger below the level of an error."""
     logger = logging.getLogger(logger_name)
     level = logger.level
     logger.setLevel(logging.ERROR)

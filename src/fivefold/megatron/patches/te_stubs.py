@@ -1,4 +1,4 @@
-"""Names that Megatron-Core 0.16.1 uses although only Transformer Engine defines them: given what they mean without it."""
+"""Defines names that Megatron-Core 0.16.1 uses although only Transformer Engine defines them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _no_context(*args: Any, **kwargs: Any) -> nullcontext[None]:
 
 
 def define() -> None:
-    """Define what is missing; where Transformer Engine is installed nothing changes."""
+    """Define the missing names; if Transformer Engine is installed, nothing changes."""
     vars(moe_utils).setdefault("te_general_gemm", None)
-    # Recomputing without output takes every call for one in fp8 and asks whether fp8 is on.
+    # Recomputation without output treats every call as fp8 and checks whether fp8 is on.
     vars(random).setdefault("FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False))
     vars(random).setdefault("activation_recompute_forward", _no_context)
     vars(random).setdefault("fp8_autocast", _no_context)
     if not isinstance(multi_latent_attention.TELinear, type):
-        # A mock stands where the class should be, and is taken for the real one.
+        # A mock stands in place of the class, and Megatron-Core takes it for the real one.
         multi_latent_attention.HAVE_TE = False
