@@ -404,3 +404,26 @@ def test_ranks_that_start_unchecked_end_with_the_same_single_sentence(case, name
     wanted = {"a tokenizer cut off": "the tokenizer in", "a truth that is null": "must be a number for the reward gsm8k"}
     says = wanted.get(name, says)
     assert done.stderr.count(says) == 1 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_rows_are_counted_up_to_what_a_round_of_dynamic_sampling_takes(tmp_path):
+    """More rows than are read one by one, and a round that takes more than a step's prompts of them."""
+    from fivefold.config import make_config
+    from fivefold.config.findings import Findings
+    from fivefold.plan.data_files import ROWS, check_data
+
+    row = {
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "data_source": "openai/gsm8k",
+        "reward_model": {"ground_truth": "2"},
+    }
+    for count, fits in ((ROWS + 1500, True), (ROWS + 400, False)):
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text((json.dumps(row) + "\n") * count)
+        algorithm = {"dynamic_sampling": True, "sampling_rounds": 1, "prompts_per_round": 1500}
+        run = make_config(
+            {"model": {"path": "m"}, "algorithm": algorithm, "data": {"train": [str(path)], "prompts_per_step": 64}}
+        )
+        findings = Findings()
+        check_data(findings, run, None, None)
+        assert any("larger than the training set" in str(error) for error in findings.errors) != fits

@@ -232,7 +232,7 @@ class _Reader:
         if not count:
             raise ValueError(f"{path} has no rows")
         if count == ROWS:
-            wanted = self.config.data.prompts_per_step + ROWS if first is None else first
+            wanted = self.config.prompts_taken + ROWS if first is None else first
             behind = count_rows(path, wanted) - ROWS
             seen.rows += behind
             seen.whole = seen.whole and not behind
