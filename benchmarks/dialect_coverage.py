@@ -25,17 +25,17 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fivefold.config import ConfigError, RunConfig, make_config  # noqa: E402
-from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect  # noqa: E402
-from fivefold.config.dialects.source import flatten  # noqa: E402
-from fivefold.config.dialects.trinity import join  # noqa: E402
-from fivefold.config.packages import LAUNCHERS, TRACKERS, missing_packages  # noqa: E402
-from fivefold.data.tokenizer import train_tokenizer  # noqa: E402
-from fivefold.layout import ParallelLayout, PipelineSplit  # noqa: E402
-from fivefold.models.families import load_spec  # noqa: E402
-from fivefold.models.parameters import VALUE_HEAD  # noqa: E402
-from fivefold.plan.check import check  # noqa: E402
-from fivefold.plan.data_files import ROWS  # noqa: E402
+from fivefold.config import ConfigError, RunConfig, make_config
+from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect
+from fivefold.config.dialects.source import flatten
+from fivefold.config.dialects.trinity import join
+from fivefold.config.packages import LAUNCHERS, TRACKERS, missing_packages
+from fivefold.data.tokenizer import train_tokenizer
+from fivefold.layout import ParallelLayout, PipelineSplit
+from fivefold.models.families import load_spec
+from fivefold.models.parameters import VALUE_HEAD
+from fivefold.plan.check import check
+from fivefold.plan.data_files import ROWS
 
 OTHER_KINDS = ("vlm", "agentic", "distill")
 DENOISING = ("num_inference_steps", "sampling_steps")
