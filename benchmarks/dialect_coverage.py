@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from fivefold.config import ConfigError, RunConfig, make_config  # noqa: E402
 from fivefold.config.dialects import SYSTEMS, Translation, Tree, find_dialect  # noqa: E402
@@ -180,7 +179,8 @@ def write_data(path: Path, config: RunConfig) -> None:
         if not data.apply_chat_template:
             del row[data.messages_key]
         rows += json.dumps(row) + "\n"
-    path.write_text(rows * (data.prompts_per_step + 2 * ROWS))
+    # Dynamic sampling may take several steps' prompts at once.
+    path.write_text(rows * (3 * data.prompts_per_step + 2 * ROWS))
 
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -151,7 +151,7 @@ def build_run(config: RunConfig, ranks: Ranks, device: torch.device, checkpoint:
     if first_prompts:
         for key, reason in unused_sources(config, {prompt.source for prompt in first_prompts}).items():
             logger.log(f"{key} has no effect: {reason}")
-    models = build_models(config, directories, meshes, objective, steps, logger)
+    models = build_models(config, directories, meshes, objective, {"run": steps, "data": of_data}, logger)
     engine = generator = reward_model = None
     generates = not config.algorithm.offline or (evaluation_set is not None and evaluation_set.generate)
     if generates and config.reward.model.path:
@@ -313,9 +313,17 @@ def start_reward_pool(pool: RewardPool, prompts: list[Prompt], log: Callable[[st
 
 
 def build_models(
-    config: RunConfig, directories: Mapping[str, Path], meshes: Meshes, objective: Objective, steps: int, logger: RunLogger
+    config: RunConfig,
+    directories: Mapping[str, Path],
+    meshes: Meshes,
+    objective: Objective,
+    steps: Mapping[str, int],
+    logger: RunLogger,
 ) -> Models:
-    """Build every model of the run except a reward model that reads texts; `directories` has their paths."""
+    """Build every model of the run except a reward model that reads texts.
+
+    `directories` has the models' paths, `steps` the length for each value of `optimizer.schedule_over`.
+    """
     ranks, roles, spec = meshes.ranks, config.roles, load_spec(directories[config.described_by(config.model.path)])
     placed: dict[str, tuple[Ranks, MegatronModel | None]] = {}
     warmup = config.critic.warmup_steps if "critic" in roles else 0
@@ -327,7 +335,8 @@ def build_models(
             return {}
         lora, updates = role.settings.lora, role.updates_per_step
         adapters = {"adapters": directories.get(lora.path or ""), "seed": config.trainer.seed} if lora.rank else {}
-        total = (steps - (warmup if role.name == "policy" else 0)) * updates
+        length = steps[role.settings.optimizer.schedule_over]
+        total = (length - (warmup if role.name == "policy" else 0)) * updates
         return {
             "updates_per_step": updates, "total_updates": total, "bucket_mb": config.engine.sync_bucket_mb, **adapters,
             **({"engine_dtype": engine_dtype} if role.name == "policy" else {}),

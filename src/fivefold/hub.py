@@ -40,9 +40,9 @@ def _from_modelscope(repository: str, wanted: Sequence[str], revision: str | Non
         from modelscope import snapshot_download
         from modelscope_hub.constants import DEFAULT_ENDPOINT
     except ImportError as error:
-        raise ValueError(
-            f"{repository!r} needs modelscope, not installed here: pip install 'fivefold[modelscope]'"
-        ) from error
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "modelscope"
+        why = "not installed here" if is_absent else f"whose import fails: {first_line(error)}"
+        raise ValueError(f"{repository!r} needs modelscope, {why}: pip install 'fivefold[modelscope]'") from error
     name, at = repository.removeprefix(MODELSCOPE), f" at {revision}" if revision else ""
     return _take(
         f"{name!r} is no model that ModelScope gives{at}",

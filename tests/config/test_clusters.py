@@ -108,3 +108,12 @@ def test_the_command_line_takes_settings_of_ours_after_two_dashes(tmp_path):
         [sys.executable, "-m", "fivefold.cli", *words], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert "backend: ray" in done.stdout and "steps: 7" in done.stdout
+
+
+def test_a_judge_on_servers_of_its_own_keeps_ray_away_with_a_line():
+    judge = ["judge_model_type=inference", "worker_cls=roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
+             "judge_prompt=Qwen2.5-7B-Instruct-RLVR-prompt", "model_args.model_name_or_path=j", "device_mapping=list(range(8,16))",
+             "strategy_args.strategy_name=hf_infer", "tag_included=[RLVR]"]  # fmt: skip
+    found = translate_words("roll", [*roll(16), *(f"rewards.llm_judge.{word}" for word in judge)], HOME)
+    assert found.tree["reward"]["judge"]["backend"].startswith("vllm:") and "launch" not in found.tree
+    assert any("start it by torchrun" in note for note in found.notes)

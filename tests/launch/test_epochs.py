@@ -52,6 +52,17 @@ def test_a_run_that_counts_steps_is_resumed_by_one_that_counts_epochs(root):
     assert evaluated(metrics(root, "moved")) == [3, 4] and saved(root, "moved") == ["step-000003", "step-000004"]
 
 
+def test_a_schedule_over_the_data_falls_as_it_does_in_a_run_that_takes_them_all(root):
+    falls = ("policy.optimizer={lr: 1.0e-3, eps: 1.0e-4, schedule: linear, schedule_over: data, warmup_steps: 0.5}",)
+    whole, _ = train(root, "all", *falls)
+    short, _ = train(root, "short", *falls, "trainer.steps=3")
+    assert [row["policy/lr"] for row in short] == [row["policy/lr"] for row in whole][:3]
+    over_run, _ = train(root, "over-run", *falls, "policy.optimizer.schedule_over=run", "trainer.steps=3")
+    assert [row["policy/lr"] for row in over_run] != [row["policy/lr"] for row in short]
+    longer = fivefold("train", root / "run.yaml", f"trainer.run_dir={root}/runs/short", *falls, "trainer.epochs=3")
+    assert longer.returncode and "trainer.epochs: 2 -> 3" in longer.stdout + longer.stderr
+
+
 @pytest.mark.parametrize("value", ["epochs", 0.5, True])
 def test_another_word_than_epoch_is_refused_with_what_may_stand_there(value):
     with pytest.raises(ConfigError, match=r"trainer\.save_every .*epoch"):

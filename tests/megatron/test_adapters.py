@@ -371,11 +371,13 @@ def numbers_in(path: Path) -> dict[str, torch.Tensor]:
 
     reader = PieceReader(path)
     found = {}
-    for name, pieces in reader._found.items():
-        size = tuple(max(box.offset[axis] + box.size[axis] for box, _ in pieces) for axis in range(len(pieces[0][0].size)))
+    for name, stored in reader._stored.items():
+        boxes = [piece.box for piece in stored]
+        size = tuple(
+            max(ends) for ends in zip(*(map(sum, zip(box.offset, box.size, strict=True)) for box in boxes), strict=True)
+        )
         found[name] = torch.full(size, math.nan)
-        for box, values in pieces:
-            found[name][box.within(Box((0,) * len(size), size))] = values
+        reader.fill(name, Box((0,) * len(size), size), found[name])
     return found
 
 

@@ -139,4 +139,4 @@ def test_check_names_a_tracker_that_is_not_installed_and_keys_that_no_tracker_re
     assert "tracking.offline" in dict(check(config).ignored)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = check(RunConfig.of(model={"path": "m/m"}, trainer={"loggers": ["wandb"]})).errors
-    assert "trainer.loggers: wandb is not installed here: pip install wandb, or leave wandb out" in found
+    assert "trainer.loggers: wandb, not installed here: pip install wandb, or leave wandb out" in found

@@ -163,7 +163,8 @@ def scored_with_slow_ones(mesh, number: int):
     samples = [Sample([1], [0.0], text, True, 0) for text in texts]
     order: list[int] = []
     try:
-        assert pool.start([(prompt, Sample([], [], prompt.ground_truth, True, 0))]) is None
+        # The trial of a process has the same limit.
+        assert pool.start([(prompt, Sample([], [], texts[0], True, 0))]) is None
         scoring = [pool.submit(prompt, sample) for sample in samples]
         for place, each in enumerate(scoring):
             each.add_done_callback(lambda _, place=place: order.append(place))

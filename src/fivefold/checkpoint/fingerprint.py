@@ -103,17 +103,21 @@ class Fingerprint:
         return changes
 
 
+_LENGTHS = {"trainer.steps": "run", "trainer.epochs": "data"}
+"""Key -> the value of `optimizer.schedule_over` whose schedules it gives the length of."""
+
+
 def _keys(config: RunConfig) -> Iterator[tuple[str, Any, Counts]]:
     """(key, value, how it counts) of the keys that say what a run is and how it runs."""
     chosen = {leaf.key: leaf.value for leaf in leaves(config.algorithm.resolved, "algorithm")}
     learning = [cast(PolicyConfig, role.section).optimizer for role in config.roles.learners.values()]
-    ends_with_the_run = any(each.schedule != "constant" and each.decay_steps is None for each in learning)
+    falling = {each.schedule_over for each in learning if each.schedule != "constant" and each.decay_steps is None}
     for leaf in leaves(config):
         counts = leaf.counts
         if leaf.key in _OF_THIS_START:
             continue
-        if leaf.key == "trainer.steps" and ends_with_the_run:
-            # The learning rate falls until the last step.
+        if _LENGTHS.get(leaf.key) in falling:
+            # The learning rate falls until the last step, or the end of the data.
             counts = Counts.VALUE
         if (section := leaf.key.partition(".")[0]) in LEARNERS and section not in config.roles:
             counts = Counts.HARMLESS

@@ -30,14 +30,17 @@ class OptimizerConfig:
     """Unit of warm-up and decay: optimizer steps, steps of the run, or a number of optimizer steps, during which the rate
     stays constant."""
     warmup_steps: Annotated[float, at_least(0)] = 0.0
-    """Length of the linear warm-up; below 1 a share of the run."""
+    """Length of the linear warm-up; below 1 a share of `schedule_over`."""
     warmup_from: Literal[0, 1] = 1
     """Start of a warm-up over w steps: 1 begins at 1/w of the rate, 0 at 0, as torch's schedulers and most other systems
     do."""
     warmup_init_lr: Annotated[float, within("[0, 1]")] = 0.0
     """Learning rate that the warm-up starts from."""
     decay_steps: Annotated[int, above(0)] | None = None
-    """Step at which `min_lr` is reached, including the warm-up; the end of the run if left out."""
+    """Step at which `min_lr` is reached, including the warm-up; the end of `schedule_over` if left out."""
+    schedule_over: Literal["run", "data"] = "run"
+    """Length of a schedule without `decay_steps`, and of the whole for a warm-up share: the steps of the run (run), or those
+    of `trainer.epochs` passes over the data (data), even if `trainer.steps` ends the run earlier."""
     min_lr: Annotated[float, within("[0, 1]")] = 0.0
     """Final rate of a linear or cosine schedule."""
 

@@ -121,7 +121,7 @@ class RewardPool:
         ValueError where a function cannot be loaded or does not answer.
         """
         requests = [
-            {"reward": name, "sample": self._offered(*trial)}
+            _request(name, self._offered(*trial), _LONG_SECONDS)
             for trial in trials
             for name in _functions(self._rewards(trial[0].source))
         ]
@@ -254,10 +254,8 @@ class RewardPool:
                 elif not is_built_in:
                     # Those of the user's share the sample's time.
                     end = time.monotonic() + seconds
-                is_limited = is_built_in and not runs_programs(name)
-                request = {"reward": name, "sample": job.offered, "cpu_seconds": limit if is_limited else None}
-                answer = worker.ask(request, seconds)
-                is_late = is_built_in and (bool(answer.get("is_late")) or answer.get("value", 0) is None)
+                answer = worker.ask(_request(name, job.offered, limit), seconds)
+                is_late = is_built_in and _is_late(answer)
                 if is_late and "error" not in answer and not job.is_slow:
                     return None
                 if is_late:
@@ -336,6 +334,12 @@ class _Job:
         self.future.set_result(found)
 
 
+def _request(name: str, offered: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What a reward process is asked; a built-in function that runs no programs has so many seconds of CPU time."""
+    is_limited = name in BUILT_IN and not runs_programs(name)
+    return {"reward": name, "sample": offered, "cpu_seconds": seconds if is_limited else None}
+
+
 def _functions(chosen: ChosenRewards) -> list[str]:
     """Those of the rewards that are functions."""
     return [name for name in chosen.weights if name != JUDGE]
@@ -359,6 +363,11 @@ def _finish(sample: Sample, chosen: ChosenRewards, parts: _Values) -> str | None
 def _fail(sample: Sample) -> None:
     sample.reward, sample.reward_parts, sample.correct, sample.reward_failed = math.nan, {}, False, True
     sample.reward_timed_out = False
+
+
+def _is_late(answer: dict[str, Any]) -> bool:
+    """Whether the function took too long, by its CPU time or by the clock."""
+    return bool(answer.get("is_late")) or answer.get("value", 0) is None
 
 
 def _error_of(answer: dict[str, Any]) -> str | None:
@@ -444,7 +453,8 @@ class _Worker:
             self.kill()
             raise _NoAnswerError(error)
         found = [self._exchange({**trial, "id": 0}, _START_SECONDS, "no reward") for trial in self.trials]
-        self.trial_error = next((error for answer in found if (error := _error_of(answer)) is not None), None)
+        errors = (_error_of(answer) for answer in found if not _is_late(answer))
+        self.trial_error = next((error for error in errors if error is not None), None)
 
     def _exchange(self, request: dict[str, Any], seconds: float, missing: str) -> dict[str, Any]:
         """Any trouble ends the process: what it says later would be taken for the answer to another request."""

@@ -10,6 +10,10 @@ from fivefold.config.device_mapping import parse_devices
 from fivefold.config.dialects.source import Source, UnreadableError
 
 KEY = "launch.backend"
+WITH_JUDGE = (
+    "runs on several machines, where Ray does not place a judge's servers here: start it by torchrun, or name servers that "
+    "run already in reward.judge.url and set launch.backend: ray"
+)
 
 
 @dataclass(frozen=True)

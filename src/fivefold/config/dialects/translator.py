@@ -96,7 +96,10 @@ def translate(
     for each in source.found:
         outcomes[each.key] = each
     lines = [Line(ours, value, _sources(table, settings, ours, read)) for ours, (value, read) in values.items()]
-    if on_ray := clusters.keys_for_ray(source, table.name):
+    on_ray = clusters.keys_for_ray(source, table.name)
+    if on_ray and "reward.judge.backend" in values:
+        source.note(clusters.WITH_JUDGE)
+    elif on_ray:
         lines.append(Line(clusters.KEY, "ray", tuple(on_ray)))
         outcomes |= {key: _also(outcomes[key], clusters.KEY) for key in on_ray}
     lines.sort(key=_order)

@@ -22,7 +22,7 @@ SECTION = Section.of(
     lacks("algorithm.enable_router_replay", "experts that are replayed", [False]),
     lacks("algorithm.rollout_correction", "verl's correction of samples by older weights"),
     lacks("algorithm.bypass_old_logprobs", "old log-probs that the trainer computes", [True]),
-    lacks(_below("buffer.trainer_input.", "auxiliary_buffers experience_buffer sft_warmup_dataset"), "a buffer", [{}]),
+    lacks(_below("buffer.trainer_input.", "auxiliary_buffers experience_buffer sft_warmup_dataset"), "a buffer"),
     lacks("buffer.trainer_input.read_experience_strategy", "an order of experiences by the trainer's buffer"),
     fixed(
         _below(TASKSET, "capacity max_read_timeout wrap_in_ray mm_data_kwargs schema_type use_priority_queue "
@@ -48,7 +48,7 @@ SECTION = Section.of(
     lacks(_below("explorer.rollout_model.", "enable_expert_parallel enable_multimodal enable_return_routed_experts "
                                             "external_model_config.enable"),
           "another engine than the one of the layout", [False]),
-    lacks("explorer.rollout_model.extra_engine_args", "options of the engine", [{}]),
+    lacks("explorer.rollout_model.extra_engine_args", "options of the engine"),
     fixed(_below("explorer.rollout_model.", "api_key base_port checkpoint_job_dir engine_id gpu_per_engine node_rank "
                                             "ray_actor_name sync_method weight_sync_buffer_size "
                                             "external_model_config.*"), "how engines are reached", takes_any=True),
