@@ -44,7 +44,7 @@ class SamplingConfig:
 class EngineConfig:
     backend: Annotated[str, HARMLESS] = "transformers"
     """Engine and layout. `transformers` runs a model on every rank of the policy; vLLM and SGLang run on the same ranks by
-    their layout: `vllm:d4t2` is four replicas of two tensor-parallel ranks, `vllm:d4t2e2` divides the experts over the two
+    their layout. `vllm:d4t2` is four replicas of two tensor-parallel ranks; `vllm:d4t2e2` divides the experts over the two
     instead of sharding each. Use `vllm` or `sglang` alone if engine.url names servers."""
     mode: Annotated[Literal["in_process", "server"] | None, HARMLESS] = None
     """Where the engine runs: in the policy's ranks, or as servers in processes of their own on the same devices. If left

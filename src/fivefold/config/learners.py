@@ -39,8 +39,8 @@ class OptimizerConfig:
     decay_steps: Annotated[int, above(0)] | None = None
     """Step at which `min_lr` is reached, including the warm-up; the end of `schedule_over` if left out."""
     schedule_over: Literal["run", "data"] = "run"
-    """Length of a schedule without `decay_steps`, and of the whole for a warm-up share: the steps of the run (run), or those
-    of `trainer.epochs` passes over the data (data), even if `trainer.steps` ends the run earlier."""
+    """Length of a schedule without `decay_steps`, and of the whole that a warm-up share refers to. run: the steps of the
+    run; data: those of `trainer.epochs` passes over the data, even if `trainer.steps` ends the run earlier."""
     min_lr: Annotated[float, within("[0, 1]")] = 0.0
     """Final rate of a linear or cosine schedule."""
 
@@ -151,9 +151,9 @@ class PolicyConfig:
     tokens_per_micro_batch: Annotated[int, above(0), HARMLESS] = 16384
     """Maximum number of packed tokens in one forward-backward of one data-parallel replica."""
     skip_zero_advantage: Annotated[bool, HARMLESS] = True
-    """Skip samples that contribute exactly zero to the policy's gradient: samples without an advantage (in groups with equal
-    rewards) or without weight, unless something else reads them (mtp.train does). The update is the same; its metrics cover
-    only the computed tokens."""
+    """Skip samples that contribute exactly zero to the policy's gradient, unless something else reads them (mtp.train does).
+    These are samples without an advantage (in groups with equal rewards) or without weight. The update is the same; its
+    metrics cover only the computed tokens."""
     share_prefix: Annotated[bool, HARMLESS] = False
     """Compute a prompt once for several samples in a micro-batch: each response attends to the prompt and to itself. Samples
     of a group then go to one replica if that pays off. Needs c1, plain PyTorch layers, and routers without losses."""

@@ -68,8 +68,8 @@ class CorrectionConfig:
     out the tokens with the largest d² until the mean is below the bound: M2PO (2510.01161)."""
     old_logprobs_from: Literal["trainer", "engine", "loglinear"] | None = None
     """Source of the old log-probs: the trainer before the step's updates, the engine, or loglinear. loglinear needs no extra
-    pass: it interpolates between the engine's and the current log-probs, (s - 1) / s of the way for a token sampled s steps
-    ago (A-3PO, 2512.06547)."""
+    pass: it interpolates between the engine's and the current log-probs (A-3PO, 2512.06547). A token sampled s steps ago is
+    (s - 1) / s of the way to the current one."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Choices:
     expert: ExpertConfig = field(default_factory=ExpertConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     reward_shift: Annotated[float, within("[-1e6, 1e6]")] | None = None
-    """Added to every reward, after the overlong penalty."""
+    """Shift added to every reward, after the overlong penalty."""
     reward_scale: Annotated[float, within("(0, 1e6]")] | None = None
     """Factor of every reward, after `reward_shift`."""
     reward_clip: Annotated[float, above(0)] | None = None
@@ -233,8 +233,8 @@ class Choices:
     no loss and do not count in the denominators. Off if left out."""
     difficulty_by: Literal["reward", "correct", "spread"] | None = None
     """Quantity that `difficulty_low` and `difficulty_high` bound: the mean reward, the mean correctness (1 or 0), or the
-    spread between the best and the worst reward, as the method shapes rewards. With the spread, prompts are left out after
-    `whiten`."""
+    spread. The spread is the difference between the best and the worst reward, as the method shapes rewards; with it,
+    prompts are left out after `whiten`."""
     dynamic_sampling: bool | None = None
     """Replace prompts whose responses all have the same reward: sample further prompts."""
     dynamic_sampling_by: Literal["reward", "shaped_reward"] | None = None
@@ -269,8 +269,8 @@ class Method(Choices):
 
     @property
     def offline(self) -> bool:
-        """Whether the method learns from responses in the data and does not sample. They have reward 1, the worse one of a
-        pair 0."""
+        """Whether the method learns from responses in the data and does not sample. These responses have reward 1, the worse
+        one of a pair 0."""
         return self.learns_from != "rollouts"
 
     @property

@@ -61,9 +61,9 @@ class AlgorithmConfig(Choices):
     ppo_epochs: Annotated[int, within("[1, 1000]")] = 1
     """Number of passes over each rollout."""
     values_per: Literal["step", "update"] = "step"
-    """When the critic computes the values for advantages: once before all updates of a step, or before each update, with the
-    critic as the previous updates left it. With `update`, advantages are whitened over the update. That matches systems in
-    which every optimizer step is a step of its own, on samples of older weights."""
+    """When the critic computes the values for advantages: once before all updates of a step, or again before each update,
+    with the critic as updated so far. With `update`, advantages are whitened over the update. That matches systems in which
+    every optimizer step is a step of its own, on samples of older weights."""
     sampling_rounds: Annotated[int, above(0)] = 10
     """Maximum rounds of dynamic sampling per step. After them, groups with equal rewards fill the step."""
     prompts_per_round: Annotated[int, above(0)] | None = None
@@ -141,8 +141,8 @@ class DataConfig:
     """If false, prompts are plain text, to which the tokenizer adds its special tokens."""
     special_tokens: Literal["keep", "escape", "refuse"] = "keep"
     """Handling of the tokenizer's special tokens in a row's texts, which open turns (`<|im_start|>system` in a user's
-    message): keep them, escape them (a space after the first letter makes them text), or refuse the row. They are always
-    escaped in tool answers and judge prompts."""
+    message). keep leaves them, escape adds a space after the first letter, so that they become text, and refuse rejects the
+    row. They are always escaped in tool answers and judge prompts."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or messages. In this key and the next, `a.b` means field b of column a."""
     query_key: str | None = None
@@ -170,8 +170,8 @@ class DataConfig:
     messages_key: str = "messages"
     """Column with a whole conversation to imitate instead; the assistant's turns carry loss."""
     learned_turns: Literal["all", "last"] = "all"
-    """Turns in a `messages_key` conversation that carry loss: all assistant turns up to their end tokens, or the last one
-    with all text that the chat template adds after it."""
+    """Turns in a `messages_key` conversation that carry loss. all: all assistant turns up to their end tokens; last: the
+    last one, with all text that the chat template adds after it."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     """Columns with the better and the worse response, for methods that learn from pairs (dpo): texts, or conversations whose

@@ -40,8 +40,8 @@ class JudgeConfig:
     model: str | None = None
     """Name of the model on those servers; with `backend`, its Hugging Face directory or hub id."""
     backend: Annotated[str | None, HARMLESS] = None
-    """Layout of servers that the run starts instead (`vllm:d2t2`), on GPUs of their own: the next ones after those of the
-    ranks and the engine's servers on each machine. With `functions_ask`, SGLang is also supported."""
+    """Layout of vLLM servers that the run starts instead (`vllm:d2t2`). They have GPUs of their own: the next ones after
+    those of the ranks and the engine's servers on each machine. With `functions_ask`, SGLang is also supported."""
     functions_ask: bool = False
     """Let user reward functions send requests to these servers, as with verl. A function with a parameter
     `reward_router_address` gets host and port of one server, one with `reward_model_tokenizer` the model's transformers
@@ -83,8 +83,8 @@ class CodeConfig:
     memory_mb: Annotated[int, within("[64, 1048576]")] = 1024
     """Address space of a program, in MB; its files together may have as many bytes."""
     trusted_tests: bool = False
-    """Run assertions that need more than plain values from a program (objects of its classes, functions passed to it) in the
-    program's own process, where it can cheat them. Otherwise such rows are refused."""
+    """Run assertions in the program's own process, where it can cheat them, if they need more than plain values from it
+    (objects of its classes, functions passed to it). Otherwise such rows are refused."""
 
 
 @dataclass(frozen=True)
